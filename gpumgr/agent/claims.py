@@ -89,6 +89,7 @@ class NodeClaims:
             if not held or self._closed is None:
                 held = await self._grant(claim, held, deadline, adopted)
             for allocation in held:
+                await self._starts.make_room(allocation)
                 if not await self._start(allocation):
                     raise _overtaken(claim)
         except Refusal as refusal:

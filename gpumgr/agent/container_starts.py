@@ -1,6 +1,6 @@
 """What a container gets: the response to its calls, and at its start its folder, its limits and its CDI spec."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from gpumgr.agent.pods import find_pod
@@ -18,7 +18,8 @@ NO_MECHANISM = ("none",)
 
 
 class ContainerStarts:
-    """`make_dir` creates a container's folder below `host.allocation_dir`."""
+    """`make_dir` creates a container's folder below `host.allocation_dir`. `make_room` lowers the memory limits of others on the GPUs of a
+    share, and raises Refusal if its memory is not free."""
 
     def __init__(
         self,
@@ -28,8 +29,9 @@ class ContainerStarts:
         enforcement: Enforcement,
         host: HostPaths,
         make_dir: Callable[[str], None],
+        make_room: Callable[[Allocation], Awaitable[None]],
     ) -> None:
-        self.pods, self.enforcement = pods, enforcement
+        self.pods, self.enforcement, self.make_room = pods, enforcement, make_room
         self._agent_state, self._host, self._make_dir = agent_state, host, make_dir
 
     def answer(self, allocation: Allocation, resource: Resource) -> ContainerResponse:

@@ -58,7 +58,8 @@ class Inventory:
     `replicas`: how many of each GPU are offered, `scaling`: with how many times its memory and cores. `mig_strategy`: which MIG devices
     are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, instead of sharing such GPUs (empty:
     all); None: none are. `policy`: where a share is placed. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be
-    created now, for example because of a MIG device that has processes and no container.
+    created now, for example because of a MIG device that has processes and no container. `burst_mebibytes`: GPU -> memory that containers
+    hold above their requests.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -70,6 +71,7 @@ class Inventory:
     mig_on_demand: Collection[str] | None = None
     policy: Policy = "binpack"
     mig_blocked: Mapping[str, int] = field(default_factory=dict)
+    burst_mebibytes: Mapping[GpuName, int] = field(default_factory=dict)
     #: Name of a method -> the registry and the result of its last call (`_once`).
     _computed: dict[str, tuple[GpuRegistry, Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -203,6 +205,7 @@ class Inventory:
             },
             shown=self.gpus(gpu_registry),
             mig_profiles=self.mig_profiles(gpu_registry),
+            burst_mebibytes=self.burst_mebibytes,
         )
 
     def node_devices(self, ledger: Ledger, open_ids: Collection[AllocationId]) -> NodeDevices:

@@ -68,6 +68,7 @@ class PreStart:
         self._starts.make_folders(holders)
         if resource != "memory":  # every vcuda share has cores, so one of the container's two calls is enough
             for holder in holders:
+                await self._starts.make_room(holder)
                 await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
 
     def _refuse_gone_gpus(self, allocation: Allocation) -> None:

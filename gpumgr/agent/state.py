@@ -198,6 +198,13 @@ class AgentState:
                 self.inventory = replace(self.inventory, mig_blocked=blocked)
                 self.publish()
 
+    async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
+        """GPU -> memory that containers hold above their requests."""
+        if mebibytes != self.inventory.burst_mebibytes:
+            async with self.lock:
+                self.inventory = replace(self.inventory, burst_mebibytes=mebibytes)
+                self.publish()
+
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
         """The processes on each GPU. `started`: pid -> start time in clock ticks since boot, without processes that have ended."""
         async with self.lock:

@@ -15,6 +15,8 @@ CORE_RESOURCE: Final = "tencent.com/vcuda-core"
 MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
 #: gpu-manager's annotation: percent of a GPU that a container may use while others are idle.
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
+#: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that was granted to no container.
+MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
 
 #: HAMi's resource, as the agent calls it inside: a device id is one replica of a GPU. Adapters translate another name of the settings.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"

@@ -24,10 +24,12 @@ BackendName = Literal["limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-
 class Backend:
     """One mechanism. A subclass overrides the methods that it needs. No method blocks the event loop for longer than reading or writing a
     small file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container.
-    `limits`: what it limits on this node, and how strongly; it may change with each `unavailable`."""
+    `limits`: what it limits on this node, and how strongly; it may change with each `unavailable`. `bursts`: `observe` or `adjust` can
+    change the memory limit of a running container."""
 
     name: BackendName
     limits: Mapping[Resource, Strength]
+    bursts: bool = False
 
     async def unavailable(self) -> str | None:
         """Why this node can't use it and what to do; None if it can."""

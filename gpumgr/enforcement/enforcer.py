@@ -199,6 +199,14 @@ class Enforcer:
         """How containers used their turns, as of the last `observe`."""
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
+    def burst_obstacle(self, mechanisms: Mechanisms) -> str | None:
+        """Why these mechanisms can't change the memory limit of a running container; None: they can."""
+        limiting = [name for name in mechanisms if name in self.backends and "memory" in self.backends[name].limits]
+        fixed = [name for name in limiting if not self.backends[name].bursts]
+        if fixed:
+            return f"the backend {fixed[0]} can't change the memory limit of a running container"
+        return None if limiting else "no backend limits the container's memory"
+
     def own_pids(self, started: Mapping[int, int]) -> frozenset[int]:
         return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids(started))
 

@@ -1,7 +1,7 @@
 """Parses a pod's JSON into what the allocator needs."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -9,7 +9,8 @@ from math import ceil
 from typing import Any, Final
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_LIMIT_ANNOTATION, MEMORY_RESOURCE
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, HAMI_NODE, MIG_ALLOCATIONS, placed_by_hami, replica_request, slices_in
 from gpumgr.kube.selection import constraints_of
@@ -62,6 +63,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         containers=containers if wants_gpu else (),
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
         core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
+        **_memory_limits(annotations.get(MEMORY_LIMIT_ANNOTATION), {container.name for container in containers}),
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
@@ -217,6 +219,19 @@ def _core_limit(text: object) -> int | None:
     """0..100, larger numbers as 100. Any other text counts as none: it must not make the pod unreadable."""
     whole = isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text)
     return min(int(whole[0]), 100) if whole else None
+
+
+def _memory_limits(text: object, containers: Collection[str]) -> dict[str, Any]:
+    """`memory_limits` or `memory_limits_ignored`; `containers`: the names of all containers of the pod."""
+    if text is None:
+        return {}
+    try:
+        limits = decode_json(str(text), dict[str, int])
+    except UnreadableText as error:
+        return {"memory_limits_ignored": f'it must be a JSON object such as {{"main": 8192}}: {str(error)[:_MAX_WORD]}'}
+    if unknown := sorted(limits.keys() - set(containers)):
+        return {"memory_limits_ignored": f"it names container {unknown[0][:_MAX_WORD]}, which the pod does not have"}
+    return {"memory_limits": tuple(limits.items())}
 
 
 def _submitter(spec: Mapping[str, Any]) -> str | None:

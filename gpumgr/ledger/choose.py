@@ -159,7 +159,7 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
         # The kubelet may offer more ids than amounts of other allocations leave, or already as few as these leave.
         cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
-        left = blocks_with_ids(ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
+        left = blocks_with_ids(node, ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
         blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
         result.append(
             GpuCapacity(
@@ -275,7 +275,7 @@ def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
             gpu=gpu.name,
             index=node.indices.get(gpu.name),
             cores_free=left.cores,
-            memory_mebibytes_free=left.memory_mebibytes,
+            memory_mebibytes_free=max(0, left.memory_mebibytes - node.burst_mebibytes.get(gpu.name, 0)),
             note=node.unschedulable.get(gpu.name),
         )
         for gpu in ledger.gpu_registry.gpus

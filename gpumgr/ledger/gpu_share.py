@@ -22,7 +22,8 @@ class SharedGpu:
     """One GPU of a share, and the amounts granted on it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
 
     The kubelet asks for cores and memory in two calls, in either order: each is 0 until its call has come, and both are known when the
-    container starts. `bus_id` and `total_bytes` are None while the driver does not show the GPU.
+    container starts. `burst_bytes`: how much more memory it may use now (annotation `gpumgr.io/memory-limit`). `bus_id` and `total_bytes`
+    are None while the driver does not show the GPU.
     """
 
     name: GpuName
@@ -31,6 +32,12 @@ class SharedGpu:
     total_bytes: int | None = None
     cores: int = 0
     memory_bytes: int = 0
+    burst_bytes: int = 0
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit of memory that is in force now."""
+        return self.memory_bytes + self.burst_bytes
 
     @property
     def core_percent(self) -> int:

@@ -241,9 +241,9 @@ class Ledger:
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
         return held + self.by_amount.get(gpu, Amounts())
 
-    def exceeded(self, gpu: GpuName) -> bool:
-        """More is in use than the GPU has."""
-        used, registered = self.used(gpu), self.gpu_registry.by_name.get(gpu)
+    def exceeded(self, gpu: GpuName, burst_mebibytes: int = 0) -> bool:
+        """More is in use than the GPU has, `burst_mebibytes` beside."""
+        used, registered = self.used(gpu) + Amounts(0, burst_mebibytes), self.gpu_registry.by_name.get(gpu)
         return used.cores > CORES_PER_GPU or used.memory_mebibytes > (registered.memory_mebibytes if registered else 0)
 
     def available(self, gpu: GpuName) -> Amounts:

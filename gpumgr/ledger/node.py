@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName, Resource
+from gpumgr.ledger.burst import blocks_of_burst
 from gpumgr.ledger.ids import NO_IDS, Masks, RegisteredGpu, lowest
 from gpumgr.ledger.ledger import AllocationId, Ledger
 from gpumgr.placement.evaluators.mig import has_place, most_devices
@@ -32,7 +33,8 @@ class NodeView:
     Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now, that work and
     that are offered; `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are unschedulable
     because of their MIG mode alone: MIG devices are given there. `mig_profiles`: GPU -> the profiles of the MIG devices that are created
-    on it on demand. `shown`: the GPUs that the driver describes now.
+    on it on demand. `shown`: the GPUs that the driver describes now. `burst_mebibytes`: memory of a GPU that containers hold above their
+    requests, which counts as used.
     """
 
     topology: Topology
@@ -46,6 +48,7 @@ class NodeView:
     in_mig_mode: Collection[GpuName] = ()
     shown: Mapping[GpuName, Gpu] = field(default_factory=dict)
     mig_profiles: Mapping[GpuName, tuple[MigProfile, ...]] = field(default_factory=dict)
+    burst_mebibytes: Mapping[GpuName, int] = field(default_factory=dict)
 
     @property
     def gpu_of_row(self) -> Mapping[int, GpuName]:
@@ -116,9 +119,9 @@ def _gpu_devices(
             registered.all_ids("memory") & (1 << (node.shown.get(gpu) or registered).memory_mebibytes // BLOCK_MEBIBYTES) - 1
         )
         healthy = (registered.all_ids("core"), present | blocks)
-    if claimed is not None:
-        claimed_blocks = registered.memory_blocks - blocks_with_ids(ledger, gpu)
-        healthy = (_less(healthy[0], cores, claimed.cores), _less(healthy[1], blocks, claimed_blocks))
+    if claimed is not None or gpu in node.burst_mebibytes:
+        taken_blocks = registered.memory_blocks - blocks_with_ids(node, ledger, gpu)
+        healthy = (_less(healthy[0], cores, claimed.cores if claimed else 0), _less(healthy[1], blocks, taken_blocks))
     open_instances = ledger.held("mig").get(gpu, 0) if node.closed(gpu, "mig") else registered.all_ids("mig")
     return GpuDevices(
         registered,
@@ -136,7 +139,7 @@ def _healthy_replicas(ledger: Ledger, node: NodeView, registered: RegisteredGpu,
     if not number or node.closed(gpu, "replica") is not None:
         return held
     left = ledger.available(gpu)
-    spare = min(left.cores, left.memory_mebibytes) > 0
+    spare = min(left.cores, left.memory_mebibytes - node.burst_mebibytes.get(gpu, 0)) > 0
     if not registered.memory_mebibytes:  # it is granted whole
         number, spare = 1, left.whole
     if profiles := node.mig_profiles.get(gpu):
@@ -149,10 +152,12 @@ def _numa_node(node: NodeView, gpu: GpuName) -> int | None:
     return None if shown is None else shown.numa_node
 
 
-def blocks_with_ids(ledger: Ledger, gpu: GpuName) -> int:
-    """The most blocks of this GPU that may have ids beside the allocations without. Less than a block of its memory is in none."""
+def blocks_with_ids(node: NodeView, ledger: Ledger, gpu: GpuName) -> int:
+    """The most blocks of this GPU that may have ids beside bursts and the allocations without ids. Less than a block of its memory is in
+    none."""
     claimed, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
-    return max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
+    left = max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
+    return max(0, left - blocks_of_burst(node.burst_mebibytes.get(gpu, 0)))
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:

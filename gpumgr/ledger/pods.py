@@ -79,7 +79,8 @@ class PodView:
     `created_at` is in unix seconds; `phase`, `reason` and `message` are the API's values (a kubelet that refuses a pod sets them).
     `controlled`: a controller would replace the pod. `deleted`: it is to be deleted, also if its containers still run. `ends_at`: when its
     grace period ends then, by the API server's clock, in unix seconds; `grace_seconds`: how long that is.
-    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID of a static pod in
+    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation
+    `gpumgr.io/memory-limit`: containers and MiB; `memory_limits_ignored`: why that is not used. `runtime_uid` is the UID of a static pod in
     the kubelet and the runtime; its `uid` is that of its mirror pod. `submitter` (SUBMITTER in the environment of the first app
     container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
 
@@ -104,6 +105,8 @@ class PodView:
     containers: tuple[ContainerSpec, ...] = ()
     service_account: str | None = None
     core_limit: int | None = None
+    memory_limits: tuple[tuple[str, int], ...] = ()
+    memory_limits_ignored: str | None = None
     runtime_uid: str | None = None
     submitter: str | None = None
     cluster: str | None = None

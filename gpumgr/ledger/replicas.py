@@ -133,7 +133,7 @@ def _choose(
             or (
                 obstacle_to_devices(node, ledger, caller, gpu, request.must.get(gpu, 0), follow)
                 if gpu in node.mig_profiles
-                else _obstacle(ledger, after, probe, gpu)
+                else _obstacle(ledger, after, probe, gpu, node.burst_mebibytes.get(gpu, 0))
             )
             or (None if gpu in free else f"has no replica left for the kubelet (free: {left})")
         )
@@ -195,7 +195,7 @@ def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpu
     return Allocation(id="", pod=caller.pod, uid=caller.uid, container=caller.container, init=caller.init, gpus=most)
 
 
-def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuName) -> str | None:
+def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuName, burst_mebibytes: int = 0) -> str | None:
     """Why the allocation can't be on this GPU; `after` is the ledger with it."""
     wanted, left = allocation.gpus[gpu], ledger.available(gpu)
     others = [a for a in ledger.on(gpu) if not a.same_pod(allocation) and not a.admin]
@@ -208,8 +208,9 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
         return f"has no shares: {NO_MEMORY}"
     if wanted.memory_mebibytes < 1 and not wanted.whole:
         return "would give the container no memory: the requested percentage is less than 1 MiB"
-    if after.exceeded(gpu) or (others and left.cores < 1):
-        return f"has {left} left, and {wanted} are needed" + ("" if wanted.cores else " beside some free cores")
+    if after.exceeded(gpu, burst_mebibytes) or (others and left.cores < 1):
+        held = f" (containers hold {burst_mebibytes} MiB of that above their requests)" if burst_mebibytes else ""
+        return f"has {left} left{held}, and {wanted} are needed" + ("" if wanted.cores else " beside some free cores")
     return None
 
 

@@ -231,6 +231,7 @@ class Components:
                 enforcement=self.enforcement.limits,
                 host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
                 make_dir=_make_dir,
+                make_room=self.memory_watcher.bursts.make_room,
             ),
             new_id=_new_id,
             mig_driver=self.nvml,
@@ -365,7 +366,8 @@ def _pod_wait_seconds(settings: Settings) -> float:
 
 def _over_limit(settings: Settings) -> OverLimit:
     rule = settings.enforcement
-    return OverLimit(samples=rule.over_limit_samples, slack_bytes=rule.over_limit_slack_mebibytes << 20, evict=rule.evict)
+    slack_bytes = rule.over_limit_slack_mebibytes << 20
+    return OverLimit(samples=rule.over_limit_samples, slack_bytes=slack_bytes, evict=rule.evict, burst=rule.memory_burst)
 
 
 def _health_rules(settings: Settings) -> HealthRules:

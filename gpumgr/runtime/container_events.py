@@ -18,6 +18,10 @@ from gpumgr.ledger.usage.node_use import Container
 class AgentRecords(Protocol):
     """The agent's state, to read, and its history, to add to (gpumgr.agent.state.AgentState)."""
 
+    async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
+        """What containers hold above their requests, as measured."""
+        ...
+
     @property
     def ledger(self) -> Ledger: ...
 

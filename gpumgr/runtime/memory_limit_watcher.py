@@ -26,6 +26,7 @@ from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
 from gpumgr.ledger.usage.unattributed import EndedContainers, KnownProcesses, update_unattributed
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
+from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 
@@ -51,6 +52,8 @@ class Backends(Protocol):
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]: ...
 
+    def burst_obstacle(self, mechanisms: Mechanisms) -> str | None: ...
+
 
 class LimitMeter(Protocol):
     """Metrics of this package (gpumgr.web.metrics.registry.Metrics)."""
@@ -64,11 +67,13 @@ class LimitMeter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverLimit:
-    """When a container counts as over its limit, and whether its pod is then evicted: settings of the section enforcement."""
+    """When a container counts as over its limit, whether its pod is then evicted, and whether the annotation gpumgr.io/memory-limit counts:
+    settings of the section enforcement."""
 
     samples: int
     slack_bytes: int
     evict: bool = False
+    burst: bool = False
 
 
 class MemoryLimitWatcher:
@@ -92,6 +97,7 @@ class MemoryLimitWatcher:
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter, self._rule = meter, over_limit
         self._shares, self._pods = _Shares(pods), pods
+        self.bursts = Bursts(records, pods, self._events, obstacle=backends.burst_obstacle, allowed=over_limit.burst)
         self._enforce = BackgroundCall("enforce_limits")
         self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
@@ -102,7 +108,7 @@ class MemoryLimitWatcher:
 
     def apply(self, over_limit: OverLimit) -> None:
         """Counts from the next sample on."""
-        self._rule = over_limit
+        self._rule, self.bursts.allowed = over_limit, over_limit.burst
 
     # -- what is shown -----------------------------------------------------------------------------------------------------
 
@@ -135,12 +141,15 @@ class MemoryLimitWatcher:
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
-        use = self._use = _with_turns(join(ledger, sample, ownership.owners, index=index, taken_at=now), self._backends.turns())
+        use = _with_turns(join(ledger, sample, ownership.owners, index=index, taken_at=now), self._backends.turns())
+        shares, use = await self.bursts.apply(ledger, shares, use, sample)
+        self._use = use
+        number = self.bursts.begun
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
-        await self._enforce.start(lambda: self._observe_and_adjust(running), timeout_seconds=self._owners.timeout_seconds)
+        await self._enforce.start(lambda: self._observe_and_adjust(running, number), timeout_seconds=self._owners.timeout_seconds)
 
     async def close(self) -> None:
         await self._enforce.close()
@@ -165,10 +174,11 @@ class MemoryLimitWatcher:
                 memory_bytes={gpu: each.memory_bytes for gpu, each in uses.items()},
             )
 
-    async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
-        """Observes first: after an adjustment there would be nothing to find."""
+    async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:
+        """Observes first: after an adjustment there would be nothing to find. `number`: of the evaluation."""
         self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
         await self._backends.adjust(running)
+        self.bursts.enforced(number)
 
     # -- memory ------------------------------------------------------------------------------------------------------------
 

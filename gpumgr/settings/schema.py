@@ -202,6 +202,9 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     over_limit_slack_mebibytes: Annotated[int, Meta(ge=0, le=1048576), LIVE] = 256
     #: Evict pods with a container over its memory limit.
     evict: Annotated[bool, LIVE] = False
+    #: Containers may use more memory than they request, up to their pod's annotation gpumgr.io/memory-limit, while the GPU has memory
+    #: that no container was granted.
+    memory_burst: Annotated[bool, LIVE] = False
 
 
 class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):

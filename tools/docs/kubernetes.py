@@ -7,7 +7,7 @@ from gpumgr.agent.maintenance import EVICTED as DRAINED
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
-from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_LIMIT_ANNOTATION, MEMORY_RESOURCE
 from gpumgr.kube import pod_annotations
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, MIG_ALLOCATIONS, REGISTER, SCORES
@@ -22,6 +22,7 @@ from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEM
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
+from gpumgr.runtime.bursts import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.memory_limit_watcher import EVICTED
 from tools.docs.markdown import code, table
@@ -73,6 +74,13 @@ ANNOTATIONS: Final = (
         CORE_LIMIT_ANNOTATION,
         "read",
         "Sets the percentage of a GPU that a container may use while the others leave it idle (`limiter`, `vcuda`; as with gpu-manager).",
+    ),
+    (
+        "pod",
+        MEMORY_LIMIT_ANNOTATION,
+        "read",
+        "A JSON object, container to MiB: how much memory of each of its GPUs a container may use while that is granted to no container "
+        "([burst](enforcement.md#burst)).",
     ),
     (
         "container",
@@ -170,6 +178,12 @@ EVENTS: Final = (
         "enforced limits.",
     ),
     ("pod", event_texts.REFUSED, True, "The pod was refused; the message has the reason, as the kubelet's own event does."),
+    (
+        "pod",
+        IGNORED,
+        True,
+        f"The annotation `{MEMORY_LIMIT_ANNOTATION}` is not used, and the request stays the limit; the message has the reason.",
+    ),
     ("pod", OVER_LIMIT, True, "A container uses more memory than it was granted."),
     (
         "pod",

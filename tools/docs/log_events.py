@@ -35,6 +35,7 @@ MEANINGS: Final = {
     "allocation_renamed": "Ledger and kubelet named different pods or containers for the allocation; the ledger now has the "
     "kubelet's.",
     "placement_ignored": "A pod's annotation `gpumgr.io/placement` is invalid or about another node; the agent chose its GPUs.",
+    "memory_limit_ignored": "A pod's annotation `gpumgr.io/memory-limit` is not used; `reason` says why. Its request is enforced.",
     "pod_resources_unavailable": "PodResources of the kubelet does not answer. Pods are identified by the order of calls.",
     "name_not_remembered": "The checkpoint can't be written, so it lacks the name of a pod. Check the disk; retried.",
     "sweep_not_remembered": "The checkpoint can't be written, so nothing is freed. Check the disk; retried.",

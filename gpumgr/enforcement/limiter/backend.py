@@ -59,6 +59,7 @@ class Limiter(Backend):
 
     name: BackendName = "limiter"
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
+    bursts = True
 
     def __init__(
         self,
@@ -238,7 +239,7 @@ class Limiter(Backend):
         share = 0 if gpu.whole else gpu.cores
         return PageLimits(
             uuid=gpu.uuid,
-            memory_bytes=0 if gpu.whole else gpu.memory_bytes,
+            memory_bytes=0 if gpu.whole else gpu.limit_bytes,
             share_percent=share,
             ceiling_percent=max(share, core_limit or 0) if share else CORES_PER_GPU,
             quantum_microseconds=self._quantum_microseconds,

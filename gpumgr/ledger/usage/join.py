@@ -150,6 +150,7 @@ def _uses(
                 gpu=gpu,
                 uuid=uuid,
                 cores=limits.cores,
+                memory_request_bytes=limit_bytes,
                 memory_limit_bytes=limit_bytes,
                 memory_bytes=_memory_bytes(processes) if listed else None,
                 utilization_ratio=_utilization_ratio(processes, alone) if listed else None,

@@ -32,7 +32,8 @@ class TurnUse:
 class ContainerUse:
     """A container's grant on one GPU, and the use of the GPU by its processes.
 
-    `cores` are hundredths of this GPU. `memory_limit_bytes` is None for whole GPUs. `processes` maps the host's pid of each process
+    `cores` are hundredths of this GPU. `memory_request_bytes` is what was granted, `memory_limit_bytes` how far the container may go, which
+    is more with a burst; both None for whole GPUs. `processes` maps the host's pid of each process
     with a context there to its bytes (None = not reported). `memory_bytes` is their sum; None = unknown. Then it may be unknown, too,
     whether there are processes.
     """
@@ -44,6 +45,7 @@ class ContainerUse:
     gpu: GpuName
     uuid: str
     cores: int = 0
+    memory_request_bytes: int | None = None
     memory_limit_bytes: int | None = None
     memory_bytes: int | None = None
     #: Share of the last period in which its kernels ran, 0..1; None = not sampled, or not reported.

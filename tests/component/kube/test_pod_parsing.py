@@ -198,3 +198,25 @@ def test_a_placement_that_is_not_meant_for_this_node_is_ignored_with_the_reason(
 @given(st.text())
 def test_no_text_of_the_placement_makes_a_pod_unreadable(text: str) -> None:
     assert placed(text).placed == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "ignored"),
+    [
+        ('{"main": 8192}', (("main", 8192),), None),
+        ("{}", (), None),
+        ("8192", (), "JSON object such as"),
+        ('{"main": "8Gi"}', (), "Expected `int`"),
+        ('{"main": 8.5}', (), "Expected `int`"),
+        ('{"main": true}', (), "Expected `int`"),
+        ("{", (), "JSON object such as"),
+        ("[" * 100_000, (), "JSON object such as"),
+        ('{"other": 1}', (), "it names container other, which the pod does not have"),
+    ],
+)
+def test_the_memory_limit_is_read_with_the_pod(text: str, limits: tuple[tuple[str, int], ...], ignored: str | None) -> None:
+    metadata = {**METADATA, "annotations": {"gpumgr.io/memory-limit": text}}
+    pod = parse_pod({"metadata": metadata, "spec": {"containers": [{"name": "main"}]}})
+    assert pod.memory_limits == limits
+    assert (pod.memory_limits_ignored is None) == (ignored is None)
+    assert (ignored or "") in (pod.memory_limits_ignored or "")

@@ -30,7 +30,7 @@ from gpumgr.kubelet.deviceplugin.resource_lists import encode_node_devices
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.ledger import Change, Ledger
+from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.pods import ContainerSpec, PodKey, PodSandbox, PodView
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
@@ -250,6 +250,10 @@ class Stage:
                     assert len(mine) <= 1
 
 
+async def no_bursts(_allocation: Allocation) -> None:
+    """No container bursts."""
+
+
 def mig_mode(mig: MemoryMig | None) -> dict[str, str]:
     """What the health of the GPUs says about those in MIG mode."""
     return {gpu.uuid: "MIG is enabled" for gpu in mig.snapshot.gpus if gpu.mig_enabled} if mig else {}
@@ -316,6 +320,7 @@ async def stage(
                 enforcement=enforcement or unlimited(),
                 host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
                 make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
+                make_room=no_bursts,
             ),
             share_mode=share_mode,
             new_id=lambda: next(ids),

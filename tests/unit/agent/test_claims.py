@@ -142,6 +142,21 @@ async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> Non
     assert (entry.call, entry.pod, entry.container) == ("prepare", ("team", "a"), "main")
 
 
+async def test_a_claim_is_prepared_only_once_its_memory_is_free(node: Node) -> None:
+    ref = node.claim("a", node.share(1, 30, 5 * 1024))
+    node.world.no_room = Refusal("conflict", "another container holds its memory")
+    with pytest.raises(Refusal, match="another container holds its memory"):
+        await node.prepare(ref)
+    assert [entry.why for entry in node.world.agent_state.history.entries() if entry.what == "refused"] == [
+        "another container holds its memory"
+    ]
+    node.world.no_room = None
+    await node.prepare(ref)
+    await node.claims.restore()
+    (allocation,) = node.world.ledger.of_claim(ref.uid)
+    assert node.world.room_for == [allocation.id] * 2, "restored limits need no memory"
+
+
 async def test_the_answer_stays_the_same_without_the_api_server_and_over_a_restart(node: Node) -> None:
     ref = node.claim("a", node.share(0, 30, 512))
     first = await node.prepare(ref)

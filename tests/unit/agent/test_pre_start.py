@@ -139,3 +139,15 @@ async def test_a_container_restarts_on_a_gpu_that_may_still_be_there() -> None:
     world.agent_state.inventory = replace(world.agent_state.inventory, snapshot=replace(EMPTY, driver_version="580.1"))
     with pytest.raises(SimKubeletError, match="is gone: the driver does not"):
         await world.start(pod)
+
+
+async def test_a_share_starts_only_once_its_memory_is_free() -> None:
+    world = await World.made()
+    pod = world.pod("a", app())
+    await world.admit(pod)
+    world.no_room = Refusal("conflict", "another container holds its memory")
+    with pytest.raises(SimKubeletError, match="another container holds its memory"):
+        await world.start(pod)
+    world.no_room = None
+    await world.start(pod)
+    assert set(world.room_for) == set(world.ledger.allocations)

@@ -179,6 +179,8 @@ class World:
         self.runtime = MemoryRuntime(self.sandboxes.values)
         self.folders: list[str] = []
         self.host_error: OSError | None = None
+        self.no_room: Refusal | None = None
+        self.room_for: list[str] = []
         self.answers: list[ContainerResponse] = []
         self.in_flight: Any = None
         self.processes: set[Process] = set()
@@ -227,11 +229,17 @@ class World:
                 enforcement=self.limits,
                 host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
                 make_dir=self.make_dir,
+                make_room=self.make_room,
             ),
             new_id=lambda: next(self._ids),
             share_mode=self._share_mode,
             wall_clock=lambda: self.wall,
         )
+
+    async def make_room(self, allocation: Allocation) -> None:
+        self.room_for.append(allocation.id)
+        if self.no_room is not None:
+            raise self.no_room
 
     def make_dir(self, path: str) -> None:
         if self.host_error is not None:

@@ -31,7 +31,7 @@ LIVE = [f"{section}.{key}" for section, keys in sections().items() for key, kind
 
 
 def test_a_setting_says_itself_whether_it_is_live() -> None:
-    assert len(LIVE) == 15
+    assert len(LIVE) == 16
     assert {"placement.policy", "nvml.sample_period_seconds", "log.level"} < set(LIVE) < set(flat(Settings()))
 
 

@@ -18,7 +18,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import Container as RuntimeContainer
 from gpumgr.ledger.usage.node_use import TurnUse
 from tests.component.enforcement.hami_core.harness import number_in_container
-from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Node, Tenant
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, GPU_BYTES, MIB, Node, Tenant
 from tests.shares import gpu_share, shared_gpu
 
 ID = "00112233445566ff"
@@ -237,6 +237,30 @@ async def test_the_time_held_is_that_of_the_last_ten_seconds(place: Place) -> No
             place.seconds += 1
             await place.check()
         assert place.turns().held_ratio == 0
+
+
+async def test_a_burst_changes_the_limit_while_the_container_runs(place: Place) -> None:
+    """Beyond what the GPU has the driver refuses, and the library passes that on as out of memory."""
+
+    def bursting(mebibytes: int) -> GpuShare:
+        return replace(SHARE, gpus=(replace(GPU, burst_bytes=mebibytes * MIB),))
+
+    await place.start()
+    with place.tenant() as tenant:
+        grab = f"grab alloc {64 * MIB} {GPU_BYTES}"
+        result, granted, _ = tenant.ask(grab)
+        assert (result, await place.check(bursting(4096))) == (2, [])
+        assert tenant.ask("info") == (0, 8192 * MIB - CONTEXT_BYTES - granted, 8192 * MIB)
+        assert await place.check(bursting(200 << 10)) == []
+        result, granted, _ = tenant.ask(grab)
+        assert result == 2
+        assert GPU_BYTES - 8192 * MIB < granted < GPU_BYTES
+        # The limit goes below what is in use: nothing is lost, and nothing more is granted.
+        assert await place.check(bursting(4096)) == []
+        assert tenant.ask(grab)[:2] == (2, 0)
+        assert tenant.ask("info") == (0, 0, 8192 * MIB)
+        tenant.ask("free")
+        assert tenant.ask("info")[1] == 8192 * MIB - CONTEXT_BYTES
 
 
 async def test_the_annotation_raises_the_ceiling_also_while_the_container_runs(place: Place) -> None:

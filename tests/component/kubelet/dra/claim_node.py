@@ -19,7 +19,7 @@ from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, device_name
 from gpumgr.ledger.ledger import ClaimRef, Ledger
 from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
-from tests.component.stage.stage import MemoryPods
+from tests.component.stage.stage import MemoryPods, no_bursts
 
 
 class Reader:
@@ -60,6 +60,7 @@ class ClaimNode:
             enforcement=self.limits,
             host=host,
             make_dir=lambda path: os.makedirs(path, exist_ok=True),
+            make_room=no_bursts,
         )
         self.pods, self.reader = pods, Reader()
         self.claims = NodeClaims(

@@ -8,7 +8,7 @@ from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Eviction, Finding, RunningContainer
 from gpumgr.common.errors import CriError
-from gpumgr.common.units import Process
+from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodKey
@@ -25,6 +25,9 @@ class MemoryState:
     ledger: Ledger
     inventory: Inventory
     history: History = field(default_factory=lambda: History(MemoryCheckpoint(), wall_clock=lambda: 7.0))
+
+    async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
+        self.inventory = replace(self.inventory, burst_mebibytes=mebibytes)
 
 
 @dataclass
@@ -88,6 +91,9 @@ class MemoryBackends:
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
         self.seen.append(("adjust", list(running)))
+
+    def burst_obstacle(self, mechanisms: Mechanisms) -> str | None:
+        return "the backend vcuda can't" if "vcuda" in mechanisms else None
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         return self.by_turns

@@ -1,0 +1,69 @@
+"""Burst: a container uses more GPU memory than it requested, up to a limit of its own (annotation `gpumgr.io/memory-limit`). Pure.
+
+A burst gets memory that no container was granted: what is granted and not used yet stays free for its holder. Memory in use can't be
+taken back, so nothing else could keep the promise of a request.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodView
+
+_MEBIBYTE: Final = 1 << 20
+_K = TypeVar("_K")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerMemory:
+    """A container's memory on one GPU. `limit_bytes`: how far it may go; the request, if it has no burst. `used_bytes` None: not known."""
+
+    request_bytes: int
+    limit_bytes: int
+    used_bytes: int | None = None
+
+    @property
+    def burst_bytes(self) -> int:
+        """What it holds above its request."""
+        return max(0, (self.used_bytes or 0) - self.request_bytes)
+
+
+def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes: Mapping[GpuName, int]) -> dict[GpuName, int]:
+    """GPU -> limit in MiB, as the pod demands it; empty if it demands none for this container. `memory_mebibytes`: what each GPU has.
+    Raises ValueError with the reason why it can't be so."""
+    if view is None:
+        return {}
+    if view.memory_limits_ignored is not None:
+        raise ValueError(view.memory_limits_ignored)
+    if (wanted := dict(view.memory_limits).get(allocation.container or "")) is None:
+        return {}
+    for gpu in allocation.gpus:
+        request, most = allocation.limits_on(gpu).memory_mebibytes, memory_mebibytes.get(gpu, wanted)
+        if wanted < request:
+            raise ValueError(f"it has {wanted} MiB for container {allocation.container}, which requests {request} MiB")
+        if wanted > most:
+            raise ValueError(f"it has {wanted} MiB for container {allocation.container}, and GPU {gpu} has {most} MiB")
+        if request != allocation.gpus[gpu].memory_mebibytes:
+            raise ValueError("the memory of this node is granted more than once (hami.device_memory_scaling)")
+    return dict.fromkeys(allocation.gpus, wanted)
+
+
+def limits_now(
+    memories: Mapping[_K, ContainerMemory], *, free_bytes: int | None, granted_bytes: int, starting: bool
+) -> dict[_K, int]:
+    """The limits in force now, in bytes, of all containers on one GPU: whole MiB, and never below a request. `free_bytes`: what no
+    process uses; None: not known. `granted_bytes`: the sum of what is granted on it. `starting`: a container starts there, so that no other
+    gets more than it uses."""
+    unused = max(0, granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in memories.values()))
+    room = 0 if starting or free_bytes is None else max(0, free_bytes - unused) // _MEBIBYTE * _MEBIBYTE
+    return {
+        key: each.request_bytes + min(each.limit_bytes - each.request_bytes, -(-each.burst_bytes // _MEBIBYTE) * _MEBIBYTE + room)
+        for key, each in memories.items()
+    }
+
+
+def blocks_of_burst(mebibytes: int) -> int:
+    """How many memory blocks a burst takes from others."""
+    return -(-mebibytes // BLOCK_MEBIBYTES)

@@ -1,0 +1,198 @@
+"""Bursts of memory: how far containers may go above their requests now, and what they hold above them. See `gpumgr.ledger.burst`."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.agent.tenants import is_share
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
+from gpumgr.ledger.burst import ContainerMemory, limits_now, wanted_limits
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.placement.topology.devices import Gpu, NodeSample
+from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
+
+log = structlog.get_logger(__name__)
+
+#: Reason of the event of a pod with an annotation gpumgr.io/memory-limit that is not used.
+IGNORED: Final = "GpuMemoryLimitIgnored"
+#: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
+_ROOM_SECONDS: Final = 20.0
+_OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
+
+Shares = Mapping[AllocationId, GpuShare]
+
+
+class Bursts:
+    """`obstacle`: why these mechanisms can't change the memory limit of a running container; None: they can. `allowed`: the setting."""
+
+    def __init__(
+        self,
+        records: AgentRecords,
+        pods: Pods,
+        events: ContainerEvents,
+        *,
+        obstacle: Callable[[tuple[str, ...]], str | None],
+        allowed: bool,
+    ) -> None:
+        self._records, self._pods, self._events, self._obstacle, self.allowed = records, pods, events, obstacle, allowed
+        self._ignored: dict[AllocationId, str] = {}
+        #: Where containers may hold more than their request: they have a limit above it, or had one and have not freed that memory.
+        self._above: frozenset[AllocationOnGpu] = frozenset()
+        self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
+        self._free_bytes: Mapping[GpuName, int | None] = {}
+        #: By start of a container: the GPUs on which no container may take more until it has its memory.
+        self._starting: dict[object, Collection[GpuName]] = {}
+        #: Numbers of the last evaluation that began, and of the last one with limits that are in force.
+        self.begun = self._enforced = 0
+        self._news = asyncio.Event()
+
+    async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
+        """Both with the limits of bursts; once for each evaluation. They are of this ledger."""
+        gpus = self._records.inventory.gpus(ledger.gpu_registry)
+        limits = self._limits(ledger, gpus, shares)
+        self._memories = _memories(ledger, use, limits)
+        self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
+        held = {(a, gpu): each.burst_bytes for gpu, found in self._memories.items() for a, each in found.items()}
+        self._above = frozenset(place for place, size in held.items() if place in limits or (size and place in self._above))
+        sums: dict[GpuName, int] = {}
+        for allocation, gpu in self._above:
+            sums[gpu] = sums.get(gpu, 0) + held[allocation, gpu]
+        await self._records.set_burst({gpu: -(-size >> 20) for gpu, size in sums.items() if size})
+        self.begun += 1
+        self._tell()
+        if not limits:
+            return shares, use
+        uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
+        return self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
+
+    def enforced(self, number: int) -> None:
+        """The limits of this evaluation are in force."""
+        self._enforced = max(self._enforced, number)
+        self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _limits(self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Shares) -> dict[AllocationOnGpu, int]:
+        """Limits above requests, in bytes. Reports each annotation that is not used, once."""
+        sizes = {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
+        limits, ignored = dict[AllocationOnGpu, int](), dict[AllocationId, str]()
+        for name in shares:
+            allocation = ledger.allocations[name]
+            view = find_pod(self._pods, allocation.pod, allocation.uid)
+            try:
+                wanted = wanted_limits(allocation, view, sizes)
+                if wanted and (why := self._obstacle(allocation.mechanisms) if self.allowed else _OFF):
+                    raise ValueError(why)
+            except ValueError as error:
+                ignored[name] = str(error)
+            else:
+                limits |= {(name, gpu): mebibytes << 20 for gpu, mebibytes in wanted.items()}
+        for name, why in ignored.items():
+            if self._ignored.get(name) != why:
+                log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
+                sentence = f"the annotation {MEMORY_LIMIT_ANNOTATION} is not used, and the request stays the limit: {why}"
+                self._events.add_once(name, IGNORED, sentence)
+        self._ignored = ignored
+        return limits
+
+    def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
+        starting = {gpu for gpus in self._starting.values() for gpu in gpus}
+        now = {
+            gpu: limits_now(
+                memories,
+                free_bytes=self._free_bytes.get(gpu),
+                granted_bytes=ledger.used(gpu).memory_mebibytes << 20,
+                starting=gpu in starting,
+            )
+            for gpu, memories in self._memories.items()
+        }
+        limited = dict(shares)
+        for name, share in shares.items():
+            if any((name, gpu.name) in self._above for gpu in share.gpus):
+                parts = [replace(gpu, burst_bytes=now[gpu.name][name] - gpu.memory_bytes) for gpu in share.gpus]
+                limited[name] = replace(share, gpus=tuple(parts))
+        return limited
+
+    # -- before a container starts -----------------------------------------------------------------------------------------
+
+    async def make_room(self, allocation: Allocation) -> None:
+        """Before a container with a share starts: where others may burst, their limits go down to what they use. Raises Refusal if its
+        memory is not free then."""
+        gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._others_burst(allocation, gpu)]
+        if not gpus:
+            return
+        key, begun = object(), self.begun
+        self._starting[key] = gpus
+        try:
+            async with asyncio.timeout(_ROOM_SECONDS):
+                await self._until(lambda: self._enforced > begun)
+                begun = self.begun  # of samples that may be older than the limits
+                await self._until(lambda: self.begun > begun)
+        except TimeoutError:
+            raise Refusal(
+                "internal",
+                f"the memory limits of containers that burst on GPU {gpus[0]} were not lowered within {_ROOM_SECONDS:g} s; the kubelet "
+                "tries again by itself",
+            ) from None
+        finally:
+            del self._starting[key]
+        for gpu in gpus:
+            self._refuse_full(allocation, gpu)
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            await self._news.wait()
+
+    def _others_burst(self, allocation: Allocation, gpu: GpuName) -> bool:
+        for other in self._records.ledger.on(gpu):
+            if other.id != allocation.id:
+                view = find_pod(self._pods, other.pod, other.uid)
+                if (other.id, gpu) in self._above or (view and other.container in dict(view.memory_limits)):
+                    return True
+        return False
+
+    def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
+        memories, free_bytes = self._memories.get(gpu, {}), self._free_bytes.get(gpu)
+        own = memories.get(allocation.id)
+        lacking = allocation.limits_on(gpu).memory_mebibytes - ((own.used_bytes or 0) >> 20 if own else 0)
+        others = [(each.burst_bytes, name) for name, each in memories.items() if name != allocation.id and each.burst_bytes]
+        if free_bytes is None or free_bytes >> 20 >= lacking or not others:
+            return
+        most, holder = max(others)
+        raise Refusal(
+            "conflict",
+            f"GPU {gpu} has {free_bytes >> 20} MiB of free memory, and the container needs {lacking} MiB: "
+            f"{self._records.ledger.allocations[holder].describe()} holds {most >> 20} MiB above its request and gets no more; the kubelet "
+            "tries again by itself",
+        )
+
+
+def _memories(
+    ledger: Ledger, use: NodeUse, limits: Mapping[AllocationOnGpu, int]
+) -> Mapping[GpuName, Mapping[AllocationId, ContainerMemory]]:
+    found: dict[GpuName, dict[AllocationId, ContainerMemory]] = {}
+    for (name, gpu), each in use.containers.items():
+        if is_share(ledger.allocations[name]):
+            request = each.memory_request_bytes or 0
+            limit = max(request, limits.get((name, gpu), 0))
+            found.setdefault(gpu, {})[name] = ContainerMemory(
+                request_bytes=request, limit_bytes=limit, used_bytes=each.memory_bytes
+            )
+    return found
+
+
+def _free_bytes(gpu: Gpu, sample: NodeSample) -> int | None:
+    seen = sample.gpus.get(gpu.uuid)
+    if seen is None or seen.memory_used_bytes is None or gpu.memory_bytes is None:
+        return None
+    return max(0, gpu.memory_bytes - seen.memory_used_bytes - (seen.memory_reserved_bytes or 0))

@@ -1,0 +1,189 @@
+"""Bursts on a node of two GPUs with 2 GiB each: the limits that reach the mechanisms, what counts as used, and starts of others."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.pods import PodView
+from gpumgr.placement.topology.devices import NodeSample
+from gpumgr.runtime.memory_limit_watcher import OverLimit
+from tests.unit.ledger.usage.samples import MIB, container, sample
+from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, uuid_of
+
+from .node import Node, breathe
+
+GPU = name_of(0)
+WEB, TRAIN = ("team", "web"), ("team", "train")
+PIDS = {"a": 11, "t": 21}
+TOTAL = BLOCKS * BLOCK_BYTES
+
+
+def share(letter: str, pod: tuple[str, str], blocks: int, mechanism: str = "limiter") -> Allocation:
+    return replace(allocation(letter, pod, cores={0: 0b1}, blocks={0: blocks}), mechanisms=(mechanism,))
+
+
+A, T = share("a", WEB, 0b11), share("t", TRAIN, 0b111100)
+
+
+def bursting(*allocations: Allocation, limit: int | None = 7 * 256, allowed: bool = True, text: str | None = None) -> Node:
+    """The pod of the allocation `a` has the limit in MiB; `text`: why its annotation is not used."""
+    node = Node(*(allocations or (A,)))
+    node.memory_watcher.apply(rule(allowed=allowed))
+    demand(node, limit, text)
+    for each in allocations or (A,):
+        assert each.pod is not None
+        node.runs(container(each.id, each.pod), PIDS[each.id])
+    return node
+
+
+def rule(*, allowed: bool) -> OverLimit:
+    return OverLimit(samples=1, slack_bytes=0, burst=allowed)
+
+
+def demand(node: Node, limit: int | None, text: str | None = None) -> None:
+    limits = () if limit is None else (("main", limit),)
+    view = PodView(namespace="team", name="web", uid="uid-a", memory_limits=limits, memory_limits_ignored=text)
+    node.pods.views[WEB] = view
+
+
+def uses(**mebibytes: int) -> NodeSample:
+    """One sample of GPU 0, with what is in use on it."""
+    found = sample({PIDS[letter]: size * MIB for letter, size in mebibytes.items()})
+    gpu = replace(found.gpus[uuid_of(0)], memory_used_bytes=sum(mebibytes.values()) * MIB)
+    return NodeSample(gpus={uuid_of(0): gpu})
+
+
+def limits(node: Node) -> Mapping[str, int]:
+    """By allocation, the limits in MiB that the mechanisms got last."""
+    _, running = node.backends.seen[-1]
+    return {each.tenant.allocation: each.tenant.gpus[0].limit_bytes // MIB for each, _ in running}
+
+
+def held(node: Node) -> Mapping[str, int]:
+    return node.agent_state.inventory.burst_mebibytes
+
+
+def reasons(node: Node) -> list[str]:
+    return [entry.why for entry in node.told if entry.code == "GpuMemoryLimitIgnored"]
+
+
+async def test_the_limit_of_a_burst_reaches_the_mechanisms_and_what_it_holds_counts_as_used() -> None:
+    node = bursting()
+    await node.sampled(uses(a=100))
+    assert (limits(node), held(node)) == ({"a": 7 * 256}, {})
+    await node.sampled(uses(a=1300))
+    assert (limits(node), held(node)) == ({"a": 7 * 256}, {GPU: 1300 - 512})
+    assert not node.memory_watcher.over
+    use = node.use.containers["a", GPU]
+    assert (use.memory_request_bytes, use.memory_limit_bytes) == (512 * MIB, 7 * 256 * MIB)
+    assert not node.told
+    await node.sampled(uses(a=7 * 256 + 1))
+    assert node.memory_watcher.over == {("a", GPU)}
+
+
+async def test_memory_that_others_were_granted_is_left_to_them() -> None:
+    """8 blocks, of them 2 and 4 are granted."""
+    node = bursting(A, T)
+    await node.sampled(uses(a=512, t=0))
+    assert limits(node) == {"a": 1024, "t": 1024}
+    await node.sampled(uses(a=1024, t=1024))
+    assert (limits(node), held(node)) == ({"a": 1024, "t": 1024}, {GPU: 512})
+    node.frees("t")
+    await node.sampled(uses(a=1024))
+    assert limits(node) == {"a": 7 * 256}
+
+
+async def test_the_annotation_counts_while_the_container_runs_and_so_does_the_setting() -> None:
+    node = bursting(limit=None)
+    await node.sampled(uses(a=1))
+    assert limits(node) == {"a": 512}
+    demand(node, 1024)
+    await node.sampled(uses(a=1024))
+    assert limits(node) == {"a": 1024}
+    node.memory_watcher.apply(rule(allowed=False))
+    await node.sampled(uses(a=1024))
+    assert limits(node) == {"a": 512}
+    assert held(node) == {GPU: 512}, "it still holds that memory"
+    demand(node, None)
+    await node.sampled(uses(a=700))
+    assert held(node) == {GPU: 188}
+    await node.sampled(uses(a=512))
+    assert held(node) == {}
+    await node.sampled(uses(a=700))
+    assert held(node) == {}, "this is no burst"
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (lambda: bursting(allowed=False), "enforcement.memory_burst is off"),
+        (lambda: bursting(limit=511), "511 MiB for container main, which requests 512 MiB"),
+        (lambda: bursting(limit=2049), "2049 MiB for container main, and GPU 00000000 has 2048 MiB"),
+        (lambda: bursting(limit=None, text="it is no JSON"), "it is no JSON"),
+        (lambda: bursting(share("a", WEB, 0b11, "vcuda")), "the backend vcuda can't"),
+    ],
+)
+async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enforced(node: Callable[[], Node], why: str) -> None:
+    made = node()
+    for _ in range(3):
+        await made.sampled(uses(a=513))
+    (reason,) = reasons(made)
+    assert reason.startswith("the annotation gpumgr.io/memory-limit is not used, and the request stays the limit: ")
+    assert why in reason
+    assert (limits(made), held(made)) == ({"a": 512}, {})
+    assert made.memory_watcher.over == {("a", GPU)}
+
+
+async def test_before_a_container_starts_others_get_no_more_than_they_use() -> None:
+    node = bursting()
+    await node.sampled(uses(a=1024))
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    await breathe()
+    await node.sampled(uses(a=1024))
+    assert limits(node) == {"a": 1024}
+    await breathe()
+    assert not start.done(), "that sample is older than the lower limit"
+    await node.sampled(uses(a=1024))
+    await start
+    node.holds(T)
+    await node.sampled(uses(a=1024))
+    assert limits(node) == {"a": 1024}, "the rest is granted"
+
+
+async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder() -> None:
+    node = bursting()
+    node.holds(T)
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    for _ in range(3):
+        await breathe()
+        await node.sampled(uses(a=1200))
+    with pytest.raises(Refusal) as refusal:
+        await start
+    assert str(refusal.value) == (
+        "GPU 00000000 has 848 MiB of free memory, and the container needs 1024 MiB: team/web (main) holds 688 MiB above its request and "
+        "gets no more; the kubelet tries again by itself"
+    )
+    assert limits(node) == {"a": 1200}
+    await node.sampled(uses(a=900))
+    again = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    for _ in range(3):
+        await breathe()
+        await node.sampled(uses(a=900))
+    await again
+
+
+async def test_a_start_waits_for_nothing_where_nobody_bursts() -> None:
+    node = bursting(limit=None)
+    await node.memory_watcher.bursts.make_room(T)
+    await bursting(T).memory_watcher.bursts.make_room(A)
+
+
+async def test_limits_that_are_not_lowered_in_time_refuse_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
+    with pytest.raises(Refusal, match="were not lowered"):
+        await bursting().memory_watcher.bursts.make_room(T)

@@ -1,0 +1,117 @@
+"""Bursts: what a pod may demand, how far its containers may go now, and what that leaves for others."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.common.units import Amounts
+from gpumgr.ledger.burst import ContainerMemory, limits_now, wanted_limits
+from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.choose import Request, candidates, choose
+from gpumgr.ledger.ids import count
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.node import node_devices
+from gpumgr.ledger.pods import PodView
+from tests.unit.ledger.nodes import app, cards_of, node_of, pod
+
+GIB = 1 << 30
+GPU = "00000000"
+SHARE = Allocation(id="a", container="main", gpus={GPU: Amounts(30, 1024)})
+
+
+def memory(request: int, limit: int, used: int | None) -> ContainerMemory:
+    """In GiB."""
+    return ContainerMemory(request_bytes=request * GIB, limit_bytes=limit * GIB, used_bytes=None if used is None else used * GIB)
+
+
+@pytest.mark.parametrize(
+    ("limits", "allocation", "why"),
+    [
+        ({"main": 1023}, SHARE, "1023 MiB for container main, which requests 1024 MiB"),
+        ({"main": 4097}, SHARE, "4097 MiB for container main, and GPU 00000000 has 4096 MiB"),
+        ({"main": 2048}, replace(SHARE, limits={GPU: Amounts(30, 2048)}), "granted more than once"),
+    ],
+)
+def test_a_limit_that_can_not_be(limits: dict[str, int], allocation: Allocation, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        wanted_limits(allocation, view(limits), {GPU: 4096})
+
+
+@pytest.mark.parametrize(("limits", "wanted"), [({"main": 1024}, 1024), ({"main": 4096}, 4096), ({"other": 9}, None), ({}, None)])
+def test_a_limit_is_one_of_its_own_container(limits: dict[str, int], wanted: int | None) -> None:
+    assert wanted_limits(SHARE, view(limits), {GPU: 4096}) == ({} if wanted is None else {GPU: wanted})
+    assert wanted_limits(SHARE, None, {GPU: 4096}) == {}
+
+
+def view(limits: dict[str, int]) -> PodView:
+    return PodView(namespace="team", name="p", uid="u", memory_limits=tuple(limits.items()))
+
+
+@pytest.mark.parametrize(
+    ("memories", "free", "granted", "limits"),
+    [
+        # Alone: as far as its limit, or the GPU, goes.
+        ([memory(4, 12, 0)], 16, 4, [12]),
+        ([memory(4, 12, 3)], 5, 4, [8]),
+        ([memory(4, 12, 9)], 0, 4, [9]),
+        # What others were granted and do not use yet is kept for them.
+        ([memory(4, 16, 4), memory(8, 8, 0)], 12, 12, [8, 8]),
+        ([memory(4, 16, 4), memory(8, 8, 8)], 4, 12, [8, 8]),
+        ([memory(4, 16, 6), memory(8, 8, 8)], 1, 12, [7, 8]),
+        # Two that burst: each may take what is left.
+        ([memory(2, 16, 4), memory(2, 16, 2)], 4, 4, [8, 6]),
+        # A reservation without a container yet.
+        ([memory(4, 16, 4)], 12, 10, [10]),
+        # Use that is not known counts as none, and the free memory does not have it.
+        ([memory(4, 16, None)], 10, 4, [10]),
+        # The GPU's memory is not known: no burst.
+        ([memory(4, 16, 4)], None, 4, [4]),
+    ],
+)
+def test_how_far_containers_may_go_now(
+    memories: list[ContainerMemory], free: int | None, granted: int, limits: list[int]
+) -> None:
+    now = limits_now(
+        dict(enumerate(memories)),
+        free_bytes=None if free is None else free * GIB,
+        granted_bytes=granted * GIB,
+        starting=False,
+    )
+    assert [size / GIB for size in now.values()] == limits
+
+
+def test_while_a_container_starts_nobody_gets_more_than_it_uses_or_requests() -> None:
+    memories = {
+        "a": memory(4, 16, 6),
+        "b": memory(4, 16, 1),
+        "c": ContainerMemory(request_bytes=GIB, limit_bytes=4 * GIB, used_bytes=GIB + 1),
+    }
+    now = limits_now(memories, free_bytes=9 * GIB, granted_bytes=9 * GIB, starting=True)
+    assert now == {"a": 6 * GIB, "b": 4 * GIB, "c": GIB + (1 << 20)}
+
+
+@pytest.mark.parametrize(("mebibytes", "closed"), [(0, 0), (1, 1), (256, 1), (257, 2), (4096, 14)])
+def test_what_a_burst_holds_closes_free_ids(mebibytes: int, closed: int) -> None:
+    ledger = held(blocks=2)
+    node = replace(node_of(ledger.gpu_registry), burst_mebibytes={GPU: mebibytes} if mebibytes else {})
+    (devices,) = node_devices(ledger, node, failed=())
+    assert devices.healthy_blocks.bit_count() == 16 - closed
+    assert devices.healthy_blocks & 0b11 == 0b11, "ids in use stay"
+    assert candidates(node, ledger)[0].memory_mebibytes_free == max(0, 14 * 256 - mebibytes)
+
+
+def test_what_a_burst_holds_is_not_granted() -> None:
+    """The kubelet may still offer ids that have just closed."""
+    ledger = Ledger(cards_of([16, 16]))
+    names = [gpu.name for gpu in ledger.gpu_registry.gpus]
+    node = replace(node_of(ledger.gpu_registry), burst_mebibytes={names[0]: 15 * 256})
+    request = Request(resource="core", available=dict.fromkeys(names, (1 << 100) - 1), must={}, size=10)
+    view = pod("p", app(10, 2))
+    choice = choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
+    assert (choice.gpus, count(choice.masks)) == ((names[1],), 10)
+
+
+def held(*, blocks: int) -> Ledger:
+    ledger = Ledger(cards_of([16]))
+    share = Allocation(id="a").with_ids(ledger.gpu_registry, {"core": {GPU: 0b1}, "memory": {GPU: (1 << blocks) - 1}}, [GPU])
+    return ledger.occupy(share)
