@@ -21,9 +21,11 @@ def _started(node: Node, container: Container, lookup: str = "proc", gpu: int = 
     return tenant
 
 
-def _gpu_time_percent(tenants: Sequence[Tenant], works: Sequence[str], threads: int = 1, others: int = 0) -> list[float]:
+def _gpu_time_percent(
+    tenants: Sequence[Tenant], works: Sequence[str], threads: int = 1, others: int = 0, milliseconds: int = _MS
+) -> list[float]:
     for tenant, work in zip(tenants, works, strict=True):
-        tenant.send(f"work {work} {_MS} {len(tenants) * threads + others} {threads}")
+        tenant.send(f"work {work} {milliseconds} {len(tenants) * threads + others} {threads}")
     answers = [tenant.answer() for tenant in tenants]
     assert [result for result, _, _ in answers] == [0] * len(tenants)
     return [100 * gpu / elapsed for _, gpu, elapsed in answers]
@@ -48,12 +50,13 @@ _UNLIMITED_PERCENT = {"products": 100, "graph": 100, "small": 83}
 @pytest.mark.parametrize("share", [25, 50, 75])
 @pytest.mark.parametrize("arbiter", [True, False], ids=["arbiter", "none"])
 def test_a_tenant_that_is_alone_gets_its_share(node: Node, tmp_path: Path, share: int, work: str, *, arbiter: bool) -> None:
-    """Without an arbiter it limits itself."""
+    """Without an arbiter it limits itself. The end of a turn costs no time: at once the process looks whether its work has ended."""
     containers = _containers(tmp_path, [share])
     if arbiter:
         node.arbitrate(containers)
-    [held] = _gpu_time_percent([_started(node, containers[0])], [work])
-    assert 100 * held / _UNLIMITED_PERCENT[work] == pytest.approx(share, abs=3)
+    milliseconds = 3_000 if work == "small" else _MS  # a second has 200,000 small kernels
+    [held] = _gpu_time_percent([_started(node, containers[0])], [work], milliseconds=milliseconds)
+    assert -1 < 100 * held / _UNLIMITED_PERCENT[work] - share < 3
 
 
 @pytest.mark.parametrize(("away_seconds", "points"), [(0.05, 3), (0.3, 3), (1, 5), (8, 8)])
@@ -90,14 +93,6 @@ def test_the_arbiter_seldom_reads_the_pages_of_idle_containers(node: Node, tmp_p
     _gpu_time_percent(tenants, ["products"] * 2)
     seconds = _MS / 1000
     assert arbiter.reads() - before < 32 * 300 * seconds + 2 * 5000 * seconds
-
-
-def test_a_loop_of_small_kernels_reaches_its_share(node: Node, tmp_path: Path) -> None:
-    """The end of a turn costs no time: at once the process looks whether its work has ended."""
-    containers = _containers(tmp_path, [50])
-    node.arbitrate(containers)
-    [held] = _gpu_time_percent([_started(node, containers[0])], ["small"])
-    assert 100 * held / _UNLIMITED_PERCENT["small"] > 49
 
 
 def test_a_free_gpu_is_used_up_to_the_ceiling(node: Node, tmp_path: Path) -> None:
