@@ -6,7 +6,8 @@ is put into the container. The driver limits neither cores nor managed memory th
 
 Only the hard limit is set. A soft limit, which is a guarantee, is added up in the ancestors, and is subtracted only if it is set to 0
 before the cgroup is removed, which the runtime does as soon as the container ends. The guarantee is not needed: shares add up to no
-more than the GPU has, and each has a hard limit. A soft limit that is found is set to 0. The hard limit goes with the cgroup.
+more than the GPU has, and each has a hard limit, which with a burst never reaches into what others were granted. A soft limit that is
+found is set to 0. The hard limit goes with the cgroup.
 
 The cgroup exists only when the container does, so the limit is set when the running container is first listed. Memory that it
 allocated before stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
@@ -69,11 +70,13 @@ class MemoryLimits(Protocol):
 
 @dataclass(slots=True)
 class _Limit:
-    """The limit of one container. `obstacle`: why it is not in force, None if it is; `due`: when to read it back."""
+    """The limit of one container. `obstacle`: why it is not in force, None if it is; `due`: when to read it back; `hard_bytes`: what was
+    in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None
     due: float = 0.0
+    hard_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class DriverMemory(Backend):
 
     name: BackendName = "nvml-memory"
     limits: Mapping[Resource, Strength] = {"memory": "hard"}
+    bursts = True
 
     def __init__(
         self,
@@ -219,24 +223,27 @@ class DriverMemory(Backend):
         limit = self._limits[key]
         if container.cgroup is None:
             limit.obstacle, limit.due = "its cgroup is not known", 0.0
-        elif self._clock() >= limit.due:
+        elif self._clock() >= limit.due or limit.hard_bytes != gpu.limit_bytes:
             try:
-                limit.obstacle = await self._set(allocation, gpu, str(self._cgroup_root / container.cgroup.lstrip("/")))
+                limit.obstacle = await self._set(limit, gpu, str(self._cgroup_root / container.cgroup.lstrip("/")))
             except NvmlError as error:
                 limit.obstacle = str(error)
             if limit.obstacle is None:
                 limit.due = self._clock() + _RECHECK_SECONDS
 
-    async def _set(self, allocation: AllocationId, gpu: SharedGpu, cgroup: str) -> str | None:
+    async def _set(self, limit: _Limit, gpu: SharedGpu, cgroup: str) -> str | None:
         """Sets the limit unless it is in force already; returns why it is not in force, None if it is. Raises NvmlError."""
-        wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.memory_bytes)
+        wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.limit_bytes)
         before = await self._driver.memory_limit(gpu.uuid, cgroup)
-        if before == wanted:
-            return None
-        if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
-            return f"{obstacle}; more than that may be in use already"
-        place = {"allocation": allocation, "gpu": gpu.uuid, "cgroup": cgroup}
-        log.info("memory_limited", **place, bytes=gpu.memory_bytes, before=_text_of(before))
+        of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes
+        if before != wanted:
+            if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
+                # A burst may have taken more since its use was measured: the next call has that, and until then the former limit holds.
+                return None if of_burst else f"{obstacle}; more than that may be in use already"
+            place = {"allocation": limit.allocation, "gpu": gpu.uuid, "cgroup": cgroup}
+            write = log.debug if of_burst else log.info
+            write("memory_limited", **place, bytes=gpu.limit_bytes, before=_text_of(before))
+        limit.hard_bytes = gpu.limit_bytes
         return None
 
     async def _put(self, uuid: str, cgroup: str, limit: MemoryLimit) -> str | None:
@@ -275,7 +282,7 @@ def _limited(tenant: GpuShare) -> Sequence[SharedGpu]:
 
 
 def _broken(tenant: GpuShare, gpu: SharedGpu, reason: str) -> Finding:
-    message = f"the GPU memory of {tenant.describe()} can't be limited to {gpu.memory_bytes >> 20} MiB: {reason}"
+    message = f"the GPU memory of {tenant.describe()} can't be limited to {gpu.limit_bytes >> 20} MiB: {reason}"
     return Finding(allocation=tenant.allocation, code="broken", message=message)
 
 

@@ -68,6 +68,7 @@ class HamiCore(Backend):
 
     name: BackendName = "hami-core"
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
+    bursts = True
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ def limits(gpus: Sequence[SharedGpu]) -> RegionLimits:
             _check(gpu)
     others = layout.DEVICES - len(gpus)
     return RegionLimits(
-        memory_bytes=(*(_NO_MEMORY_LIMIT if gpu.whole else gpu.memory_bytes for gpu in gpus), *[_NO_MEMORY_LIMIT] * others),
+        memory_bytes=(*(_NO_MEMORY_LIMIT if gpu.whole else gpu.limit_bytes for gpu in gpus), *[_NO_MEMORY_LIMIT] * others),
         core_percent=(*(gpu.core_percent for gpu in gpus), *[_NO_CORE_LIMIT] * others),
     )
 

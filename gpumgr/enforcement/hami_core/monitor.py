@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -15,7 +16,7 @@ import structlog
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.backend import finding, listed
 from gpumgr.enforcement.hami_core import content, layout, repairs
-from gpumgr.enforcement.hami_core.content import ProblemCode, RegionView
+from gpumgr.enforcement.hami_core.content import ProblemCode, RegionLimits, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import Repair
 from gpumgr.enforcement.pids import NspidOf, PidMap
@@ -46,6 +47,8 @@ class RegionMonitor:
         self._closed = self._reported_broken = self._reported_host = False
         self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[int] = frozenset()
+        #: The limits that the region had after the last repair; None: an earlier process of the agent wrote it.
+        self._written: RegionLimits | None = None
         self._pending: list[Finding] = []
         self._unseen: dict[int, int] = {}
         #: By the pid on the host, at how many checks the region had another one.
@@ -99,13 +102,14 @@ class RegionMonitor:
             if self._closed:
                 return None
             region, seen = self._read(running)
-            due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
+            changed = self._changed(running.tenant, seen)
+            due = [*self._drifted(running.tenant, seen), *self._processes(running, seen)]
             for each in due:
                 region.write(each.offset, each.data)
             if any(each.code == "postinit" for each in due):
                 region.wake(layout.SEM_POSTINIT)
                 self._pending.append(finding(running.tenant, "broken", _RELEASED.format(running.tenant.describe())))
-            fresh = [each.message for each in due if each.code in repairs.TAMPERING and each.offset not in self._reported_drift]
+            fresh = [each.message for each in changed if each.offset not in self._reported_drift]
             self._reported_drift = frozenset()
             if fresh:
                 self._pending.append(_tampered(running.tenant, fresh))
@@ -133,10 +137,30 @@ class RegionMonitor:
             yield finding(tenant, "broken", message)
 
     def _drift(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
-        drift = [each for each in _drifted(tenant, seen) if each.code in repairs.TAMPERING]
+        drift = self._changed(tenant, seen)
         self._reported_drift = frozenset(each.offset for each in drift)
         if drift:
             yield _tampered(tenant, [each.message for each in drift])
+
+    def _changed(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
+        """What the container changed. Empty if its share or the order of its GPUs is unknown: its limits must not become others."""
+        expected = self._written
+        try:
+            if expected is None:
+                expected = content.limits(tenant.gpus)
+                if any(gpu.burst_bytes for gpu in tenant.gpus):  # the limit at that time is not known
+                    expected = replace(expected, memory_bytes=seen.limits_bytes)
+        except ValueError:
+            return []
+        return [each for each in repairs.drifted(seen, expected) if each.code in repairs.TAMPERING]
+
+    def _drifted(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
+        """What differs from the limits that are wanted now; empty as above."""
+        try:
+            self._written = content.limits(tenant.gpus)
+        except ValueError:
+            return []
+        return list(repairs.drifted(seen, self._written))
 
     def _problems(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
         fresh = [message for code, message in seen.problems if code not in self._reported_problems]
@@ -192,15 +216,6 @@ class RegionMonitor:
                 self._pending.append(_tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
             if late or not later:
                 yield repair
-
-
-def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
-    """Empty for a container with an unknown share or order of GPUs: its limits must not become others."""
-    try:
-        wanted = content.limits(tenant.gpus)
-    except ValueError:
-        return []
-    return list(repairs.drifted(seen, wanted))
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:

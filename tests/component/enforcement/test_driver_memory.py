@@ -94,6 +94,23 @@ class Deaf:
         return MemoryLimit(soft_bytes=2 * GIB)
 
 
+class Kept:
+    """A driver that keeps the previous limit while more than the new one is in use."""
+
+    def __init__(self) -> None:
+        self.limit, self.used_bytes = MemoryLimit(), 0
+
+    async def gpu_with_memory_limits(self) -> str:
+        return UUID
+
+    async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:  # noqa: ARG002
+        if hard_bytes is None or hard_bytes >= self.used_bytes:
+            self.limit = MemoryLimit(soft_bytes=soft_bytes, hard_bytes=hard_bytes)
+
+    async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:  # noqa: ARG002
+        return self.limit
+
+
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[DriverNode]:
     (tmp_path / "new.yaml").write_text(NEW_NODE)
@@ -212,6 +229,35 @@ async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world:
     await world.backend.adjust([])
     assert world.limit == GRANTED, "it ends with the cgroup, and processes that still run there stay limited"
     assert list(world.backend.remains()) == []
+
+
+async def test_a_burst_changes_the_limit_at_once(world: DriverNode) -> None:
+    (gpu,) = world.tenant.gpus
+    await world.backend.start(world.tenant)
+    for more in (GIB, GIB // 2, 0):
+        world.tenant = replace(world.tenant, gpus=(replace(gpu, burst_bytes=more),))
+        await world.backend.adjust(world.running)
+        assert world.limit == MemoryLimit(soft_bytes=0, hard_bytes=2 * GIB + more)
+    assert await world.findings() == []
+
+
+async def test_a_burst_that_has_just_taken_more_keeps_its_limit_until_the_next_call(world: DriverNode) -> None:
+    driver = Kept()
+    world.backend = DriverMemory(driver, cgroup_root=world.cgroups)
+    (gpu,) = world.tenant.gpus
+
+    async def allow(burst_bytes: int) -> int | None:
+        world.tenant = replace(world.tenant, gpus=(replace(gpu, burst_bytes=burst_bytes),))
+        await world.backend.adjust(world.running)
+        assert await world.findings() == []
+        return driver.limit.hard_bytes
+
+    assert await allow(GIB) == 3 * GIB
+    driver.used_bytes = 3 * GIB - 1
+    assert await allow(GIB // 2) == 3 * GIB
+    driver.used_bytes = 2 * GIB
+    assert await allow(GIB // 2) == 2 * GIB + GIB // 2
+    assert await allow(0) == 2 * GIB
 
 
 async def test_each_gpu_of_a_container_has_its_own_limit(world: DriverNode) -> None:

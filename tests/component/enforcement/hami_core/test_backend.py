@@ -8,12 +8,13 @@ import stat
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import closing
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from gpumgr.agent.ports import Finding
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import Refusal
 from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.backend import Backend
@@ -294,6 +295,33 @@ async def test_a_limit_raised_again_after_its_repair_is_reported_again(backend: 
     client.run(region, "raise", 64 << 30, CORES)
     await backend.adjust([running()])
     assert codes(await backend.observe([running()])) == ["tampered"]
+
+
+async def test_a_burst_changes_the_limit_and_is_no_tampering(
+    tmp_path: Path, library: Path, backend: HamiCore, region: Path, client: Client
+) -> None:
+    def bursting(mebibytes: int) -> RunningContainer:
+        (gpu,) = tenant().gpus
+        return replace(running(), tenant=replace(tenant(), gpus=(replace(gpu, burst_bytes=mebibytes << 20),)))
+
+    def limit() -> str:
+        return limits_line(client, region).split("memory=")[1].split()[0]
+
+    request = int(limit())
+    for mebibytes in (512, 100, 0, 512):
+        assert codes(await backend.observe([bursting(mebibytes)])) == []
+        await backend.adjust([bursting(mebibytes)])
+        assert int(limit()) == request + (mebibytes << 20)
+    client.run(region, "raise", 64 << 30, CORES)
+    assert codes(await backend.observe([bursting(100)])) == ["tampered"]
+    await backend.adjust([bursting(100)])
+    assert int(limit()) == request + (100 << 20)
+    again = make_backend(tmp_path, library, Seconds())
+    for mebibytes in (200, 0):
+        assert codes(await again.observe([bursting(mebibytes)])) == []
+        await again.adjust([bursting(mebibytes)])
+    assert int(limit()) == request
+    await again.close()
 
 
 async def test_a_file_that_grows_is_cut_and_its_limits_are_restored(backend: HamiCore, region: Path, client: Client) -> None:
