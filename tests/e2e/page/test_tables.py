@@ -82,8 +82,9 @@ async def test_large_tables_are_shown_in_portions(browser: Browser, stage: Stage
         await expect(page.locator("#rows tr")).to_have_count(1)
 
 
-async def test_turns_have_columns_where_the_limiter_limits(browser: Browser, stage: Stage) -> None:
-    async with visit(browser, stage.url) as seen:
+@pytest.mark.parametrize("width", [320, 1280])
+async def test_turns_have_columns_where_the_limiter_limits(browser: Browser, stage: Stage, width: int) -> None:
+    async with visit(browser, stage.url, viewport={"width": width, "height": 740}) as seen:
         page = await loaded(seen)
         waited = page.get_by_role("button", name="Time waited")
         await expect(waited).to_be_hidden()
@@ -94,3 +95,5 @@ async def test_turns_have_columns_where_the_limiter_limits(browser: Browser, sta
         await waited.click()
         assert sorted(await column(page, 5)) == ["", "", "", "0", "24"]
         assert (await column(page, 6))[:2] == ["61 %", "0 %"]
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+        assert await page.evaluate("(box => box.scrollWidth - box.clientWidth)(document.querySelector('.tablebox'))") <= 0
