@@ -4,9 +4,7 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final, NoReturn, TextIO
@@ -14,8 +12,9 @@ from typing import Final, NoReturn, TextIO
 import click
 from rich.text import Text
 
-from gpumgr.cli.examination.checks import HostLocations, checks_for
+from gpumgr.cli.examination.checks import checks_for
 from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, examine
+from gpumgr.cli.hardware import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.rendering.tables import open_table, show
 from gpumgr.common.log import configure_log
@@ -78,8 +77,9 @@ def command(
         report_cluster(kubeconfig or settings.kubernetes.kubeconfig, scheduler_config, as_json=as_json)
     if kubeconfig or scheduler_config:
         raise click.UsageError("--kubeconfig and --scheduler-config need --cluster")
-    with _host(settings, sim) as host:
-        report_node(checks_for(settings, host, before_start=before_start), as_json=as_json)
+    with hardware_of(sim, settings.nvml.library_path) as hardware:
+        in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+        report_node(checks_for(settings, hardware, in_pod=in_pod, before_start=before_start), as_json=as_json)
 
 
 def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: bool) -> NoReturn:
@@ -122,17 +122,3 @@ def _report(runner: asyncio.Runner, checks: Sequence[Check], *, as_json: bool, l
         sys.stdout.flush()
         os._exit(report.exit_code)  # a normal exit would wait for threads that hang
     sys.exit(report.exit_code)
-
-
-@contextmanager
-def _host(settings: Settings, sim: str | None) -> Iterator[HostLocations]:
-    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    if sim is None:
-        path = settings.nvml.library_path
-        yield HostLocations(library_path=str(path) if path else None, in_pod=in_pod)
-        return
-    from gpumgr.sim.library import prepare  # imported here, since a real node does not need it
-
-    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
-        node = prepare(sim, Path(folder))
-        yield HostLocations(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True, in_pod=in_pod)

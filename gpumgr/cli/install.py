@@ -8,6 +8,7 @@ its SHA-256, and a link that selects it. Older copies stay, because a container 
 
 import fcntl
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def command() -> None:
     \b
     Examples:
       gpumgr install systemd
+      gpumgr install systemd --uninstall
       gpumgr install library libvgpu.so
     """
 
@@ -111,6 +113,8 @@ def install_service(place: Installation) -> list[str]:
             f"{place.program}, which the unit runs, does not exist: install the wheel there first (in the source tree, `make wheel` "
             f"builds it): python3 -m venv {place.program.parent.parent} && {place.program.with_name('pip')} install {_WHEEL}"
         )
+    if place.unit.is_symlink():
+        raise GpumgrError(f"{place.unit} is a link, as of a masked unit; unmask it first: systemctl unmask {place.unit.name}")
     kubernetes, steps = place.settings().kubernetes, list[str]()
     if kubernetes.enabled and kubernetes.kubeconfig is None:
         steps.append(f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server")
@@ -124,8 +128,20 @@ def install_service(place: Installation) -> list[str]:
     return [*steps, f"{place.program} doctor", start]
 
 
+def uninstall_service(place: Installation) -> list[str]:
+    """Stops the service and removes the unit; returns what stays. Raises GpumgrError."""
+    for words in (("disable", "--now", place.unit.name), ("daemon-reload",)):
+        click.echo(f"run        systemctl {' '.join(words)}")
+        done = subprocess.run(["systemctl", *words], capture_output=True, text=True)
+        if done.returncode and place.unit.exists():
+            raise GpumgrError(f"systemctl {' '.join(words)} failed: {(done.stderr or done.stdout).strip()}")
+        place.unit.unlink(missing_ok=True)
+    return ["what stays on this host, and how to remove it: docs/operations.md, Remove"]
+
+
 @command.command("systemd", cls=ExitingCommand, exit_codes=_EXIT_CODES)
-def systemd() -> None:
+@click.option("--uninstall", "away", is_flag=True, help="Stop the service and remove its unit; settings and state stay.")
+def systemd(away: bool) -> None:
     """Install the unit, which runs /opt/gpumgr/bin/gpumgr, and /etc/gpumgr/gpumgr.yaml if there is none. Starts nothing; prints the
     command that does.
 
@@ -134,9 +150,10 @@ def systemd() -> None:
     \b
     Examples:
       gpumgr install systemd
+      gpumgr install systemd --uninstall
     """
     with installing():
-        _print_next(install_service(Installation()))
+        _print_next(uninstall_service(Installation()) if away else install_service(Installation()))
 
 
 # -- HAMi-core's library -------------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """The node that a command is about: a topology in the text of nvidia-smi, a simulated node, or this machine's driver."""
 
 import asyncio
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import click
 
+from gpumgr.cli.hardware import hardware_of
 from gpumgr.cli.options import sim_option
 from gpumgr.common.errors import TopologyError
 from gpumgr.placement.topology.devices import NodeSnapshot
@@ -68,9 +67,7 @@ def read_snapshot(sim: str | None) -> NodeSnapshot:
     Raises NvmlAbsent without a driver, NvmlError if it fails or hangs; for a simulated node SettingsError if its description is wrong,
     InputError without a C compiler.
     """
-    # Imported here, since a topology file needs no library of a driver.
-    from gpumgr.driver.driver import Nvml
-    from gpumgr.sim.library import prepare
+    from gpumgr.driver.driver import Nvml  # imported here, since a topology file needs no library of a driver
 
     async def read(nvml: Nvml) -> NodeSnapshot:
         await nvml.open()
@@ -79,8 +76,5 @@ def read_snapshot(sim: str | None) -> NodeSnapshot:
         finally:
             await nvml.close()
 
-    if sim is None:
-        return asyncio.run(read(Nvml()))
-    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
-        node = prepare(sim, Path(folder))
-        return asyncio.run(read(Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root)))
+    with hardware_of(sim) as hardware:
+        return asyncio.run(read(Nvml(library_path=hardware.library_path, sysfs_root=hardware.sysfs_root)))

@@ -4,21 +4,19 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
 import click
 import structlog
 
+from gpumgr.cli.hardware import hardware_of
 from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, config_option, effective_settings, set_option
 from gpumgr.common.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.common.log import configure_log
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
 from gpumgr.driver.binding import DriverMismatchError
-from gpumgr.node.components import Hardware
+from gpumgr.driver.hardware import Hardware
 from gpumgr.node.lifecycle import run
 from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsSource
@@ -88,7 +86,7 @@ def command(
     configure_log(settings.log.level, settings.log.format)
     for note in flags.notes:
         log.info("flag_without_effect", note=note)
-    with _hardware(settings, sim, sim_dir) as hardware:
+    with hardware_of(sim, settings.nvml.library_path, sim_dir) as hardware:
         sys.exit(asyncio.run(_until_signalled(settings, hardware, source)))
 
 
@@ -127,17 +125,3 @@ def _exit_code(error: BaseException) -> int:
             return code
     log.error("ended_by_bug", reason=str(error), exit_code=EXIT_BUG, exc_info=error)
     return EXIT_BUG
-
-
-@contextmanager
-def _hardware(settings: Settings, sim: str | None, sim_dir: Path | None) -> Iterator[Hardware]:
-    """The real driver, or a simulated node in a folder that is removed when the agent ends (except one given with --sim-dir)."""
-    if sim is None:
-        path = settings.nvml.library_path
-        yield Hardware(library_path=str(path) if path else None)
-        return
-    from gpumgr.sim.library import prepare  # imported here, since an agent on a real node does not need it
-
-    with nullcontext(sim_dir) if sim_dir else tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
-        node = prepare(sim, Path(folder))
-        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)

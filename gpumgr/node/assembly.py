@@ -15,11 +15,12 @@ from gpumgr import __version__
 from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
+from gpumgr.driver.hardware import Hardware
 from gpumgr.driver.programs import reset_gpu
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.node.api_side import ApiSide
-from gpumgr.node.components import Components, Hardware
+from gpumgr.node.components import Components
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.web.graph import graph_text

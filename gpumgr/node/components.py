@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware import Hardware
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
@@ -61,16 +61,6 @@ if TYPE_CHECKING:
 
 #: Note in the checkpoint: gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """Where NVML, sysfs and proc are. A simulated node has its own, and no device nodes."""
-
-    library_path: str | None = None
-    sysfs_root: Path = Path("/sys")
-    proc_root: Path = Path("/proc")
-    simulated: bool = False
 
 
 def make_enforcement(settings: Settings, hardware: Hardware, pods: Pods, publisher: Publisher | None) -> NodeEnforcement:

@@ -23,13 +23,14 @@ from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
 from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, report_event_loop_lag, until_tick, wait_at_most
 from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.sdnotify import Notifier
+from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kubelet.deviceplugin.recovery import entries_if_readable, reconcile
 from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.assembly import Parts, assembled
-from gpumgr.node.components import Components, Hardware, make_enforcement
+from gpumgr.node.components import Components, make_enforcement
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import node_held
 from gpumgr.node.preload import Preload

@@ -22,8 +22,8 @@ from gpumgr.web.access import CurrentPolicy, Scope, origin_of
 from gpumgr.web.graph import graph_data, graph_text
 from gpumgr.web.index_page import PAGE, IndexPage
 from gpumgr.web.middleware import MAX_BODY_BYTES, TRUSTED, OriginOf, make_middleware
+from gpumgr.web.read_model import ReadModel
 from gpumgr.web.responses import failure, json_bytes, json_response, on_response_prepare
-from gpumgr.web.sources import Sources
 from gpumgr.web.stream import HEARTBEAT_SECONDS, Streams
 
 _HISTORY_SHOWN: Final = 100
@@ -43,7 +43,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Pages:
-    def __init__(self, sources: Sources, page: IndexPage, streams: Streams) -> None:
+    def __init__(self, sources: ReadModel, page: IndexPage, streams: Streams) -> None:
         self._sources, self._page, self._streams = sources, page, streams
 
     async def index(self, request: web.Request) -> web.Response:
@@ -162,7 +162,7 @@ PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
 
 
 def make_app(
-    sources: Sources,
+    sources: ReadModel,
     policy: CurrentPolicy,
     *,
     page: Path = PAGE,

@@ -88,7 +88,7 @@ class Components(Protocol):
 
 
 class ReadModel:
-    """Implements web.sources.Sources.
+    """The data of the pages; each request reads from it.
 
     `api_queue` returns the state of the queue to the API server (None: there is no API server), `connections` the numbers of connections
     that the web server has open and has refused, and of clients that disconnected before their response was complete.
@@ -124,7 +124,7 @@ class ReadModel:
         self._states.set(await asyncio.to_thread(lambda: msgspec.json.encode(node_state(report, history))))
         self._rendered_at = began
 
-    # -- web.sources.Sources -----------------------------------------------------------------------------------------------
+    # -- of a request ------------------------------------------------------------------------------------------------------
 
     def report(self) -> NodeReport:
         components, hardware = self._components, self._components.hardware_events
@@ -166,6 +166,7 @@ class ReadModel:
         )
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
+        """Headers and body of the metrics, in the format that these request headers prefer (""; no such header)."""
         return await self._exposition.scrape(accept, accept_encoding)
 
     def not_alive(self) -> Sequence[str]:
@@ -173,6 +174,7 @@ class ReadModel:
         return ()
 
     def not_ready(self) -> Sequence[str]:
+        """Reasons why the node cannot run pods with GPUs now; empty if it can."""
         reasons = [
             f"{kind} is not registered with the kubelet" + (f": {state.error}" if state.error else "")
             for kind, state in self._components.link.states.items()
@@ -187,6 +189,7 @@ class ReadModel:
         return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()
 
     def notes(self) -> Sequence[str]:
+        """What `/readyz` shows beside the reasons: what the node lacks although it can run pods with GPUs."""
         return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
@@ -202,6 +205,7 @@ class ReadModel:
         return () if trouble is None else (trouble,)
 
     def no_driver(self) -> Sequence[str]:
+        """Why the driver is not available; empty while it responds."""
         hardware = self._components.hardware_events
         if hardware.driver_up:
             return ()
@@ -223,25 +227,32 @@ class ReadModel:
 
     @property
     def states(self) -> LatestValue[bytes]:
+        """/api/state as JSON, published once per sample period while there are subscribers; b"" before the first."""
         return self._states
 
     async def state(self) -> bytes:
+        """The same JSON, not older than a sample period."""
         async with self._rendering:
             if time.monotonic() - self._rendered_at >= self._components.settings.nvml.sample_period_seconds:
                 await self._render()
         return self._states.value
 
     def usage(self) -> Mapping[str, Any]:
+        """gpu-manager's /usage."""
         return usage_message(self.report(), self._pods)
 
     def history(self) -> Sequence[HistoryEntry]:
+        """Oldest first."""
         return self._components.agent_state.history.entries()
 
     def pod(self, namespace: str, pod: str) -> PodDetails | None:
+        """None if nothing is known of the pod."""
         return pod_details(self.report(), self._pods.get((namespace, pod)), namespace, pod, self.history())
 
     def pods(self) -> Sequence[PodKey]:
+        """The pods about which something is known, sorted."""
         return pods_with_details(self.view().ledger, self._pods.all(), self.history())
 
     async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
+        """Carries out a maintenance request. Raises Refusal if the GPU's state forbids it, InputError for an unknown GPU."""
         return await self._maintenance.execute(order)

@@ -10,8 +10,8 @@ from typing import Final
 from aiohttp import web
 
 from gpumgr.common.aio import Subscription
+from gpumgr.web.read_model import ReadModel
 from gpumgr.web.responses import failure
-from gpumgr.web.sources import Sources
 
 MAX_STREAMS: Final = 64
 HEARTBEAT_SECONDS: Final = 15.0
@@ -23,7 +23,7 @@ _HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-
 class Streams:
     """At most `limit` streams at once."""
 
-    def __init__(self, sources: Sources, *, limit: int = MAX_STREAMS, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(self, sources: ReadModel, *, limit: int = MAX_STREAMS, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
         self._sources, self._limit, self._heartbeat_seconds = sources, limit, heartbeat_seconds
         self._open: set[Subscription[bytes]] = set()
         self._encoded = (b"", b"")

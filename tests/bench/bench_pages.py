@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -104,7 +104,7 @@ async def core_percent(work: Any) -> float:
 
 async def measure_pages(held: HeldTimes, seconds: float) -> Mapping[str, object]:
     sources, front = node(), IndexPage()
-    server = PageServer(partial(make_app, sources), HttpSettings(port=0))
+    server = PageServer(partial(make_app, cast("Any", sources)), HttpSettings(port=0))
     await server.start()
     sizes: dict[str, object] = {
         "page_bytes": len(front.plain),

@@ -133,11 +133,12 @@ def test_an_installation_is_sound_and_can_be_repeated(host: Machine) -> None:
     said = host.run("setpriv", "--reuid=65534", "--clear-groups", GPUMGR, "install", "systemd", check=False)
     assert said == "gpumgr: only root may install: run it with sudo\n"
     host.write(CONFIG, SETTINGS)
-    host.run("systemctl", "disable", "--now", UNIT)
-    host.run("rm", unit)
-    host.run("systemctl", "daemon-reload")
+    assert "docs/operations.md" in host.run(GPUMGR, "install", "systemd", "--uninstall")
+    assert host.run("sh", "-c", f"test ! -e {unit} && cat {CONFIG}") == SETTINGS
+    host.run("systemctl", "mask", UNIT)
+    assert "systemctl unmask gpumgr.service" in host.run(GPUMGR, "install", "systemd", check=False)
+    host.run("systemctl", "unmask", UNIT)
     host.run(GPUMGR, "install", "systemd")
-    assert host.run("cat", CONFIG) == SETTINGS
     host.run("systemctl", "daemon-reload")
 
 

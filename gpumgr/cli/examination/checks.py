@@ -1,9 +1,7 @@
 """All checks of a node."""
 
 import os
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from gpumgr.cli.examination import (
@@ -21,6 +19,7 @@ from gpumgr.cli.examination import (
 )
 from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, warning
 from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware import Hardware
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_offered, mig_on_demand
 
@@ -28,27 +27,14 @@ from gpumgr.settings.profile import mig_offered, mig_on_demand
 _SECONDS: Final = LIMIT_SECONDS * 0.4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLocations:
-    """Where the checks find the host's files. A simulated node has its own library and sysfs, no kernel module and no device nodes.
-
-    `in_pod`: the command runs in a container, which has its own folders.
-    """
-
-    library_path: str | None = None
-    sysfs_root: Path = Path("/sys")
-    proc_root: Path = Path("/proc")
-    simulated: bool = False
-    in_pod: bool = False
-
-
-def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = False) -> tuple[Check, ...]:
-    """`before_start` means that an agent with these settings is about to start on this node."""
+def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, before_start: bool = False) -> tuple[Check, ...]:
+    """`in_pod`: the command runs in a container, which has its own folders. `before_start`: an agent with these settings is about to start
+    on this node."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     driver_answers = Nvml(
-        library_path=host.library_path,
+        library_path=hardware.library_path,
         timeout_seconds=nvml_seconds,
-        sysfs_root=host.sysfs_root,
+        sysfs_root=hardware.sysfs_root,
         unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
     )
     seen = gpus.SharedNvml(driver_answers)
@@ -69,16 +55,16 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     # The second agent of a rolling update waits for the first.
     alone = before_start and settings.process.instance is None
     agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
-    paths = partial(folders.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
-    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
+    paths = partial(folders.look_at_host_paths, of_host, hardware.proc_root, in_pod=in_pod)
+    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=hardware.proc_root)
     cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
-    files = partial(driver_files.look_at_driver_files, settings, seen, simulated=host.simulated, timeout_seconds=_SECONDS)
-    backends = enforcement.NodeBackends(settings, seen, host.proc_root, in_pod=host.in_pod)
+    files = partial(driver_files.look_at_driver_files, settings, seen, simulated=hardware.simulated, timeout_seconds=_SECONDS)
+    backends = enforcement.NodeBackends(settings, seen, hardware.proc_root, in_pod=in_pod)
     of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
     take_over = Check("take-over", partial(takeover.look_at_take_over, settings), takeover.IF_HUNG)
     return (
         *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
-        *_of_gpus(settings, host, seen),
+        *_of_gpus(settings, hardware, seen),
         Check("mode", partial(dra.look_at_mode, settings.node.mode), ""),
         *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
         Check("pod-resources", pods, kubelet.IF_HUNG),
@@ -109,11 +95,11 @@ async def _look_at_user() -> CheckResult:
     )
 
 
-def _of_gpus(settings: Settings, host: HostLocations, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+def _of_gpus(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> tuple[Check, ...]:
     device_root = settings.container.device_root
-    driver = partial(gpus.look_at_driver, host.proc_root, device_root, simulated=host.simulated)
+    driver = partial(gpus.look_at_driver, hardware.proc_root, device_root, simulated=hardware.simulated)
     mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
-    nodes = partial(gpus.look_at_device_nodes, seen, device_root, simulated=host.simulated)
+    nodes = partial(gpus.look_at_device_nodes, seen, device_root, simulated=hardware.simulated)
     return (
         Check("driver", driver, gpus.IF_HUNG),
         Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),

@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import pytest
 
+from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.pods import PodView
 from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.assembly import make_maintenance
-from gpumgr.node.components import Components, Hardware, make_enforcement
+from gpumgr.node.components import Components, make_enforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
     CheckpointSettings,

@@ -16,6 +16,7 @@ from urllib.error import HTTPError
 import pytest
 
 from gpumgr.common.errors import AlreadyRunning, CheckpointError
+from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.deviceplugin.node_lock import lock_node
 from gpumgr.kubelet.dra.driver import DraDriver
@@ -23,7 +24,7 @@ from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.checkpoint import files
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.node.components import Hardware, make_enforcement
+from gpumgr.node.components import make_enforcement
 from gpumgr.node.node_hold import node_held
 from gpumgr.node.preload import Preload
 from gpumgr.settings import Settings

@@ -1,7 +1,6 @@
 """A settings file that is rewritten, replaced, relinked, broken and repaired while the agent watches it."""
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -102,21 +101,6 @@ async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], None
         assert it.reads == 2
 
 
-async def test_a_config_map_that_moves_its_links(tmp_path: Path) -> None:
-    """Source: the kubelet's AtomicWriter: FILE -> ..data/FILE, ..data -> ..TIME, which is replaced by a rename."""
-    for name, policy in (("..1", "binpack"), ("..2", "spread")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "gpumgr.yaml").write_text(f"placement: {{policy: {policy}}}\n")
-    (tmp_path / "..data").symlink_to("..1")
-    path = tmp_path / "gpumgr.yaml"
-    path.symlink_to("..data/gpumgr.yaml")
-    async with following(path) as it:
-        (tmp_path / "..data_tmp").symlink_to("..2")
-        os.rename(tmp_path / "..data_tmp", tmp_path / "..data")
-        await it.until(lambda: bool(it.applied))
-        assert it.applied[0].placement.policy == "spread"
-
-
 @pytest.mark.parametrize("bad", ["placement: {policy: spread, polcy: spread}", "placement: {policy", "placement: [spread]"])
 async def test_a_bad_file_changes_nothing_and_is_reported(bad: str, tmp_path: Path) -> None:
     path = tmp_path / "gpumgr.yaml"
@@ -170,18 +154,6 @@ async def test_a_change_between_the_first_read_and_the_start_is_applied(tmp_path
 # -- what is wrong with more than a key ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "bad", ['log: {level: "\\UFFFFFFFF"}', f"%YAML 1.{'9' * 5000}\n---\n", 'http: {socket: "/run/\\uD800"}'], ids=range(3)
-)
-async def test_what_the_parser_stumbles_over_is_a_bad_file(bad: str, tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
-    async with following(path) as it:
-        path.write_text(bad)
-        await it.until(lambda: bool(it.told))
-        assert it.told[0][1].startswith(f"the previous settings stay in effect: {path}:1: ")
-
-
 @pytest.mark.parametrize("where", ["load", "apply"])
 async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: str, tmp_path: Path) -> None:
     path = tmp_path / "gpumgr.yaml"
@@ -199,18 +171,6 @@ async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: s
             await it.until(lambda: len(it.told) == 2)
             assert it.told[1] == ("reloaded", "applied: placement.policy")
     assert [line["event"] for line in lines] == ["daemon_failed", "config_rejected", "config_reloaded"]
-
-
-async def test_a_fifo_in_the_files_place_is_a_bad_file_and_later_ones_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
-    async with following(path) as it:
-        os.mkfifo(tmp_path / "fifo")
-        os.rename(tmp_path / "fifo", path)
-        await it.until(lambda: bool(it.told))
-        assert "this is no regular file" in it.told[0][1]
-        replace(path, "placement: {policy: spread}")
-        await it.until(lambda: bool(it.applied))
 
 
 async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_when_it_answers(tmp_path: Path) -> None:

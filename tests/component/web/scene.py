@@ -23,7 +23,6 @@ from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import Limits, PageServer
 from gpumgr.web.metrics.exposition import Exposition
 from gpumgr.web.metrics.registry import Metrics
-from gpumgr.web.sources import Sources
 from tests.unit.web.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
 CERTIFICATES = Path(__file__).parent / "certificates"
@@ -40,7 +39,7 @@ def origin_in_tests(family: int, peer: Any) -> Origin:
 
 
 class Scene:
-    """Implements web.sources.Sources."""
+    """In place of the ReadModel."""
 
     def __init__(self) -> None:
         self.ailments: list[str] = []
@@ -106,13 +105,13 @@ class Scene:
         return await self.on_order(order) if self.on_order is not None else {"gpu": order.gpu, "done": order.action}
 
 
-def page_server(sources: Sources, **options: Any) -> PageServer:
+def page_server(scene: Any, **options: Any) -> PageServer:
     """On a free port of the loopback. `options`: of the settings' section http, of `Limits`, of `make_app`, and `unix_socket`."""
     http = {name: options.pop(name) for name in HttpSettings.__struct_fields__ if name in options}
     limits = {name: options.pop(name) for name in (each.name for each in fields(Limits)) if name in options}
     unix_socket = options.pop("unix_socket", None)
     return PageServer(
-        partial(make_app, sources, origin_of=origin_in_tests, **options),
+        partial(make_app, scene, origin_of=origin_in_tests, **options),
         HttpSettings(**{"address": "127.0.0.1", "port": 0, **http}),
         unix_socket=unix_socket,
         limits=Limits(**{"connections": http.get("max_connections", 512), **limits}),

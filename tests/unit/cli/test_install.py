@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.install import Installation, environment, install_service, installing
+from gpumgr.cli.install import Installation, environment, install_service, installing, uninstall_service
 from gpumgr.common.errors import GpumgrError
 from gpumgr.settings import InvalidSettingsError
 from tools import PROJECT
@@ -74,3 +74,26 @@ def test_the_settings_of_the_units_environment_count(place: Installation) -> Non
     place.environment.write_text('# ours\nGPUMGR_KUBERNETES_ENABLED="false"\n')
     assert install_service(place)[0] == f"{place.program} doctor"
     assert environment("A=b c\n; no\nB='d'\n\nC=\n") == {"A": "b c", "B": "d", "C": ""}
+
+
+def test_an_uninstall_removes_the_unit_alone(place: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_service(place)
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ntest ! -e {tmp_path}/broken\n')
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "broken").touch()
+    with pytest.raises(GpumgrError, match=r"systemctl disable --now gpumgr\.service failed"):
+        uninstall_service(place)
+    assert place.unit.exists()
+    (tmp_path / "broken").unlink()
+    uninstall_service(place)
+    assert (place.unit.exists(), place.config.exists()) == (False, True)
+    assert (tmp_path / "asked").read_text().splitlines()[-2:] == [f"disable --now {place.unit.name}", "daemon-reload"]
+
+
+def test_a_masked_unit_stays_masked(place: Installation) -> None:
+    place.unit.symlink_to("/dev/null")
+    with pytest.raises(GpumgrError, match=r"unmask it first: systemctl unmask gpumgr\.service"):
+        install_service(place)
+    assert place.unit.is_symlink()

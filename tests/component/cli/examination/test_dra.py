@@ -8,10 +8,11 @@ from typing import Any, Final, Literal
 import pytest
 from aiohttp import web
 
-from gpumgr.cli.examination.checks import HostLocations, checks_for
+from gpumgr.cli.examination.checks import checks_for
 from gpumgr.cli.examination.dra import look_at_claims, look_at_mode, look_at_slice, look_at_sockets
 from gpumgr.cli.examination.rights import needed
 from gpumgr.common.units import Amounts
+from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.client import Right
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, resource_slice, slice_name
@@ -156,9 +157,7 @@ async def test_the_sockets(folder: Path) -> None:
 
 
 def test_checks_of_the_mode() -> None:
-    names = {
-        mode: {check.name for check in checks_for(Settings(node=NodeSettings(mode=mode)), HostLocations())} for mode in MODES
-    }
+    names = {mode: {check.name for check in checks_for(Settings(node=NodeSettings(mode=mode)), Hardware())} for mode in MODES}
     assert "mode" in names["plugin"] & names["dra"]
     assert names["plugin"] - names["dra"] == {"kubelet", "take-over"}
     assert names["dra"] - names["plugin"] == {"dra-sockets", "dra-slice", "dra-claims"}

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination.checks import HostLocations, checks_for
+from gpumgr.cli.examination.checks import checks_for
 from gpumgr.cli.examination.examine import CheckResult
 from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
+from gpumgr.driver.hardware import Hardware
 from gpumgr.kubelet.deviceplugin.node_lock import lock_node
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
@@ -124,7 +125,7 @@ async def test_another_user_than_root_is_told_so(closed_folder: Path) -> None:
     found = await look_at_folders({"checkpoint.dir": closed_folder / "state"})
     place = f"{closed_folder}/state (checkpoint.dir): it can't be made in {closed_folder}"
     assert found.message == f"can't be written: {place}: Permission denied"
-    first, *_ = checks_for(Settings(), HostLocations())
+    first, *_ = checks_for(Settings(), Hardware())
     found = await first.look()
     assert (first.name, found.state, found.remedy) == ("user", "warning", "run this as root, as the agent runs")
 

@@ -1,0 +1,14 @@
+"""Where NVML, sysfs and proc are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A simulated node has its own library, sysfs and proc, no kernel module and no device nodes."""
+
+    library_path: str | None = None
+    sysfs_root: Path = Path("/sys")
+    proc_root: Path = Path("/proc")
+    simulated: bool = False
