@@ -51,8 +51,8 @@ async def filter_walks() -> AsyncIterator[Walk]:
     bench = Bench(nodes=2, pods=4)
     containers = {"share": (50, 4), "whole GPUs": (200, 0), "fits nowhere": (1600, 0), "no GPU": (0, 0)}
     for number, (title, container) in enumerate(containers.items()):
-        asked = bench.watches.parse_pod(pod(number, container))
-        yield title, partial(bench.extender.filter, asked, [name_of(0), name_of(1)])
+        asked, names = bench.watches.parse_pod(pod(number, container)), [name_of(0), name_of(1)]
+        yield title, lambda asked=asked, names=names: bench.extender.filter(asked, names, bench.index.node_set(names))  # type: ignore[misc]
 
 
 async def snapshot_walks() -> AsyncIterator[Walk]:
