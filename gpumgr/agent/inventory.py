@@ -1,7 +1,7 @@
 """The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Final, TypeVar
 
@@ -181,6 +181,10 @@ class Inventory:
         return reasons
 
     def view(self, gpu_registry: GpuRegistry, *, visible_blocks: Masks = NO_IDS) -> NodeView:
+        return replace(self._view(gpu_registry), visible_blocks=visible_blocks)
+
+    @_once
+    def _view(self, gpu_registry: GpuRegistry) -> NodeView:
         rows = {
             gpu_registry.by_uuid[g.uuid].name: row for row, g in enumerate(self.snapshot.gpus) if g.uuid in gpu_registry.by_uuid
         }
@@ -191,7 +195,6 @@ class Inventory:
             rows=rows,
             indices=self.indices(gpu_registry),
             unschedulable={**self.unschedulable_reasons(gpu_registry), **failures},
-            visible_blocks=visible_blocks,
             policy=self.policy,
             instances=self.instances(gpu_registry),
             failed_instances={

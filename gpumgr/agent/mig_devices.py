@@ -146,7 +146,7 @@ class MigDevices:
         await self._agent_state.set_mig_blocked(blocked)
         shown = inventory.gpus(ledger.gpu_registry)
         present = {each.uuid for gpu in shown.values() for each in gpu.mig_instances}
-        for allocation in [*ledger.allocations.values()]:
+        for allocation in [each for each in ledger.allocations.values() if each.mig_devices or "mig" in each.device_ids]:
             devices = () if allocation.reserved else _devices(ledger, allocation)
             missing = [each for each in devices if each.gpu in shown and each.uuid not in present]
             for device in await self._gone(missing) if missing else ():

@@ -249,7 +249,8 @@ class AgentState:
 
     def _set_quarantine(self, state: Quarantine) -> None:
         before, now = self.inventory.quarantine, self._clock()
-        self.inventory = replace(self.inventory, quarantine=state)
+        if state != before:  # the inventory stays the same object, since it keeps what was computed from it
+            self.inventory = replace(self.inventory, quarantine=state)
         self._held_since = {**dict.fromkeys(state.held, now), **self._held_since}
         for gpu in self._held_since.keys() - state.held.keys():
             if self._held_since.pop(gpu) is None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -11,7 +12,7 @@ from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, 
 from gpumgr.driver.health import Observation
 from gpumgr.driver.mig import read_mig_enabled, read_mig_instances
 from gpumgr.driver.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
-from gpumgr.driver.sampling import ProcessUtilization, failed, read_health, read_processes, read_sample
+from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_gpu, read_health, read_processes
 from gpumgr.driver.session import Session
 from gpumgr.driver.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_node, read_pci_gpus
 from gpumgr.driver.worker import GpuBusy, GpuHangs
@@ -85,8 +86,17 @@ T = TypeVar("T")
 
 #: How long one change of the MIG mode or of a MIG device may take. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
 _MIG_SECONDS: Final = 30.0
-#: How long a sample, or a reading of the health, waits for an earlier call about a GPU.
+#: How long a reading waits for an earlier call about a GPU.
 _BUSY_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """`sample` lacks a GPU about which another call takes long. `health` is by UUID; it includes GPUs that the last snapshot lacks, but no
+    GPU that is no longer listed. None: another call about the GPU takes long."""
+
+    sample: NodeSample
+    health: Mapping[str, Observation | None]
 
 
 class Nvml(Session):
@@ -181,34 +191,34 @@ class Nvml(Session):
     def _read_uuid(self, index: int) -> str:
         return str(self._binding.call("nvmlDeviceGetUUID", self._binding.call("nvmlDeviceGetHandleByIndex", index)))
 
-    async def sample(self, *, utilization: bool = False) -> NodeSample:
-        """The GPUs' current use; with `utilization` also the use by each process since the previous sample.
-
-        A GPU about which another call takes long is left out.
-        """
+    async def read(self, *, utilization: bool = False) -> Reading:
+        """The GPUs' current use and health; with `utilization` also the use by each process since the previous reading."""
         if not utilization:
             self._utilization.forget()
         of_processes = self._utilization if utilization else None
-        answers = await self._each(lambda index: read_sample(self._binding, index, of_processes), wait_seconds=_BUSY_SECONDS)
-        return NodeSample(
-            gpus={answer.uuid: answer for answer in answers.values() if isinstance(answer, GpuSample)},
-            failures={
-                self._seen[index]: str(answer)
-                for index, answer in answers.items()
-                if isinstance(answer, NvmlError) and not isinstance(answer, GpuBusy) and index in self._seen
-            },
+        answers = await self._each(lambda index: read_gpu(self._binding, index, of_processes), wait_seconds=_BUSY_SECONDS)
+        samples = {index: answer if isinstance(answer, NvmlError) else answer.sample for index, answer in answers.items()}
+        return Reading(
+            sample=NodeSample(
+                gpus={each.uuid: each for each in samples.values() if isinstance(each, GpuSample)},
+                failures={
+                    self._seen[index]: str(each)
+                    for index, each in samples.items()
+                    if isinstance(each, NvmlError) and not isinstance(each, GpuBusy) and index in self._seen
+                },
+            ),
+            health=self._health_of(answers),
         )
 
     async def read_health(self) -> Mapping[str, Observation | None]:
-        """One reading of each GPU's health, by UUID. It includes GPUs that the last snapshot lacks, but no GPU that is no longer listed.
+        """The health alone, as in `Reading`."""
+        return self._health_of(await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS))
 
-        The reading is None while another call about the GPU takes long.
-        """
+    def _health_of(self, answers: Mapping[int, GpuReading | NvmlError]) -> Mapping[str, Observation | None]:
         readings: dict[str, Observation | None] = {}
-        answers = await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS)
         for index, answer in answers.items():
             if not isinstance(answer, NvmlError):
-                readings[answer[0]] = answer[1]
+                readings[answer.uuid] = failed(answer.health) if isinstance(answer.health, NvmlError) else answer.health
             elif index in self._seen:
                 readings[self._seen[index]] = None if isinstance(answer, GpuBusy) else failed(answer)
         return readings

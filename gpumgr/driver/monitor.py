@@ -63,7 +63,7 @@ class DriverMeter(Protocol):
         """The driver reported an XID. `uuid` is None if it names no GPU."""
 
     def batched(self, seconds: float) -> None:
-        """A sample of all GPUs took this many seconds."""
+        """A reading of all GPUs took this many seconds."""
 
 
 class Monitor:
@@ -206,15 +206,10 @@ class Monitor:
         while True:
             await self._nvml.wait_for_session()
             begun = time.perf_counter()
-            sample = await self._nvml.sample(utilization=self._process_utilization())
+            reading = await self._nvml.read(utilization=self._process_utilization())
             if self._meter is not None:
                 self._meter.batched(time.perf_counter() - begun)
-            await self._listener.sample_taken(sample)
-            await self._pause()
-            if await self._opened_again():
-                snapshot = await self._take_snapshot(unless=snapshot)
-                continue
-            readings = await self._nvml.read_health()
+            readings = reading.health
             instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
@@ -223,6 +218,10 @@ class Monitor:
             else:
                 self._judge(readings)
                 await self.publish_health()
+            await self._listener.sample_taken(reading.sample)
+            await self._pause()
+            if await self._opened_again():
+                snapshot = await self._take_snapshot(unless=snapshot)
 
     async def _opened_again(self) -> bool:
         """Opens the session again if NVML lacks GPUs and the last attempt is long enough ago. Returns whether it did."""

@@ -99,10 +99,31 @@ T = TypeVar("T")
 Listed = dict[int, int | None]
 
 
-def read_sample(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuSample:
-    """One sample of the GPU. `utilization` None: the utilization of processes is not read. Raises CallError if the GPU fails."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    """What was read of a GPU; an error where the driver answered with it. `sample` None: only the health was read."""
+
+    uuid: str
+    health: HealthReading | CallError
+    sample: GpuSample | CallError | None = None
+
+
+def read_gpu(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuReading:
+    """The health of the GPU and one sample. `utilization` None: that of processes is not read. Raises CallError if the GPU fails."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-    return _read_gpu_sample(nvml, nvml.call("nvmlDeviceGetUUID", handle), handle, utilization)
+    uuid = nvml.call("nvmlDeviceGetUUID", handle)
+    return GpuReading(
+        uuid=uuid,
+        health=_or_error(lambda: _read_one(nvml, handle)),
+        sample=_or_error(lambda: _read_gpu_sample(nvml, uuid, handle, utilization)),
+    )
+
+
+def _or_error(read: Callable[[], T]) -> T | CallError:
+    try:
+        return read()
+    except CallError as error:
+        return error
 
 
 def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
@@ -192,10 +213,10 @@ def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Lis
     return None if processes is None else {int(process.pid): process.usedGpuMemory for process in processes}
 
 
-def read_health(nvml: Binding, index: int) -> tuple[str, HealthReading]:
-    """The GPU's UUID and one reading of its health. Raises CallError if the GPU fails."""
+def read_health(nvml: Binding, index: int) -> GpuReading:
+    """The health of the GPU. Raises CallError if the GPU fails."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-    return nvml.call("nvmlDeviceGetUUID", handle), _read_one(nvml, handle)
+    return GpuReading(uuid=nvml.call("nvmlDeviceGetUUID", handle), health=_read_one(nvml, handle))
 
 
 def _read_one(nvml: Binding, handle: Handle) -> HealthReading:

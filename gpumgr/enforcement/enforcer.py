@@ -23,6 +23,7 @@ from gpumgr.enforcement.mechanism_choice import (
 )
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION, ContainerResponse, merged
+from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.pods import PodView
@@ -62,6 +63,9 @@ class Enforcer:
     ) -> None:
         self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
         self.choice = MechanismChoice()
+        #: The limits of new shares on each GPU by UUID, without the operator's overrides, and all of them as one text.
+        self.gpu_limits: Mapping[str, GpuLimits] = {}
+        self.described = self.choice.describe(())
         self._settings = settings
         self._cdi_dir, self._inject_by_cdi = settings.cdi_dir, settings.injection == "cdi"
         self._in_use, self._clock = in_use, clock
@@ -80,7 +84,8 @@ class Enforcer:
         obstacles = dict(zip(self.backends, await asyncio.gather(*map(_obstacle, self.backends.values())), strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
         self.choice = choice = choose_mechanisms(self._settings.backend, obstacles, strengths)
-        limits = choice.describe(gpus)
+        self.gpu_limits = {gpu.uuid: choice.limits(gpu) for gpu in gpus}
+        self.described = limits = choice.describe(gpus)
         if (choice.mechanisms, limits) != self._reported:
             self._reported = choice.mechanisms, limits
             lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}

@@ -147,11 +147,11 @@ class NodeEnforcement:
 
     def gpu_limits(self) -> Mapping[str, GpuLimits]:
         """UUID -> limits of new shares on the GPU, without the operator's overrides."""
-        return {gpu.uuid: self.limits.choice.limits(gpu) for gpu in self._snapshot.gpus}
+        return self.limits.gpu_limits
 
     def describe_limits(self) -> str:
         """The limits of new shares on all GPUs, as one text."""
-        return self.limits.choice.describe(self._snapshot.gpus)
+        return self.limits.described
 
     async def preload(self) -> None:
         """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. It changes nothing on the

@@ -18,7 +18,7 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
-from gpumgr.common.aio import BugLog
+from gpumgr.common.aio import BugLog, until_tick
 from gpumgr.common.unix_socket import UnixSocket
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import AuthPolicy, CurrentPolicy
@@ -207,7 +207,7 @@ class HttpServer:
         """One daemon for all connections: a timer for each would outlive the short ones, and take memory during a flood."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(1.0, self._limits.request_seconds))
+            await asyncio.sleep(until_tick(min(1.0, self._limits.request_seconds)))
             for transport in [each for each, until in self._silent.items() if until <= loop.time()]:
                 transport.abort()
 

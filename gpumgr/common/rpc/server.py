@@ -95,6 +95,10 @@ class DrainingServer(OpenServer):
             else:
                 await asyncio.sleep(min(max(0.0, self._last_unary + _PAIR_SECONDS - now), deadline - now))
 
+    async def wait_streams(self, timeout_seconds: float) -> None:
+        """Waits until no client holds a server-streaming call open, at most `timeout_seconds`."""
+        await _settle(self._stream_calls, timeout_seconds)
+
     async def drain(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
         """Stops listening, lets unary calls finish, ends streams through `end_streams`, sends GOAWAY and disconnects.
 

@@ -150,6 +150,10 @@ class PluginServer(UnixServer):
         """ListAndWatch streams that are open now."""
         return self._server.open_streams
 
+    async def wait_unwatched(self, timeout_seconds: float) -> None:
+        """Waits until no ListAndWatch stream is open, at most `timeout_seconds`."""
+        await self._server.wait_streams(timeout_seconds)
+
     async def probe(self) -> None:
         """Connects to this server's socket and requests the options, as the kubelet does during Register. Raises KubeletError."""
         async with UnixChannel(self.path) as channel:

@@ -50,8 +50,8 @@ class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.25
-    #: How often to check that this agent's socket exists. (A kubelet that starts removes it, but is noticed by the kubelet's socket.)
-    own_socket_seconds: float = 0.9
+    #: The same while the kubelet watches the devices: if it ends, so do its streams, which is noticed at once.
+    watched_poll_seconds: float = 1.0
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
@@ -184,7 +184,7 @@ class _ResourceLink:
             if kubelet != before:
                 retry_seconds = self._timing.first_retry_seconds
             try:
-                await self._answer_calls()
+                server = await self._answer_calls()
                 # Directly before Register: a kubelet that replaces its socket at this time must not count as yet another one.
                 kubelet = FileIdentity.at(self._kubelet_socket)
                 await self._register()
@@ -194,7 +194,7 @@ class _ResourceLink:
                 retry_seconds = min(2 * retry_seconds, self._timing.last_retry_seconds)
                 continue
             retry_seconds = self._timing.first_retry_seconds
-            reason, was_watched = await self._until_lost(kubelet, first_watch_seconds)
+            reason, was_watched = await self._until_lost(server, kubelet, first_watch_seconds)
             first_watch_seconds = self._timing.first_watch_seconds if was_watched else min(2 * first_watch_seconds, 60.0)
             self._log.warning("registration_lost", reason=reason)
             self._become(replace(self.state, registered=False))
@@ -208,10 +208,11 @@ class _ResourceLink:
             self.server = None
         self._become(replace(self.state, registered=False))
 
-    async def _answer_calls(self) -> None:
+    async def _answer_calls(self) -> PluginServer:
         """Serves the socket and checks that it answers. Raises KubeletError."""
         server = await self._serve()
         await server.probe()
+        return server
 
     async def _register(self) -> None:
         """One attempt. Raises KubeletError."""
@@ -249,20 +250,23 @@ class _ResourceLink:
                 await old.drain(self._timing.handover_seconds)
         return self.server
 
-    async def _until_lost(self, kubelet: FileIdentity | None, first_watch_seconds: float) -> tuple[str, bool]:
+    async def _until_lost(
+        self, server: PluginServer, kubelet: FileIdentity | None, first_watch_seconds: float
+    ) -> tuple[str, bool]:
         """Waits until the registration is lost. Returns the reason, and whether a stream was ever open."""
         loop = asyncio.get_running_loop()
         was_watched = False
-        last_watched = looked = loop.time()
+        last_watched = loop.time()
         while True:
-            await asyncio.sleep(until_tick(self._timing.poll_seconds))
-            if loop.time() - looked >= self._timing.own_socket_seconds:
-                looked = loop.time()
-                if self.server is None or not self.server.in_place:
-                    return "own_socket_removed", was_watched
-            if self.server is None or FileIdentity.at(self._kubelet_socket) != kubelet:
+            if server.watchers:
+                await server.wait_unwatched(until_tick(self._timing.watched_poll_seconds))
+            else:
+                await asyncio.sleep(until_tick(self._timing.poll_seconds))
+            if FileIdentity.at(self._kubelet_socket) != kubelet:
                 return "kubelet_restarted", was_watched
-            if self.server.watchers:
+            if not server.in_place:  # a kubelet that starts also removes it
+                return "own_socket_removed", was_watched
+            if server.watchers:
                 was_watched = True
                 last_watched = loop.time()
             elif loop.time() - last_watched > (self._timing.unwatched_seconds if was_watched else first_watch_seconds):

@@ -139,9 +139,12 @@ def _uses(
             uuid = ledger.gpu_registry.by_name[gpu].uuid
             seen = sample.gpus.get(uuid)
             processes = attributed.get((allocation.id, gpu), ())
-            may_own = not processes and any(_may_own(allocation, container) for container in unknown.get(gpu, ()))
+            may_own = not processes and gpu in unknown and any(_may_own(allocation, container) for container in unknown[gpu])
             listed = seen is not None and seen.processes is not None and not may_own
             alone = seen if listed and amounts.whole and gpu not in shared else None
+            used: tuple[int | None, float | None] = (0, 0.0) if listed else (None, None)
+            if processes and listed:
+                used = _memory_bytes(processes), _utilization_ratio(processes, alone)
             uses[allocation.id, gpu] = ContainerUse(
                 allocation=allocation.id,
                 pod=allocation.pod,
@@ -152,8 +155,8 @@ def _uses(
                 cores=limits.cores,
                 memory_request_bytes=limit_bytes,
                 memory_limit_bytes=limit_bytes,
-                memory_bytes=_memory_bytes(processes) if listed else None,
-                utilization_ratio=_utilization_ratio(processes, alone) if listed else None,
+                memory_bytes=used[0],
+                utilization_ratio=used[1],
                 processes={p.pid: p.memory_bytes for p in processes},
             )
     return uses

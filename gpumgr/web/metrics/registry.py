@@ -119,7 +119,7 @@ class Metrics:
         for backend in BACKENDS:
             for code in FINDINGS:
                 self._findings.labels(backend, code)
-        about = "How long one sample of all GPUs took."
+        about = "How long one reading of the use and health of all GPUs took."
         self._batch = self._histogram("nvml_batch_duration_seconds", about, buckets=_CALL_BUCKETS)
         about = "How late the event loop ran a timer."
         self._lag = self._histogram("event_loop_lag_seconds", about, buckets=_LAG_BUCKETS)
@@ -200,7 +200,7 @@ class Metrics:
         self._findings.labels(backend if backend in BACKENDS else "other", code if code in FINDINGS else "other").inc()
 
     def batched(self, seconds: float) -> None:
-        """A sample of all GPUs took this long."""
+        """A reading of all GPUs took this long."""
         self._batch.observe(seconds)
 
     def lagged(self, seconds: float) -> None:

@@ -303,7 +303,7 @@ async def test_a_creation_that_hangs_ends(node: Prepare, monkeypatch: pytest.Mon
         with pytest.raises(NvmlError, match=f"^the driver does not answer calls about {hand.uuid}$"):
             await hand.create("1g.10gb", 0)
         give_up_after(hand.nvml, 10)
-        sample = await hand.nvml.sample()
+        sample = (await hand.nvml.read()).sample
         assert (len(sample.gpus), [*sample.failures]) == (7, [hand.uuid])
         hand.control.release()
         await until_calls_return(hand.nvml)

@@ -31,7 +31,7 @@ def cgroups(tmp_path: Path) -> Path:
 
 
 async def ratios(nvml: Nvml) -> list[tuple[int, float | None]]:
-    (sample, *_) = (await nvml.sample(utilization=True)).gpus.values()
+    (sample, *_) = (await nvml.read(utilization=True)).sample.gpus.values()
     assert sample.processes is not None
     return [(process.pid, process.utilization_ratio) for process in sample.processes]
 
@@ -47,7 +47,7 @@ async def test_how_busy_each_process_keeps_its_gpu(node: Prepare) -> None:
         sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=80)])
         assert await ratios(nvml) == [(20, 0.8)]
         uuid = sim.description.uuid_of(0)
-        assert (await nvml.sample()).gpus[uuid].processes == (GpuProcess(pid=20, memory_bytes=MIB),)
+        assert (await nvml.read()).sample.gpus[uuid].processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 
 async def test_no_samples_are_no_error_and_mean_idle(node: Prepare) -> None:
@@ -68,7 +68,7 @@ async def test_a_value_that_the_driver_lacks_does_not_affect_others(node: Prepar
     sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
     sim.control.set_result(UTILIZATION, code)
     async with opened(sim) as nvml:
-        sample = (await nvml.sample(utilization=True)).gpus[sim.description.uuid_of(0)]
+        sample = (await nvml.read(utilization=True)).sample.gpus[sim.description.uuid_of(0)]
     assert sample.processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 

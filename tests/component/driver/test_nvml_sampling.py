@@ -21,7 +21,7 @@ _NEWER_CALL: Final = Path(__file__).parents[2] / "data/nvml/processes_utilizatio
 
 async def first_sample(nvml: Nvml) -> GpuSample:
     uuid = (await nvml.snapshot()).gpus[0].uuid
-    return (await nvml.sample()).gpus[uuid]
+    return (await nvml.read()).sample.gpus[uuid]
 
 
 async def test_an_idle_gpu(node: Prepare) -> None:
@@ -77,8 +77,8 @@ async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare) -
     ):
         sim.control.set_result(function, code, gpu=0)
     async with opened(sim) as nvml:
-        await nvml.sample()
-        assert (await nvml.sample()).gpus[sim.description.uuid_of(0)] == GpuSample(uuid=sim.description.uuid_of(0))
+        await nvml.read()
+        assert (await nvml.read()).sample.gpus[sim.description.uuid_of(0)] == GpuSample(uuid=sim.description.uuid_of(0))
 
 
 @pytest.mark.peer_bug("B38: it reads at most 64 processes of a GPU")
@@ -116,10 +116,10 @@ async def test_an_error_of_one_reading_costs_no_other(node: Prepare, functions: 
     sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)])
     async with opened(sim) as nvml:
         uuid = (await nvml.snapshot()).gpus[0].uuid
-        good = (await nvml.sample(utilization=True)).gpus[uuid]
+        good = (await nvml.read(utilization=True)).sample.gpus[uuid]
         for function in functions:
             sim.control.set_result(function, code, gpu=0)
-        sample = await nvml.sample(utilization=True)
+        sample = (await nvml.read(utilization=True)).sample
     assert good.processes == (GpuProcess(pid=20, memory_bytes=300 * MIB, utilization_ratio=0.5),)
     lost: dict[str, Any] = dict.fromkeys(unknown)
     assert sample.failures == {}
@@ -146,7 +146,7 @@ async def test_a_lost_gpu_is_missing_from_a_sample_alone(node: Prepare, function
     async with opened(sim) as nvml:
         await nvml.snapshot()
         sim.control.set_result(function, 15, gpu=1)
-        sample = await nvml.sample()
+        sample = (await nvml.read()).sample
     assert set(sample.gpus) == {uuids[0], uuids[2], uuids[3]}
     assert sample.failures.keys() == {uuids[1]}
     assert "NVML error 15" in sample.failures[uuids[1]]
@@ -192,7 +192,7 @@ async def test_utilization_by_the_newer_call_where_the_older_is_deprecated(
 
 
 async def busy(nvml: Nvml, uuid: str) -> dict[int, float | None]:
-    processes = (await nvml.sample(utilization=True)).gpus[uuid].processes
+    processes = (await nvml.read(utilization=True)).sample.gpus[uuid].processes
     return {process.pid: process.utilization_ratio for process in processes or ()}
 
 
@@ -209,7 +209,7 @@ async def test_looks(node: Prepare) -> None:
         sim.control.set_recovery_action(5, 4)
         sim.control.set_result("nvmlDeviceGetFieldValues", 13, gpu=6)
         sim.control.set_result("nvmlDeviceGetTotalEccErrors", 3, gpu=6)
-        looks = await nvml.read_health()
+        looks = (await nvml.read()).health
     faults = [look.reason for look in (looks[uuid] for uuid in uuids[:3]) if isinstance(look, Failed)]
     assert faults == ["lost", "reset", "error"]
     well = HealthReading(mig_enabled=False, double_bit_errors=0, recovery_action=0)

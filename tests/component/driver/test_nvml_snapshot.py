@@ -69,7 +69,7 @@ async def test_a_gpu_without_memory_information(node: Prepare, named: int | None
         assert [gpu.memory_bytes for gpu in snapshot.gpus] == [named, 15360 * MIB]
         assert [gpu.memory_blocks for gpu in snapshot.gpus] == [512 if named else 0, 60]
         assert not any(isinstance(each, Failed) for each in (await nvml.read_health()).values())
-        assert (await nvml.sample()).gpus[snapshot.gpus[0].uuid].memory_used_bytes is None
+        assert (await nvml.read()).sample.gpus[snapshot.gpus[0].uuid].memory_used_bytes is None
     finally:
         await nvml.close()
 
@@ -237,7 +237,7 @@ async def test_a_driver_that_hangs_in_the_middle_of_a_snapshot(node: Prepare) ->
             await nvml.snapshot()
         give_up_after(nvml, 10)
         with pytest.raises(NvmlError, match="has not answered for"):
-            await nvml.sample()
+            await nvml.read()
         resting = asyncio.create_task(nvml.pause_or_recovery(20))
         await asyncio.sleep(0)
         sim.control.release()
@@ -259,7 +259,8 @@ async def test_a_gpu_whose_calls_hang_is_missing_in_a_snapshot_by_name(node: Pre
         assert [gpu.uuid for gpu in hung.gpus] == [*uuids[:3], *uuids[4:]]
         assert hung.failures == (GpuFailure(index=3, uuid=uuids[3], reason=HANGS),)
         give_up_after(nvml, 10)
-        sample, health = await nvml.sample(), await nvml.read_health()
+        reading = await nvml.read()
+        sample, health = reading.sample, reading.health
         assert ({*sample.gpus}, sample.failures) == ({*uuids} - {uuids[3]}, {uuids[3]: HANGS})
         assert [uuid for uuid, each in health.items() if each == Failed(reason="hang", message=HANGS)] == [uuids[3]]
         assert await nvml.compute_mode(uuids[4]) == 0, "it is not searched for among the GPUs"

@@ -124,7 +124,7 @@ def test_a_hung_call_does_not_hold_up_the_end_of_the_process(node: Prepare) -> N
             SimControl(Path({str(sim.control.path)!r})).hang()
             nvml._timeout_seconds = 0.2  # from now on
             try:
-                await nvml.sample()
+                await nvml.read()
             except NvmlError as error:
                 print(error)
             await nvml.close()

@@ -144,6 +144,16 @@ async def left_behind(world: World) -> None:
     assert not world.ledger.allocations
 
 
+async def test_a_sample_without_news_keeps_what_was_computed_of_the_inventory() -> None:
+    world = await World.made(snapshot(1, 16))
+    await sample(world, 3)
+    before = world.agent_state.inventory
+    await sample(world, 3)
+    assert world.agent_state.inventory is before
+    await sample(world, 3, 7)
+    assert world.agent_state.inventory is not before
+
+
 @pytest.mark.peer_bug("B1: it resets a GPU after its pod, and loses it if that fails")
 async def test_a_gpu_with_an_ended_pods_process_waits_for_its_end() -> None:
     world = await World.made(snapshot(1, 16))

@@ -23,7 +23,7 @@ from tests.kubelet_api import deviceplugin as pb
 
 QUICK = LinkTiming(
     poll_seconds=0.01,
-    own_socket_seconds=0.01,
+    watched_poll_seconds=0.01,
     register_timeout_seconds=30,
     first_retry_seconds=0.01,
     last_retry_seconds=0.05,
@@ -138,8 +138,10 @@ async def test_a_stop_ends_the_streams_of_all_resources_together(kubelet: SimKub
         await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
 
 
-async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet) -> None:
-    async with linked(kubelet.plugin_folder) as link:
+@pytest.mark.parametrize("watched_poll_seconds", [0.01, 3600])
+async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet, watched_poll_seconds: float) -> None:
+    """Its streams end with it, so no poll is waited for."""
+    async with linked(kubelet.plugin_folder, replace(QUICK, watched_poll_seconds=watched_poll_seconds)) as link:
         await offered(kubelet)
         for restart in range(2, 4):
             removed = FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock")
