@@ -97,7 +97,8 @@ class ApiSide:
                 failed.changed(before, after)
 
         self.pods.subscribe(changed)
-        grace_periods = GracePeriods(ClientsOfPods(components.enforcement.mps, components.enforcement.containers).end)
+        enforcement, agent_state = components.enforcement, components.agent_state
+        grace_periods = GracePeriods(ClientsOfPods(enforcement.mps, enforcement.containers, lambda: agent_state.ledger).end)
         self.pods.subscribe(grace_periods.pod_changed)
         node = components.settings.node.name
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
@@ -108,9 +109,8 @@ class ApiSide:
             "publisher": self.publisher.run,
             "decision_reporter": self.decisions.run,
             "node_reports": reports.run,
+            "grace_periods": grace_periods.run,
         }
-        if components.dra is None:
-            daemons["grace_periods"] = grace_periods.run
         tasks: list[asyncio.Task[None]] = [group.create_task(forever("pods", self.watch), name="pods")]
         tasks += [group.create_task(persistently(name, run), name=name) for name, run in daemons.items()]
         if self.delete_failed:

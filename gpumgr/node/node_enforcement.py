@@ -92,6 +92,7 @@ class NodeEnforcement:
             method=best_method(in_pod="KUBERNETES_SERVICE_HOST" in os.environ),
             idle_gpu=self._idle_gpu,
             on_probed=self._choose_soon,
+            cuda_library=_libcuda(settings.nvml.library_path),
         )
         self.vcuda = self._make_vcuda(proc_root)
         self._volumes = BoundedFolders()

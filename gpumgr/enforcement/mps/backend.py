@@ -1,6 +1,7 @@
 """The backends "mps", and "mps-open" for containers that the operator exempted from limits on a node that limits by MPS."""
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -52,7 +53,7 @@ class Mps(Backend):
 
     `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started.
     `idle_gpu` returns the UUID of a GPU without allocations and processes, on which a daemon may be tried, or None;
-    `on_probed` is called after a try.
+    `on_probed` is called after a try. `cuda_library`: the name or path of libcuda, for trials of new clients.
 
     The agent registers with the kubelet without waiting for the try: it runs beside, `settle` waits for it before a share is granted,
     and no container starts on a shared GPU or gets a whole one before it has ended.
@@ -75,10 +76,11 @@ class Mps(Backend):
         method: launcher.LaunchMethod,
         idle_gpu: Callable[[], Awaitable[str | None]] | None = None,
         on_probed: Callable[[], None] = lambda: None,
+        cuda_library: str = "libcuda.so.1",
     ) -> None:
         self._settings, self._root, self._state_dir = settings, run_dir / "mps", state_dir
         self._modes, self._clock, self._method = modes, clock, method
-        self._idle_gpu, self._on_probed = idle_gpu, on_probed
+        self._idle_gpu, self._on_probed, self._cuda_library = idle_gpu, on_probed, cuda_library
         self._probing: asyncio.Task[None] | None = None
         self._next_probe = float("-inf")
         self._tried: str | None = None
@@ -194,6 +196,7 @@ class Mps(Backend):
             modes=self._modes,
             exclusive=self._settings.exclusive_process,
             clock=self._clock,
+            client=(sys.executable, "-I", "-S", str(processes.CLIENT), self._cuda_library),
         )
         # Protocol 2 limits each process, and without exclusive mode a process may use the GPU beside MPS. Protocol 3 limits the processes
         # of a namespace; but one that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no limit of memory.
@@ -334,9 +337,9 @@ class Mps(Backend):
         if self._supervisor is not None:
             await self._supervisor.tick()
 
-    async def end_clients(self, pids: Collection[int]) -> None:
-        """Terminates the work of these processes as far as they are clients of daemons."""
-        await asyncio.gather(*(self._end_clients(daemon, pids) for daemon in self.daemons()))
+    async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
+        """`pids`: GPU's UUID -> processes. Terminates the work of these as far as they are clients of the GPU's daemon."""
+        await asyncio.gather(*(self._end_clients(each, pids[each.uuid]) for each in self.daemons() if each.uuid in pids))
 
     async def _end_clients(self, daemon: Daemon, pids: Collection[int]) -> None:
         async with daemon.lock:

@@ -134,9 +134,11 @@ def parse_clients(protocol: MpsProtocol, answer: str) -> Mapping[int, str | None
     return {_number(pid, answer): namespace for pid, _, _, namespace, *_ in _rows(answer, 4)}
 
 
-def terminate_client(server_pid: int, client_pid: int) -> Command:
-    """Protocol 2 only. The client's next call of CUDA returns 810 (CUDA_ERROR_MPS_CLIENT_TERMINATED), as measured
-    with driver 580 on an H200."""
+def terminate_client(protocol: MpsProtocol, server_pid: int, client_pid: int) -> Command:
+    """Protocol 2: the client's next call of CUDA returns 810 (CUDA_ERROR_MPS_CLIENT_TERMINATED), as measured with driver 580 on an H200.
+    Protocol 3: as NVIDIA documents it ("MPS v3 Interface", section "Client"); not measured."""
+    if protocol == 3:
+        return Command(words=("client", "terminate", str(client_pid)))
     return Command(text=f"terminate_client {server_pid} {client_pid}\n")
 
 

@@ -6,7 +6,6 @@ Callers hold `lock` around every coroutine here. The daemon's process is no chil
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +52,7 @@ class DaemonConfig:
     exclusive: bool
     clock: Callable[[], float]
     #: A CUDA program that makes a context and ends.
-    client: Sequence[str] = (sys.executable, "-I", "-S", str(processes.CLIENT), "libcuda.so.1")
+    client: Sequence[str]
     client_seconds: float = _CLIENT_SECONDS
 
 
@@ -333,8 +332,6 @@ class Daemon:
         pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
         argv = launcher.client_command(config.launcher, folder.shm, environment, config.client)
-        if argv is None:
-            return
         hang, status = None, 0
         try:
             program = ControlProgram(Path(argv[0]), timeout_seconds=config.client_seconds)
@@ -357,16 +354,14 @@ class Daemon:
             log.info("mps_daemon_hangs_no_longer", gpu=self.uuid, pid=pid)
 
     async def end_clients(self, pids: Collection[int]) -> None:
-        """Terminates the work of those clients that are among `pids`. Does nothing in protocol 3, for which no such command is known.
-
-        Raises MpsError.
-        """
-        if self.config.protocol != 2 or self.pid is None:
+        """Terminates the work of the daemon's clients that are among `pids`. Raises MpsError."""
+        if self.pid is None:
             return
+        protocol = self.config.protocol
         await self._list()
         for server in self.servers if not self.clients.keys().isdisjoint(pids) else ():
-            answer = await self._client.run_for_server(server, commands.list_clients(2, server))
-            ending = sorted(commands.parse_clients(2, answer or "").keys() & set(pids))
+            answer = await self._client.run_for_server(server, commands.list_clients(protocol, server))
+            ending = sorted(commands.parse_clients(protocol, answer or "").keys() & set(pids))
             # The kubelet kills all of them soon, so a client that can't be terminated must not delay the others.
             ended = await asyncio.gather(*(self._terminate(server, pid) for pid in ending), return_exceptions=True)
             if error := next(filter(None, ended), None):
@@ -374,7 +369,7 @@ class Daemon:
 
     async def _terminate(self, server: int, pid: int) -> None:
         """Raises MpsError."""
-        await self._client.run_for_server(server, commands.terminate_client(server, pid))
+        await self._client.run_for_server(server, commands.terminate_client(self.config.protocol, server, pid))
         log.info("mps_client_terminated", gpu=self.uuid, pid=pid, server=server)
 
     async def stop(self) -> None:

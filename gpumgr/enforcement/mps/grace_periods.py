@@ -10,7 +10,10 @@ import structlog
 from gpumgr.common.aio import wait_at_most
 from gpumgr.common.errors import CriError
 from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.usage.join import AllocationIndex
+from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)
@@ -64,18 +67,29 @@ class ClientsOfPods:
     """Ends the work of MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can block the
     server for all clients."""
 
-    def __init__(self, mps: Mps, containers: Containers) -> None:
-        self._mps, self._containers = mps, containers
+    def __init__(self, mps: Mps, containers: Containers, ledger: Callable[[], Ledger]) -> None:
+        """`ledger` returns the current one."""
+        self._mps, self._containers, self._ledger = mps, containers, ledger
 
     async def end(self, pods: Sequence[PodView]) -> None:
-        if self._mps.daemons() and (pids := set[int]().union(*await asyncio.gather(*map(self._pids_of, pods)))):
-            await self._mps.end_clients(pids)
+        """Asks only the daemons of GPUs that the pods' containers were granted."""
+        ledger, uids = self._ledger(), {uid for pod in pods for uid in (pod.uid, pod.runtime_uid)}
+        index = AllocationIndex(ledger.allocations.values(), pods)
+        daemons = {daemon.uuid for daemon in self._mps.daemons()}
+        clients: dict[str, set[int]] = {}
+        for container in self._containers.running():
+            names = {gpu for allocation in index.exact(container) for gpu in allocation.gpus} if container.pod_uid in uids else ()
+            uuids = {ledger.gpu_registry.by_name[name].uuid for name in names} & daemons
+            for pid in await self._pids_of(container) if uuids else ():
+                for uuid in uuids:
+                    clients.setdefault(uuid, set()).add(pid)
+        if clients:
+            await self._mps.end_clients(clients)
 
-    async def _pids_of(self, pod: PodView) -> set[int]:
-        """The processes of its containers, an empty set if they can't be read."""
-        containers = [each for each in self._containers.running() if each.pod_uid in (pod.uid, pod.runtime_uid)]
+    async def _pids_of(self, container: Container) -> Sequence[int]:
+        """Empty if they can't be read."""
         try:
-            return await asyncio.to_thread(lambda: {pid for each in containers for pid in self._containers.pids(each)})
+            return await asyncio.to_thread(self._containers.pids, container)
         except CriError as error:
-            log.warning("mps_clients_not_ended", pod="/".join(pod.key), reason=str(error))
-            return set()
+            log.warning("mps_clients_not_ended", container=container.describe(), reason=str(error))
+            return ()

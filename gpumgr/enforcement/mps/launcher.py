@@ -58,18 +58,14 @@ def daemon_command(
             return list(command)
 
 
-def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str] | None:
-    """A command that runs a CUDA program with the daemon's /dev/shm and waits for its end. None from a pod, since the host may not have the
-    program."""
-    match launch:
-        case "systemd":
-            unit = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"]
-            unit.append(f"--property=BindPaths={shm}:/dev/shm")
-            return [*unit, *(f"--setenv={key}={value}" for key, value in environment.items()), "--", *command]
-        case "host":
-            return None
-        case "namespace" | "plain":
-            return daemon_command(launch, "", shm, environment, command)
+def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
+    """A command that runs a CUDA program with the daemon's /dev/shm and waits for its end. From a pod it runs in the pod, as the clients in
+    other containers do: the host may not have the program."""
+    if launch == "systemd":
+        unit = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"]
+        unit.append(f"--property=BindPaths={shm}:/dev/shm")
+        return [*unit, *(f"--setenv={key}={value}" for key, value in environment.items()), "--", *command]
+    return daemon_command("namespace" if launch == "host" else launch, "", shm, environment, command)
 
 
 def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] | None:

@@ -116,7 +116,7 @@ def _in_container(proc: Path) -> bool:
     text, own = (proc / "cgroup").read_bytes(), b""
     with contextlib.suppress(OSError):
         own = (PROC / "self/cgroup").read_bytes()
-    return b"kubepods" in text or any(each not in own for each in _CONTAINER_ID.findall(text))
+    return text != own and (b"kubepods" in text or any(each not in own for each in _CONTAINER_ID.findall(text)))
 
 
 def is_server(pid: int, pipes: Collection[Path]) -> bool:

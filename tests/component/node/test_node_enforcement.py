@@ -1,8 +1,9 @@
 """The choice of the backends on a node with an old driver, and the reports for a container that runs without limits."""
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -17,11 +18,14 @@ from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
-from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ledger import ClaimRequest, Ledger
+from gpumgr.ledger.pods import ClaimUse, PodView
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
+from tests.allocations import allocated
 from tests.component.runtime.accounting.node import MemoryRuntime
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
@@ -155,27 +159,47 @@ async def test_the_drivers_limits_are_tried_again_after_a_restart_of_the_driver(
 async def test_the_mps_clients_of_a_pod_that_is_about_to_end_are_those_in_its_cgroups(
     enforcement: NodeEnforcement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[Collection[int]] = []
+    """Only the daemons of its GPUs are asked."""
+    ended: list[Mapping[str, Collection[int]]] = []
 
-    async def end_clients(pids: Collection[int]) -> None:
+    async def end_clients(pids: Mapping[str, Collection[int]]) -> None:
         ended.append(pids)
 
-    runtime = MemoryRuntime()
-    for uid, name, pids in (("u", "main", (11, 12)), ("u", "side", (21,)), ("other", "main", (31,))):
+    runtime, ledger = MemoryRuntime(), Ledger(gpu_registry=GpuRegistry().register("GPU-a", 4096).register("GPU-b", 4096))
+    gpu = {each.uuid: each.name for each in ledger.gpu_registry.gpus}
+    for n, (uid, name, uuid, pids) in enumerate(
+        (
+            ("u", "main", "GPU-a", (11, 12)),
+            ("u", "side", "GPU-b", (21,)),
+            ("u", "plain", None, (41,)),
+            ("other", "main", "GPU-b", (31,)),
+            ("cpu", "main", None, (51,)),
+        )
+    ):
         runtime.containers.append(Container(id=uid + name, pod=("team", "web"), pod_uid=uid, name=name))
         runtime.inside[uid + name] = pids
+        if uuid is not None:
+            ledger = ledger.occupy(allocated(id=f"{n:016x}", uid=uid, container=name, cores={gpu[uuid]: 1 << n}))
     monkeypatch.setattr(enforcement.mps, "end_clients", end_clients)
-    clients, pod = ClientsOfPods(enforcement.mps, runtime), PodView(namespace="team", name="web", uid="u")  # type: ignore[arg-type]
+    clients = ClientsOfPods(enforcement.mps, runtime, lambda: ledger)  # type: ignore[arg-type]
+    pod, other, cpu = (PodView(namespace="team", name="web", uid=uid) for uid in ("u", "other", "cpu"))
+    daemons: list[str] = []
+    monkeypatch.setattr(enforcement.mps, "daemons", lambda: [SimpleNamespace(uuid=uuid) for uuid in daemons])
     await clients.end([pod])
     assert ended == [], "no daemon runs"
-    monkeypatch.setattr(enforcement.mps, "daemons", lambda: ["a daemon"])
-    await clients.end([pod])
-    assert ended == [{11, 12, 21}]
-    await clients.end([pod, PodView(namespace="team", name="api", uid="other")])
-    assert ended.pop() == {11, 12, 21, 31}
-    await clients.end([PodView(namespace="team", name="none", uid="none")])
-    assert ended == [{11, 12, 21}], "without processes nothing is to be done"
+    daemons.append("GPU-a")
+    await clients.end([pod, other])
+    assert ended.pop() == {"GPU-a": {11, 12}}
+    daemons.append("GPU-b")
+    await clients.end([pod, other])
+    assert ended.pop() == {"GPU-a": {11, 12}, "GPU-b": {21, 31}}
+    await clients.end([cpu])
+    assert ended == []
+    claim = ClaimRequest(namespace="team", name="c", uid="c", request="main")
+    ledger = ledger.occupy(allocated(id="c", claim=claim, cores={gpu["GPU-a"]: 1 << 9}))
+    await clients.end([replace(cpu, claims=(ClaimUse(container="main", claim="c"),))])
+    assert ended.pop() == {"GPU-a": {51}}
     runtime.cgroups_broken = True
     with capture_logs() as logs:
-        await clients.end([pod])
+        await clients.end([other])
     assert [line["event"] for line in logs] == ["mps_clients_not_ended"]

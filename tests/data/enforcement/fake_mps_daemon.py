@@ -329,6 +329,11 @@ class Daemon:
             case ["client", "list"]:
                 known = [s for s in self.servers.values() if owner in ("", s.name)]
                 return _rendered(((pid, s.name, 0, space, "a program") for s in known for pid, space in s.clients.items()), style)
+            case ["client", "terminate", pid]:
+                owners = [server for server in self.servers.values() if int(pid) in server.clients]
+                if not owners or int(pid) in behaviour("lasting_clients", []):
+                    raise Refused(f"Failed to terminate client {pid}")
+                owners[0].detach(int(pid))
             case _:
                 raise Refused(f"Unknown command: {' '.join(words)}")
         return ""

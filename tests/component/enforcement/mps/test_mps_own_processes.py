@@ -92,9 +92,12 @@ def test_a_process_in_a_container_is_no_daemon_of_others(monkeypatch: pytest.Mon
     assert processes.daemon_of_others(UUID) == (2, "/tmp/x")
 
 
-async def test_a_server_in_the_agents_own_container_is_own(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_container", [f"0::/docker/{'b2' * 32}", f"12:memory:/kubepods/burstable/pod1/{'b2' * 32}\n0::/"])
+async def test_a_server_in_the_agents_own_container_is_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_container: str
+) -> None:
+    """So is the client with which an agent in a pod tries a daemon."""
     backend = await place.started(protocol="2")
-    own_container = f"0::/docker/{'b2' * 32}"
     folder = proc(tmp_path, 1, pipe=str(place.folder.pipe), cgroup=own_container)
     (tmp_path / "self").symlink_to(folder)
     monkeypatch.setattr(processes, "PROC", tmp_path)

@@ -3,20 +3,21 @@
 import pytest
 from structlog.testing import capture_logs
 
-from tests.component.enforcement.mps.place import Place, tenant
+from tests.component.enforcement.mps.place import UUID, Place, tenant
 
 
 def terminated(place: Place) -> list[str]:
-    return [line for line in place.heard() if line.startswith("terminate_client")]
+    return [line for line in place.heard() if "terminate" in line]
 
 
-async def test_the_pods_clients_are_terminated_and_no_others(place: Place) -> None:
-    backend = await place.started(protocol="2")
+@pytest.mark.parametrize(("setting", "command"), [("2", "terminate_client {server} {pid}"), ("3", "client terminate {pid}")])
+async def test_the_pods_clients_are_terminated_and_no_others(place: Place, setting: str, command: str) -> None:
+    backend = await place.started(protocol=setting)
     await backend.start(tenant("b2"))
     mine, got = await place.attach(backend, tenant())
     other, _ = await place.attach(backend, tenant("b2"))
-    await backend.end_clients([mine, 1])
-    assert terminated(place) == [f"terminate_client {got['server']} {mine}"]
+    await backend.end_clients({UUID: [mine, 1]})
+    assert terminated(place) == [command.format(server=got["server"], pid=mine)]
     await place.pass_time(backend)
     (daemon,) = backend.daemons()
     assert list(daemon.clients) == [other]
@@ -25,17 +26,26 @@ async def test_the_pods_clients_are_terminated_and_no_others(place: Place) -> No
 @pytest.mark.parametrize("setting", ["2", "3"])
 async def test_processes_that_are_no_clients_cost_nothing(place: Place, setting: str) -> None:
     backend = await place.started(protocol=setting)
-    await backend.end_clients([1])
+    await backend.end_clients({UUID: [1]})
     assert terminated(place) == []
 
 
-@pytest.mark.parametrize("lasting", [0, 1])
-async def test_a_client_that_can_not_be_terminated_does_not_keep_the_others(place: Place, lasting: int) -> None:
+async def test_the_daemon_of_another_gpu_is_not_asked(place: Place) -> None:
     backend = await place.started(protocol="2")
+    mine, _ = await place.attach(backend, tenant())
+    before = place.heard()
+    await backend.end_clients({"GPU-another": [mine]})
+    assert place.heard() == before
+
+
+@pytest.mark.parametrize("setting", ["2", "3"])
+@pytest.mark.parametrize("lasting", [0, 1])
+async def test_a_client_that_can_not_be_terminated_does_not_keep_the_others(place: Place, lasting: int, setting: str) -> None:
+    backend = await place.started(protocol=setting)
     clients = [(await place.attach(backend, tenant()))[0] for _ in range(2)]
     place.behave(lasting_clients=[clients[lasting]])
     with capture_logs() as logs:
-        await backend.end_clients(clients)
+        await backend.end_clients({UUID: clients})
     assert sorted(line["event"] for line in logs) == ["mps_client_terminated", "mps_clients_not_ended"]
     await place.pass_time(backend)
     (daemon,) = backend.daemons()

@@ -25,13 +25,13 @@ MOUNT = ["mount", "-t", "tmpfs", "-o", "nosuid,nodev,noexec,mode=1777,size=10737
     ("method", "daemon", "client", "before_mount"),
     [
         ("systemd", SERVICE, [*WAITING, "--property=RuntimeMaxSec=60", BIND, SET, "--", *COMMAND], [*WAITING, "--"]),
-        ("host", [*ENTER, *SERVICE], None, ENTER),
+        ("host", [*ENTER, *SERVICE], OWN_MOUNTS, ENTER),
         ("namespace", OWN_MOUNTS, OWN_MOUNTS, []),
         ("plain", [*COMMAND], [*COMMAND], None),  # without root nothing is mounted
     ],
 )
 def test_commands_of_each_method(
-    method: LaunchMethod, daemon: list[str], client: list[str] | None, before_mount: Sequence[str] | None
+    method: LaunchMethod, daemon: list[str], client: list[str], before_mount: Sequence[str] | None
 ) -> None:
     assert launcher.daemon_command(method, "GPU-1", SHM, ENVIRONMENT, COMMAND) == daemon
     assert launcher.client_command(method, SHM, ENVIRONMENT, COMMAND) == client
