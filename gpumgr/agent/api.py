@@ -29,7 +29,8 @@ class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU. `row` is its row in the topology, `index` NVML's index. `limits` are those of new shares; None: the driver does not list
-    the GPU."""
+    the GPU. `limits_excess_bytes`: by how much the memory limits of its containers together exceed its memory, with bursts or
+    oversubscription."""
 
     uuid: str
     name: str
@@ -53,6 +54,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     power_watts: float | None = None
     unattributed: UnattributedSum | None = None
     limits: GpuLimits | None = None
+    limits_excess_bytes: int | None = None
 
 
 class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,8 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     memory_bytes: int | None = None
     whole: bool = False
+    #: How far it may go by the annotation gpumgr.io/memory-limit; None: no further than `memory_bytes`.
+    memory_limit_bytes: int | None = None
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
     processes: int | None = None

@@ -36,6 +36,7 @@ def container_row(
         cores=amounts.cores,
         memory_bytes=gpu_memory_bytes if amounts.whole else amounts.memory_mebibytes << 20,
         whole=holder.whole,
+        memory_limit_bytes=use.memory_limit_bytes if use and use.memory_limit_bytes != use.memory_request_bytes else None,
         memory_used_bytes=use.memory_bytes if use else None,
         utilization_ratio=use.utilization_ratio if use else None,
         processes=use.process_count if use else None,

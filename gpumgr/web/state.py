@@ -111,6 +111,7 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
                 power_watts=sample.power_watts,
                 unattributed=_unattributed(report, name),
                 limits=report.gpu_limits.get(registered.uuid),
+                limits_excess_bytes=_limits_excess_bytes(report, registered),
             )
         )
     return rows
@@ -138,6 +139,18 @@ def _registered(report: NodeReport) -> dict[GpuName, tuple[RegisteredGpu, Gpu | 
 
 def _memory_bytes(registered: RegisteredGpu, shown: Gpu | None) -> int | None:
     return shown.memory_bytes if shown else registered.memory_blocks * BLOCK_BYTES or None
+
+
+def _limits_excess_bytes(report: NodeReport, gpu: RegisteredGpu) -> int | None:
+    if report.use is None or not report.nvml_up:
+        return None
+    ledger, uses = report.view.ledger, report.use.containers
+    beyond = 0
+    for holder in ledger.on(gpu.name):
+        use = uses.get((holder.id, gpu.name))
+        if use is not None and use.memory_limit_bytes is not None:
+            beyond += max(0, use.memory_limit_bytes - (holder.gpus[gpu.name].memory_mebibytes << 20))
+    return max(0, (ledger.used(gpu.name).memory_mebibytes - gpu.memory_mebibytes << 20) + beyond) if beyond else 0
 
 
 def _cordon(report: NodeReport, uuid: str) -> CordonRow | None:

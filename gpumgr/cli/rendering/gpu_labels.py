@@ -6,7 +6,7 @@ from typing import Final
 
 from gpumgr.agent.api import Failure, GpuRow
 from gpumgr.agent.gpu_names import KnownGpu, find_gpu
-from gpumgr.cli.rendering.formats import clock_time
+from gpumgr.cli.rendering.formats import clock_time, gibibytes
 from gpumgr.common.errors import InputError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
@@ -86,6 +86,13 @@ def gpu_status(row: GpuRow) -> str:
         return cordon
     reason = _REASONS.get(row.reason or "other", row.reason or "")
     return f"{cordon}, {reason}" if cordon else reason
+
+
+def excess_sentence(row: GpuRow, label: str) -> str | None:
+    """By how much the memory limits of the GPU's containers exceed its memory; None: not at all, or not known."""
+    if not row.limits_excess_bytes:
+        return None
+    return f"the memory limits of the containers on {label} exceed its memory by {gibibytes(row.limits_excess_bytes)} GiB"
 
 
 def gpu_sentences(row: GpuRow, label: str) -> list[str]:

@@ -240,6 +240,8 @@ def _now(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> Iterator[str]:
 
 def _holding(row: ContainerRow, gpus: GpuLabels) -> str:
     memory = memory_text(row.memory_bytes)
+    if row.memory_limit_bytes is not None:
+        memory += f" (and up to {memory_text(row.memory_limit_bytes)} while that is granted to no container)"
     share = f"{gpus.label(row.gpu)} whole" if row.whole else f"{cores(row.cores)} and {memory} of {gpus.label(row.gpu)}"
     who = f"{row.container or 'a container'}{' (init container)' if row.init else ''}"
     return f"{who} has {share} since {clock_time(row.granted_at)} (allocation {row.allocation})"

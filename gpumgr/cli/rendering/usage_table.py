@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
 from gpumgr.cli.rendering.formats import UNKNOWN, clock_time, gibibytes, limiting, percent
-from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpu_sentences, gpu_status, gpus_of
+from gpumgr.cli.rendering.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
 from gpumgr.cli.rendering.tables import open_table
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
@@ -74,6 +74,7 @@ def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
     for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
         label = gpus.label(row.name)
         notes += gpu_sentences(row, label)
+        notes += [sentence] if (sentence := excess_sentence(row, label)) else []
         if row.unattributed is not None and row.unattributed.processes:
             notes.append(
                 f"{label} has processes of no container: {row.unattributed.processes}, with {_used(row.unattributed.memory_bytes)}"
@@ -118,7 +119,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: boo
             "HELD": f"{'-' if row.held_ratio is None else f'{row.held_ratio * CORES_PER_GPU:.0f}'}/{row.cores}",
             "WAITED": "-" if row.waited_ratio is None else percent(row.waited_ratio),
             "BUSY": percent(row.utilization_ratio),
-            "MEMORY": "-" if row.memory_bytes is None else _used(row.memory_bytes),
+            "MEMORY": _memory(row),
             "USED": _used(row.memory_used_bytes),
             "PROCS": "-" if row.processes is None else str(row.processes),
         }
@@ -131,6 +132,13 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: boo
     return table
 
 
+def _memory(row: ContainerRow) -> str:
+    """The request, and how far the container may go by a burst."""
+    if row.memory_bytes is None:
+        return "-"
+    return _used(row.memory_bytes) + ("" if row.memory_limit_bytes is None else f"..{_used(row.memory_limit_bytes)}")
+
+
 def limits_status(row: ContainerRow) -> str:
     """Whether the container stays within its memory."""
     if row.over:
@@ -141,9 +149,10 @@ def limits_status(row: ContainerRow) -> str:
 
 
 def _excess(row: ContainerRow) -> str:
-    if row.memory_used_bytes is None or row.memory_bytes is None or row.memory_used_bytes <= row.memory_bytes:
+    limit = row.memory_limit_bytes or row.memory_bytes
+    if row.memory_used_bytes is None or limit is None or row.memory_used_bytes <= limit:
         return ""
-    return f" by {_used(row.memory_used_bytes - row.memory_bytes)}"
+    return f" by {_used(row.memory_used_bytes - limit)}"
 
 
 def _used(memory_bytes: int | None) -> str:

@@ -39,7 +39,7 @@ def _added_ratios(one: float, other: float) -> float:
 
 _CORES: Final = _family("core_allocated_ratio", "Share of the GPU's cores that the container holds.")
 _MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of the GPU's if it has the GPU whole.")
-_OVER: Final = _family("over_limit", "1 while the container stays over the memory that it was granted.")
+_OVER: Final = _family("over_limit", "1 while the container stays over its limit of memory.")
 _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Merge], ...]] = (
     (
         _family("memory_used_bytes", "Memory that the container's processes use on the GPU, as the driver counts it."),
@@ -47,7 +47,12 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
         operator.add,
     ),
     (
-        _family("memory_limit_bytes", "Memory of the GPU that the container was granted."),
+        _family("memory_request_bytes", "Memory of the GPU that the container was granted."),
+        lambda use: use.memory_request_bytes,
+        operator.add,
+    ),
+    (
+        _family("memory_limit_bytes", "Memory of the GPU that the container may use: more than it was granted with a burst."),
         lambda use: use.memory_limit_bytes,
         operator.add,
     ),
@@ -63,9 +68,7 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
     ),
     (_family("processes", "Processes of the container that use the GPU."), lambda use: use.process_count, operator.add),
     (
-        _family(
-            "over_limit_ratio", "Memory that the container uses, relative to what it was granted; above 1 it exceeds the grant."
-        ),
+        _family("over_limit_ratio", "Memory that the container uses, relative to its limit; above 1 it exceeds the limit."),
         lambda use: (
             use.memory_bytes / use.memory_limit_bytes if use.memory_limit_bytes and use.memory_bytes is not None else None
         ),

@@ -59,6 +59,23 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         assert whole[:9] == ["team/train", "main", "GPU0", "whole", "5", "", "", "80.0 GiB", "4.5 GiB"]
 
 
+async def test_a_burst_shows_its_limit_and_the_gpu_by_how_much_limits_exceed_it(browser: Browser, stage: Stage) -> None:
+    shown = document(used_gib=4.5)
+    for row in shown["containers"]:
+        if row["pod"] == "web":
+            row |= {"over": True, "memory_limit_bytes": 6 << 30}
+    for gpu in shown["gpus"]:
+        gpu["limits_excess_bytes"] = 2 << 30 if gpu["name"] == name_of(1) else 0
+    stage.show(shown)
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        card = page.locator(f"#gpu-{name_of(1)}")
+        await expect(card).to_contain_text("4.5 of 4.0 GiB (up to 6.0)")
+        await expect(card).to_contain_text("used; limits exceed it by 2.0 GiB")
+        await expect(page.locator(f"#gpu-{name_of(0)}")).not_to_contain_text("exceed")
+        await expect(page.locator("#problems li").filter(has_text="over limit").last).to_contain_text("has 6.0 GiB on GPU1")
+
+
 async def test_a_node_without_problems(browser: Browser, stage: Stage) -> None:
     stage.show(document(count=2, entries=[replace(refusal(), at=NOW - 1000)]))
     async with visit(browser, stage.url) as seen:

@@ -108,6 +108,19 @@ def test_the_none_mechanism_is_not_shown_as_enforcement(mechanisms: list[str], k
     assert usage_text(read_state(document), width=80).endswith(f"-  {narrow}")
 
 
+def test_a_burst_shows_request_and_limit_and_the_gpu_by_how_much_limits_exceed_it() -> None:
+    facts = {"memory_bytes": 5 * GIB, "memory_limit_bytes": 8 * GIB, "mechanisms": ["limiter"], "memory_used_bytes": 6 * GIB}
+    document = {**state(), "containers": [container("a", "p", NAMES[0], **facts)]}
+    document["gpus"] = [{**gpu, "limits_excess_bytes": 3 * GIB if gpu["name"] == NAMES[0] else 0} for gpu in document["gpus"]]
+    for width in (80, 140):
+        text = usage_text(read_state(document), width=width)
+        assert "5.0G..8.0G  6.0G" in text
+        assert "within" in text
+        assert text.count("the memory limits of the containers on GPU0") == text.count("exceed its memory by 3.0 GiB") == 1
+    over = {**facts, "memory_used_bytes": 9 * GIB, "over": True}
+    assert "over by 1.0G" in usage_text(read_state({**state(), "containers": [container("a", "p", NAMES[0], **over)]}), width=140)
+
+
 def test_an_empty_node_and_one_that_is_not_ready_have_a_message() -> None:
     text = usage_text(read_state({**state(), "gpus": [], "containers": [], "not_ready": ["no driver was found yet"]}), width=80)
     assert text.splitlines()[1] == "no driver was found yet"

@@ -202,6 +202,13 @@ def test_whole_gpus_and_shares_that_nothing_keeps() -> None:
     assert "    nothing keeps it within its share\n    now: uses 1.0 GiB, 1 process" in text
 
 
+def test_a_burst_has_its_request_its_limit_and_its_use() -> None:
+    row = container("a", "p", NAMES[0], memory_limit_bytes=8 * GIB, memory_used_bytes=6 * GIB)
+    text = told(of("p", allocations=[row]))
+    assert "30 cores and 5.0 GiB (and up to 8.0 GiB while that is granted to no container) of GPU0 since" in text
+    assert "now: uses 6.0 GiB" in text
+
+
 def test_the_kubelets_message_for_a_refused_pod_is_shown() -> None:
     status = {"reason": "UnexpectedAdmissionError", "message": "Allocate failed due to Requested: 400, Available: 158\x1b"}
     text = told(of("big3", phase="Failed", **status))

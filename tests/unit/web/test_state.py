@@ -154,6 +154,7 @@ def test_a_gpu_with_all_its_numbers() -> None:
         "power_watts": 71.5,
         "unattributed": {"processes": 2, "memory_bytes": 50},
         "limits": {"memory": "hard", "memory_by": "nvml-memory", "cores": "soft", "cores_by": "mps"},
+        "limits_excess_bytes": 0,
     }
 
 
@@ -224,6 +225,7 @@ def test_a_share_with_all_its_numbers() -> None:
         "cores": 3,
         "memory_bytes": 2 * BLOCK_BYTES,
         "whole": False,
+        "memory_limit_bytes": None,
         "memory_used_bytes": 750,
         "utilization_ratio": 0.75,
         "processes": 2,
@@ -234,6 +236,20 @@ def test_a_share_with_all_its_numbers() -> None:
         "granted_at": float(ord("a")),
         "why": "a test",
     }
+
+
+@pytest.mark.parametrize(("limit", "excess"), [(2, 0), (6, 0), (8, 2), (4, 0)])
+def test_a_burst_has_its_limit_and_the_gpu_the_excess_of_all_limits(limit: int, excess: int) -> None:
+    """In blocks: the GPU has 8; 2 are granted to the container that may burst, and 2 to another one."""
+    report = picture_of(share(), allocation("b", POD, cores={0: 0b1 << 60}, blocks={0: 0b1100}))
+    assert report.use is not None
+    place = "a", name_of(0)
+    use = replace(report.use.containers[place], memory_limit_bytes=limit * BLOCK_BYTES)
+    told = document(replace(report, use=replace(report.use, containers={**report.use.containers, place: use})))
+    limits = {row["allocation"]: row["memory_limit_bytes"] for row in told["containers"]}
+    assert limits == {"a": None if limit == 2 else limit * BLOCK_BYTES, "b": None}
+    assert [gpu["limits_excess_bytes"] for gpu in told["gpus"]] == [excess * BLOCK_BYTES, 0]
+    assert [gpu["limits_excess_bytes"] for gpu in document(replace(report, nvml_up=False))["gpus"]] == [None, None]
 
 
 def test_a_container_with_two_gpus_has_a_row_on_each_with_the_gpu_s_own_memory() -> None:

@@ -94,6 +94,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         {"check": "mps", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
         {"check": "hami-core", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
         {"check": "vcuda", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
+        {"check": "burst", "state": "skipped", "message": "not used: enforcement.memory_burst is off", "remedy": None},
         {"check": "http", "state": "ok", "message": "any port of 127.0.0.1 is free for HTTP", "remedy": None},
         {"check": "rbac", "state": "skipped", "message": "standalone: no API server is asked", "remedy": None},
         {
@@ -108,7 +109,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 23
+    assert len(lines) == 24
     assert lines[1] == "ok       nvml           driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     states = [line.split()[0] for line in lines]
     first = states.index("error")

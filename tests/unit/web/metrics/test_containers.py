@@ -22,6 +22,7 @@ SERIES = ("main", uuid_of(0), "team", "web")
 HELD = ("core_allocated_ratio", "memory_allocated_bytes")
 USED = (
     "memory_used_bytes",
+    "memory_request_bytes",
     "memory_limit_bytes",
     "core_utilization_ratio",
     "core_limit_ratio",
@@ -59,6 +60,7 @@ def test_a_share_with_all_its_numbers() -> None:
         "core_allocated_ratio": 0.05,
         "memory_allocated_bytes": 2.0 * BLOCK_BYTES,
         "memory_used_bytes": 750.0,
+        "memory_request_bytes": 2.0 * BLOCK_BYTES,
         "memory_limit_bytes": 2.0 * BLOCK_BYTES,
         "core_utilization_ratio": 0.75,
         "core_limit_ratio": 0.05,
@@ -69,6 +71,16 @@ def test_a_share_with_all_its_numbers() -> None:
     found = {name: ours(report, f"container_{name}") for name in numbers}
     assert found == {name: {SERIES: number} for name, number in numbers.items()}
     assert set(numbers) == {*HELD, *USED}
+
+
+def test_a_burst_has_a_request_and_a_limit() -> None:
+    report = picture_of(share(), processes={11: 700}, owners={11: container("a", WEB)})
+    assert report.use is not None
+    uses = {place: replace(use, memory_limit_bytes=4 * BLOCK_BYTES) for place, use in report.use.containers.items()}
+    report = replace(report, use=replace(report.use, containers=uses))
+    for name, number in (("request", 2), ("limit", 4)):
+        assert ours(report, f"container_memory_{name}_bytes") == {SERIES: number * BLOCK_BYTES}
+    assert ours(report, "container_over_limit_ratio") == {SERIES: 700 / (4 * BLOCK_BYTES)}
 
 
 def with_turns(report: NodeReport, turns: Mapping[str, TurnUse]) -> NodeReport:
