@@ -294,10 +294,10 @@ def test_driver_capabilities_are_those_that_are_used(tmp_path: Path) -> None:
     assert settings_of(render(SETS["most"]), tmp_path).vcuda.driver_roots == (Path("/driver-root"),)
 
 
-@pytest.mark.parametrize(("values", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_helm_reports_a_mistake_with_its_place(values: Values, message: str) -> None:
-    with pytest.raises(HelmError, match=re.escape(message)):
-        render(values)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_helm_reports_a_mistake_with_its_place(mistake: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(MISTAKES[mistake]["message"])):
+        render(MISTAKES[mistake]["values"])
 
 
 def test_helm_reports_a_block_that_is_null() -> None:
