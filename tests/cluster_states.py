@@ -6,7 +6,7 @@ from typing import Any
 
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState
 from gpumgr.cluster.core.request import PodRequest, Shares, replica_request, vcuda_request
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.topology.matrix import topology_from_matrix

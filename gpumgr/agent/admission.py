@@ -29,8 +29,7 @@ from gpumgr.ledger.callers import (
 from gpumgr.ledger.choose import Choice, Request
 from gpumgr.ledger.ids import Masks, common, count, minus
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.pods import ContainerSpec, PodKey
+from gpumgr.ledger.pods import ContainerSpec, Listing, PodKey
 from gpumgr.ledger.sweep import freed_by_offer, named_by, not_shown, shown, unlisted
 
 log = structlog.get_logger(__name__)

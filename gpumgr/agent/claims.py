@@ -30,8 +30,7 @@ from gpumgr.ledger.claims import AllocatedClaim, ClaimPod, Share, grant_claim, r
 from gpumgr.ledger.gpu_share import Terms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, Ledger
-from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.ledger.pods import Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 

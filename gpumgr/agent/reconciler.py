@@ -16,8 +16,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import AllocationId, Ledger
-from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.ledger.pods import Listing, PodKey, PodView
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt, adopt
 from gpumgr.ledger.sweep import sweep
 

@@ -7,11 +7,11 @@ from gpumgr.ledger.ledger import Ledger
 from gpumgr.settings import Settings
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.driver import DraDriver
+    from gpumgr.kubelet.dra.registration import DraDriver
 
 
 def make_driver(settings: Settings) -> "DraDriver":
-    from gpumgr.kubelet.dra.driver import DraDriver  # here, since few nodes need it
+    from gpumgr.kubelet.dra.registration import DraDriver  # here, since few nodes need it
 
     kubelet = settings.kubelet
     return DraDriver(kubelet.plugins_dir, kubelet.plugins_registry_dir, settings.process.instance, settings.node.name)

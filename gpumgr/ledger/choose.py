@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
-from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.callers import Caller, named_gpus, unfollowed
 from gpumgr.ledger.history import Candidate
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.named_gpus import named_gpus, unfollowed
 from gpumgr.ledger.node import NO_MEMORY, NodeView, blocks_with_ids
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.chain import chain_needs
+from gpumgr.placement.evaluators.capacity import GpuCapacity, chain_needs
 from gpumgr.placement.evaluators.select import check_request, place
 
 

@@ -16,11 +16,10 @@ from dataclasses import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, GpuName, Resource, other_resource
-from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.callers import Caller, named_gpus, unfollowed
 from gpumgr.ledger.choose import open_allocation
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, minus, union
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.named_gpus import named_gpus, unfollowed
 from gpumgr.ledger.node import NodeView
 from gpumgr.placement.evaluators.select import check_request
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, GpuName
-from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.callers import Caller, unfollowed
 from gpumgr.ledger.ids import Masks
 from gpumgr.ledger.ledger import Ledger, MigDevice
-from gpumgr.ledger.named_gpus import unfollowed
 from gpumgr.ledger.node import NodeView
 from gpumgr.placement.evaluators.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves
 from gpumgr.placement.evaluators.replicas import ReplicaRequest

@@ -1,11 +1,13 @@
 """The part of a pod that the allocator needs: names, requests and order of its containers."""
 
 import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import cached_property
+from typing import Final, Self
 
 from gpumgr.common.units import ALL_RESOURCES, Amounts, Resource
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
@@ -137,3 +139,62 @@ class PodView:
 
     def container(self, name: str | None) -> ContainerSpec | None:
         return next((c for c in self.containers if c.name == name), None)
+
+
+#: (namespace, name) of a ResourceClaim: PodResources knows no UID, neither of claims nor of pods.
+ClaimKey = tuple[str, str]
+#: Device ids by container name and resource name.
+Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
+
+
+class Listing:
+    """The pods that the kubelet counts as active, in the order of the response, and the ids of their containers. Kubelets before 1.34
+    also list ended and refused pods, without ids, until they are deleted.
+
+    Ordinary init containers are not in it; sidecars are. The response has every id of the node (100 kB and more), while a decision needs
+    the ids of one or two pods: names are decoded at once, the rest on demand.
+    """
+
+    def __init__(
+        self,
+        pods: Sequence[PodKey],
+        read: Callable[[PodKey], Containers],
+        read_claims: Callable[[], Collection[ClaimKey]] = frozenset,
+    ) -> None:
+        """`read` is called at most once for each pod, and only for pods that `pods` names; `read_claims` at most once."""
+        self.pods: tuple[PodKey, ...] = tuple(pods)
+        self._read, self._read_claims = read, read_claims
+        self._known: dict[PodKey, Containers] = {}
+
+    @classmethod
+    def of(
+        cls, held: Mapping[PodKey, Mapping[str, Mapping[str, Sequence[str]]]], claims: Collection[ClaimKey] = frozenset()
+    ) -> Self:
+        """A listing from plain dicts: pod -> container -> resource -> device ids."""
+
+        def read(pod: PodKey) -> Containers:
+            return {
+                container: {resource: tuple(ids) for resource, ids in resources.items()}
+                for container, resources in held[pod].items()
+            }
+
+        return cls(tuple(held), read, lambda: claims)
+
+    @cached_property
+    def claims(self) -> Collection[ClaimKey]:
+        """The claims of all listed containers, from kubelet 1.34 on by default."""
+        return self._read_claims()
+
+    def __contains__(self, pod: PodKey) -> bool:
+        return pod in self.pods
+
+    def containers(self, pod: PodKey) -> Containers:
+        """The containers of `pod`, every one that the kubelet lists, also those without devices.
+
+        Raises KeyError if the pod is not listed.
+        """
+        if pod not in self._known:
+            if pod not in self.pods:
+                raise KeyError(pod)
+            self._known[pod] = self._read(pod)
+        return self._known[pod]

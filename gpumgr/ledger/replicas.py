@@ -15,13 +15,12 @@ from dataclasses import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName
-from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.callers import Caller, named_gpus
 from gpumgr.ledger.choose import Choice, Request, followed
 from gpumgr.ledger.grant import refuse_elsewhere, refuse_held, refuse_unfit
 from gpumgr.ledger.ids import GpuRegistry, Masks, common, count, lowest, minus
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.mig_places import amounts_of_devices, mig_devices, obstacle_to_devices
-from gpumgr.ledger.named_gpus import named_gpus
 from gpumgr.ledger.node import NO_MEMORY, NodeView
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.replicas import ReplicaRequest

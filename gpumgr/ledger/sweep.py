@@ -20,8 +20,7 @@ from gpumgr.common.units import ALL_RESOURCES, RESOURCE_BY_NAME, RESOURCES, Reso
 from gpumgr.ledger.callers import FindPod
 from gpumgr.ledger.ids import GpuRegistry, Masks, common, within
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.ledger.pods import Listing, PodKey, PodView
 
 #: (pod, container) -> the ids of gpumgr that `List` shows for it.
 Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]

@@ -29,7 +29,7 @@ from gpumgr.web.http_server import PageServer
 from gpumgr.web.read_model import ReadModel
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.driver import DraDriver
+    from gpumgr.kubelet.dra.registration import DraDriver
 
 log = structlog.get_logger(__name__)
 

@@ -36,11 +36,10 @@ from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.programs import load_modules
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS
 from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
-from gpumgr.kubelet.deviceplugin.recovery import SPECS_SECONDS
-from gpumgr.kubelet.deviceplugin.registration import KubeletLink
-from gpumgr.kubelet.deviceplugin.resource_lists import ResourceLists
+from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode, make_driver
 from gpumgr.ledger.answer import DriverAccess, HostPaths
@@ -55,7 +54,7 @@ from gpumgr.settings import Settings, profile
 from gpumgr.web.metrics.registry import Metrics
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.driver import DraDriver
+    from gpumgr.kubelet.dra.registration import DraDriver
     from gpumgr.kubelet.dra.side import DraSide
     from gpumgr.node.api_side import ApiSide
 

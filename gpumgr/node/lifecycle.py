@@ -25,7 +25,7 @@ from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.sdnotify import Notifier
 from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import PodCache
-from gpumgr.kubelet.deviceplugin.recovery import entries_if_readable, reconcile
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import entries_if_readable, reconcile
 from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide

@@ -24,7 +24,7 @@ from gpumgr.web.handlers import make_waiting
 from gpumgr.web.http_server import PageServer
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.driver import DraDriver
+    from gpumgr.kubelet.dra.registration import DraDriver
 
 log = structlog.get_logger(__name__)
 

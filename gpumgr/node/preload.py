@@ -15,7 +15,7 @@ import structlog
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
-from gpumgr.kubelet.deviceplugin.recovery import entries_if_readable
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import entries_if_readable
 from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.ledger import Ledger

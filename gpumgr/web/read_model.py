@@ -25,7 +25,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.monitor import Monitor
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.kubelet.deviceplugin.resource_lists import ResourceLists
+from gpumgr.kubelet.deviceplugin.registration import ResourceLists
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.pods import PodKey

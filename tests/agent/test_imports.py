@@ -33,7 +33,7 @@ UNWANTED: Final = (
         "urllib3",
         "multiprocessing",
         "gpumgr.kubelet.dra.side",
-        "gpumgr.kubelet.dra.driver",
+        "gpumgr.kubelet.dra.registration",
         "gpumgr.agent.claims",
         "gpumgr._pb.drahealth",
     ),

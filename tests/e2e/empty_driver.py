@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.ledger.ledger import Allocation, ClaimRef
 
 

@@ -27,6 +27,7 @@ from gpumgr.kubelet.dra.slices import (
 )
 from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
 from gpumgr.placement.topology.matrix import topology_from_matrix
+from tests.background import background
 from tools.chart import objects, render
 
 from . import manifests
@@ -149,13 +150,10 @@ async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[Sl
         assert replaced["spec"]["devices"][0]["taints"][0]["timeAdded"]
         # A new process finds what it would send itself, and writes nothing.
         again = SlicePublisher(server, NODE, wanted, REGISTERED)
-        repeating = asyncio.create_task(again.run())
-        async with asyncio.timeout(30):
+        async with background(again.run()), asyncio.timeout(30):
             while not again.state.published:  # noqa: ASYNC110 (the state of a daemon)
                 await asyncio.sleep(0.05)
-        assert (await stored(second))["metadata"]["resourceVersion"] == replaced["metadata"]["resourceVersion"]
-        repeating.cancel()
-        await asyncio.wait([repeating])
+            assert (await stored(second))["metadata"]["resourceVersion"] == replaced["metadata"]["resourceVersion"]
         assert publisher.state.error is None
         assert await publisher.withdraw(timeout_seconds=5.0) is True
     finally:

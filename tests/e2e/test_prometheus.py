@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,7 @@ from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.script import Script
 from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimContainer
+from tests.background import background
 from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod, until
 from tests.component.cluster.scheduler.test_pages import ready, serving
 
@@ -63,18 +64,6 @@ async def until_fires(prometheus: Prometheus, alert: str) -> None:
     async with asyncio.timeout(WAIT_SECONDS):
         while alert not in await prometheus.firing():  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(0.3)
-
-
-@asynccontextmanager
-async def at_work(what: Workload | Activity) -> AsyncIterator[None]:
-    """It runs in the background. Raises what it fails with."""
-    task = asyncio.create_task(what.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 @asynccontextmanager
@@ -126,13 +115,13 @@ async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
     # A short path: unix sockets are made in it.
     with tempfile.TemporaryDirectory(prefix="gmp", dir="/tmp") as name:
         folder = Path(name)
-        async with open_node(folder / "node", settings=settings) as simulated, at_work(work := Workload(simulated)):
+        async with open_node(folder / "node", settings=settings) as simulated, background((work := Workload(simulated)).run()):
             first, *others = Script(simulated, time.monotonic).steps
             await first.play()  # starts the agent
             async with watched(folder, simulated) as prometheus:
                 for step in others:
                     await step.play()
-                async with at_work(Activity(simulated, work)):
+                async with background(Activity(simulated, work).run()):
                     await until_all_have_data(prometheus, queries)
                 # What the demo does not show, an ended pod's process that stays, or only for a moment between two scrapes: a lost GPU.
                 await linger(simulated)

@@ -11,7 +11,7 @@ from gpumgr.common.units import CORES_PER_GPU, RESOURCES
 from gpumgr.ledger.ids import union
 from gpumgr.ledger.pods import ContainerSpec, PodKey
 from gpumgr.ledger.sweep import sweep
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from tests.unit.ledger.kubelet import Table
 from tests.unit.ledger.nodes import empty, pod
 

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeVar
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.chain import ContainerKind, chain_needs
+from gpumgr.placement.evaluators.capacity import ContainerKind, chain_needs
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest, Scaling
 from gpumgr.placement.evaluators.select import check_request

@@ -28,14 +28,14 @@ import structlog
 from grpclib.const import Handler as Method
 
 from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
-from gpumgr.common.aio import forever, until_tick
+from gpumgr.common.aio import LatestValue, forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.calls import unary
 from gpumgr.common.rpc.unix_server import LinkState, UnixServer
 from gpumgr.common.unix_socket import is_served, path_problem
 from gpumgr.kubelet.dra import DRIVER
-from gpumgr.kubelet.dra.health import DraHealth
+from gpumgr.kubelet.dra.health import DraHealth, Faults
 from gpumgr.kubelet.dra.service import DraPlugin
 
 _log = structlog.get_logger(__name__)
@@ -258,3 +258,15 @@ def _check_folder(folder: Path) -> None:
     """Raises KubeletError if the folder does not exist. It is not created here, because a folder that no kubelet watches has no use."""
     if not folder.is_dir():
         raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")
+
+
+class DraDriver:
+    """`link.run` serves the kubelet. `plugin.observe` and `link.on_state` are set by the part that decides, before `plugin.decide_with`.
+    `faults`: the health of the devices, for the kubelet."""
+
+    def __init__(self, plugins_dir: Path, registry_dir: Path, instance: str | None, pool: str) -> None:
+        """Must be called inside a running event loop. `instance`: as for DraLink. `pool`: the name of the node's pool of devices."""
+        self.plugin = DraPlugin(pool)
+        self.faults = LatestValue[Faults]({})
+        services = (self.plugin, DraHealth(pool, self.faults))
+        self.link = DraLink(plugins_dir, registry_dir, services, end_streams=self.faults.end_readers, instance=instance)

@@ -22,7 +22,7 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import ClaimReader, find_shares
-from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import WAIT_SECONDS
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
 from gpumgr.kubelet.dra.slices import SliceDevice, Taint, slice_devices, with_lost

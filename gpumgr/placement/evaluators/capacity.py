@@ -1,6 +1,9 @@
-"""The free capacity of a GPU, as an evaluator gets it."""
+"""The free capacity of a GPU, and what containers of one pod need that must use the same GPUs, because the kubelet passes an init
+container's ids on to later containers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,3 +25,51 @@ class GpuCapacity:
     @property
     def name(self) -> str:
         return self.label or f"GPU{self.index}"
+
+
+#: "init" ends before the next container starts and leaves its ids to later containers; "sidecar" is an init container with
+#: restartPolicy Always, which keeps running; "app" is everything in spec.containers.
+ContainerKind = Literal["init", "sidecar", "app"]
+
+
+class ContainerNeeds(Protocol):
+    """The request of a container: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB."""
+
+    @property
+    def kind(self) -> ContainerKind: ...
+    @property
+    def cores(self) -> int: ...
+    @property
+    def memory_blocks(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainNeeds:
+    """What must fit on the GPUs of the first container of a chain: ids of both resources in all, and the most cores that one container
+    of the chain requests."""
+
+    cores: int = 0
+    memory_blocks: int = 0
+    most_cores: int = 0
+
+
+def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:
+    """Needs of the first of `containers` and of the later ones that must use the same GPUs.
+
+    The kubelet gives an init container's ids to the containers after it before it takes new ones, and ids of a sidecar or an app
+    container leave that pool (devicemanager: devicesToReuse). A container that takes over ids of either resource must use their GPU.
+    """
+    all_cores = all_blocks = most_cores = pool_cores = pool_blocks = 0
+    for position, container in enumerate(containers):
+        cores, blocks = min(pool_cores, container.cores), min(pool_blocks, container.memory_blocks)
+        if position and not (pool_cores or pool_blocks):
+            break
+        if position and not (cores or blocks):
+            continue
+        fresh_cores, fresh_blocks = container.cores - cores, container.memory_blocks - blocks
+        all_cores, all_blocks, most_cores = all_cores + fresh_cores, all_blocks + fresh_blocks, max(most_cores, container.cores)
+        if container.kind == "init":
+            pool_cores, pool_blocks = pool_cores + fresh_cores, pool_blocks + fresh_blocks
+        else:
+            pool_cores, pool_blocks = pool_cores - cores, pool_blocks - blocks
+    return ChainNeeds(cores=all_cores, memory_blocks=all_blocks, most_cores=most_cores)

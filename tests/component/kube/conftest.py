@@ -1,6 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.ledger.pods import PodView
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import background
 
 from .fake_api_server import FakeApiServer
 from .stage import Stage, staged
@@ -89,13 +90,8 @@ def start(server: ApiServer) -> Start:
     @asynccontextmanager
     async def started(watch_times: WatchTimes = FAST) -> AsyncIterator[Running]:
         running = Running(PodCache(server, "node-1", watch_times=watch_times))
-        task = asyncio.create_task(running.cache.run())
-        try:
+        async with background(running.cache.run()) as task:
             yield running
             assert not task.done(), task
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
     return started

@@ -1,6 +1,5 @@
 """Setting `kubernetes.delete_failed_pods`: a deletion is tried until the pod has gone."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from structlog.testing import capture_logs
 
 from gpumgr.kube.cache import REFUSED, FailedPods
+from tests.background import background
 
 from .conftest import Start
 from .fake_api_server import FakeApiServer, pod, status
@@ -24,14 +24,10 @@ async def deleting(start: Start, pause_seconds: tuple[float, float] = (0.005, 0.
     async with start() as running:
         failed = FailedPods(running.cache, pause_seconds=pause_seconds)
         running.cache.subscribe(failed.changed)
-        task = asyncio.create_task(failed.run())
-        try:
+        async with background(failed.run()) as task:
             await running.synced()
             yield
             assert not task.done(), task
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
 
 
 async def until_deletions(api: FakeApiServer, number: int) -> None:

@@ -12,6 +12,7 @@ from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.ledger.pods import PodView
+from tests.background import background
 
 from .conftest import FAST, Start, write_kubeconfig
 from .fake_api_server import Answer, FakeApiServer, cut, event, pod, raw, status
@@ -314,11 +315,9 @@ async def test_waiting_for_a_pod_ends_though_the_api_server_never_answers(tmp_pa
     host, port = server.sockets[0].getsockname()
     connection = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", f"http://{host}:{port}"))
     cache = PodCache(connection, "node-1")
-    running = asyncio.create_task(cache.run())
-    assert await cache.wait_for(("team", "late"), 0.02) is None
-    assert not cache.synced
-    running.cancel()
-    await asyncio.wait([running])
+    async with background(cache.run()):
+        assert await cache.wait_for(("team", "late"), 0.02) is None
+        assert not cache.synced
     await connection.close()
     silent.set()
     server.close()

@@ -1,13 +1,13 @@
 """The reflector's pauses after failures; its sleep only records them."""
 
 import asyncio
-from contextlib import suppress
 
 import pytest
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
+from tests.background import background
 
 from .fake_api_server import Answer, FakeApiServer, raw, status
 
@@ -31,12 +31,8 @@ async def pauses(server: ApiServer, wanted: int, watch_times: WatchTimes | None 
         sleep=sleep,
         jitter=lambda: 0.5,
     )
-    task = asyncio.create_task(reflector.run())
-    async with asyncio.timeout(5):
-        await enough.wait()
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    async with background(reflector.run()):
+        await asyncio.wait_for(enough.wait(), 5)
     return slept
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kube.reflector import Reflector, Watched, prompt_watches
+from tests.background import background
 
 from .fake_api_server import Answer, FakeApiServer, pod, raw, status
 
@@ -50,15 +51,9 @@ class Silence:
 @asynccontextmanager
 async def watched(server: ApiServer, *, most_sleeps: int = 10**9) -> AsyncIterator[Silence]:
     found = Silence(server, most_sleeps)
-    task = asyncio.create_task(found.reflector.run())
-    try:
-        async with asyncio.timeout(5):
-            await found.reflector.synced.wait()
+    async with background(found.reflector.run()):
+        await asyncio.wait_for(found.reflector.synced.wait(), 5)
         yield found
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
+from tests.background import background
 
 from .conftest import FAST, Start, write_kubeconfig
 from .fake_api_server import FakeApiServer, event, pod, raw
@@ -127,20 +128,15 @@ async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: Fake
     for write_events in (True, False):
         api.written.clear()
         cache = PodCache(server, "node-1", watch_times=FAST, write_events=write_events)
-        task = asyncio.create_task(cache.run())
-        async with asyncio.timeout(5):
-            await cache.wait_synced()
-        assert cache.unreadable == 30
-        if write_events:
-            await api.until(lambda: len(api.written) == 20)
-        await api.put(pod("last", "uid-last"))
-        async with asyncio.timeout(5):
+        async with background(cache.run()):
+            await asyncio.wait_for(cache.wait_synced(), 5)
+            assert cache.unreadable == 30
+            if write_events:
+                await api.until(lambda: len(api.written) == 20)
+            await api.put(pod("last", "uid-last"))
             await cache.wait_for(("default", "last"), 5)
-        assert len(api.written) == (20 if write_events else 0)
-        await api.remove("uid-last")
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+            assert len(api.written) == (20 if write_events else 0)
+            await api.remove("uid-last")
 
 
 async def test_a_pod_that_can_be_read_again_is_used(api: FakeApiServer, start: Start) -> None:
@@ -220,18 +216,13 @@ async def watching(lists: Lists, folder: Path, *, claims: bool) -> AsyncIterator
     else:
         quotas = Quotas()
         watches = ClusterWatches(server, ClusterIndex([quotas]), quotas, settings, hami=hami, watch_times=FAST)
-    task = asyncio.create_task(watches.run())
-    try:
+    async with background(watches.run()) as task:
         async with asyncio.timeout(10):
             while not watches.synced:
                 assert not task.done(), task
                 await asyncio.sleep(0.01)
         yield watches
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        await server.close()
+    await server.close()
 
 
 def any_object(name: str, **more: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gpumgr.common.errors import AlreadyRunning, CheckpointError
 from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.deviceplugin.node_lock import lock_node
-from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.checkpoint import files
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint

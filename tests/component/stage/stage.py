@@ -25,8 +25,7 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.hami_formats import replica_request
 from gpumgr.kube.pods import parse_quantity, selected
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
-from gpumgr.kubelet.deviceplugin.registration import KubeletLink
-from gpumgr.kubelet.deviceplugin.resource_lists import encode_node_devices
+from gpumgr.kubelet.deviceplugin.registration import KubeletLink, encode_node_devices
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry

@@ -13,8 +13,7 @@ import pytest
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import read_kubelet_checkpoint
-from gpumgr.kubelet.deviceplugin.recovery import ours_of
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import ours_of, read_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
 from .stage import HAMI, WITHOUT_MIG, Stage, app, snapshot, stage

@@ -24,9 +24,8 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse, HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
-from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
+from gpumgr.ledger.pods import ContainerSpec, Listing, PodKey, PodView
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.kubelet_devices import DeviceManager

@@ -10,9 +10,8 @@ from gpumgr.ledger.choose import Choice, Request, choose
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import Masks, count, minus
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.listing import Listing
 from gpumgr.ledger.node import NodeView
-from gpumgr.ledger.pods import ContainerSpec, PodKey, PodView
+from gpumgr.ledger.pods import ContainerSpec, Listing, PodKey, PodView
 from gpumgr.ledger.sweep import freed_by_offer, not_shown, shown
 
 from .nodes import node_of

@@ -23,7 +23,7 @@ from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.topology.matrix import topology_from_matrix
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings

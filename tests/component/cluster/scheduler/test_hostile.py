@@ -9,7 +9,7 @@ import pytest
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler.objects import parse_node
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.sim.apiserver import SimApiServer
 
 from .conftest import Json, Stage, inventory, node, pod, until

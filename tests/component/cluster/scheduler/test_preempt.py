@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.victims import Eviction, find_eviction
 from gpumgr.cluster.scheduler import preemption
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 
 from .conftest import Json, Stage, pod, until
 

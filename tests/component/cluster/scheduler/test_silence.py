@@ -14,7 +14,7 @@ from aiohttp import web
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.pages import make_pages, page_server
 from gpumgr.kube.reflector import prompt_watches
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer

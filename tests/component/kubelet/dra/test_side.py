@@ -19,15 +19,14 @@ from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra import side as dra_side
 from gpumgr.kubelet.dra.claim_reader import find_shares
-from gpumgr.kubelet.dra.driver import DraDriver
+from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.kubelet.dra.side import CORDONED_TAINT, UNHEALTHY_TAINT, ClaimParts, DraSide, gpu_taints
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
 from gpumgr.kubelet.node_mode import holders_of_other_mode
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
-from gpumgr.ledger.listing import Listing
-from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.ledger.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
 from tests.component.kubelet.dra.harness import StubKubelet, soon

@@ -1,7 +1,6 @@
 """The publisher in front of the simulated API server."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from gpumgr.kubelet.dra.slices import SliceDevice, Taint, resource_slice, slice_
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import failure
+from tests.background import background
 
 from .resources import Resources
 
@@ -86,15 +86,10 @@ async def staged(
     async with sim:
         server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
         stage = Stage(sim, resources, server, times)
-        task = asyncio.create_task(stage.publisher.run())
-        try:
+        async with background(stage.publisher.run()) as task:
             yield stage
             assert not task.done(), task
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            await server.close()
+        await server.close()
 
 
 async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:

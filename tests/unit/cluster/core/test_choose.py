@@ -14,7 +14,7 @@ from gpumgr.cluster.core.node import NodeState, Used, homogeneous
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, PodUse, Policy, replica_request, vcuda_request
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from tests.cluster_states import GPU_MEBIBYTES, hami, node_state, request, share, with_mig, with_replicas
 

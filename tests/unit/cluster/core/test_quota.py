@@ -13,7 +13,7 @@ from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, RankWithinQ
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from tests.cluster_states import GPU_MEBIBYTES, constrained, node_state, request, share
 
 

@@ -6,7 +6,7 @@ from gpumgr.cluster.core.node import GpuState, NodeState
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
 from gpumgr.cluster.core.summary import covers, frontier, in_total, summarize
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.chain import ContainerKind
+from gpumgr.placement.evaluators.capacity import ContainerKind
 
 MEMORY = 1000
 
