@@ -16,10 +16,9 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from gpumgr.common import tls_files
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.units import VCUDA_NAMES
-from gpumgr.settings.schema import Settings, allowed, build, sections
+from gpumgr.settings.schema import Settings, allowed, build, missing_file, sections
 from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
 
 _PREFIX: Final = "GPUMGR_"
@@ -274,7 +273,7 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
     """(dotted key, message) of each error. A key with its default value is never reported."""
     yield from _socket_paths(settings)
     for section, files in (("http", settings.http), ("scheduler", settings.scheduler)):
-        if (found := tls_files.missing_file(section, files.tls_cert_file, files.tls_key_file, files.client_ca_file)) is not None:
+        if (found := missing_file(section, files.tls_cert_file, files.tls_key_file, files.client_ca_file)) is not None:
             yield found
     if settings.node.profile != "tencent":
         yield from _hami(settings)

@@ -16,10 +16,10 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
-from gpumgr.common import tls_files
 from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.files import FileIdentity
+from gpumgr.settings.schema import missing_file
 
 _log = structlog.get_logger(__name__)
 
@@ -139,7 +139,7 @@ class Certificates:
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
         """None: plain HTTP. Raises SettingsError if one of two files that belong together is not set."""
-        if (found := tls_files.missing_file("http", cert_file, key_file, client_ca_file)) is not None:
+        if (found := missing_file("http", cert_file, key_file, client_ca_file)) is not None:
             raise SettingsError(" ".join(found))
         if cert_file is None or key_file is None:
             return None

@@ -10,7 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
-from gpumgr.common.accept import accepts_gzip
+from gpumgr.web.responses import accepts_gzip
 
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
 #: Tag and text of the scripts and styles in the file.

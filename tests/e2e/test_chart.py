@@ -15,8 +15,7 @@ import yaml
 
 import gpumgr
 import gpumgr.compat.gpu_manager.vcuda.client
-from gpumgr.cli.examination.rights import for_drains, for_people, needed
-from gpumgr.common import tls_files
+from gpumgr.cli.examination.api_server import for_drains, for_people, needed
 from gpumgr.compat.gpu_manager.flags import _BOOLEAN as BOOLEAN
 from gpumgr.compat.gpu_manager.flags import _RULES as RULES
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
@@ -24,7 +23,7 @@ from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import ShareConfig
 from gpumgr.kubelet.dra.slices import resource_slice, slice_devices
 from gpumgr.settings import Settings, load_settings
-from gpumgr.settings.schema import flat, is_live, plain, sections
+from gpumgr.settings.schema import flat, is_live, missing_file, plain, sections
 from tests.unit.kubelet.dra.test_slices import snapshot
 from tools.chart import (
     BASE,
@@ -362,7 +361,7 @@ def test_the_chart_requires_the_same_tls_files_as_the_agent() -> None:
     keys = ("tls_cert_file", "tls_key_file", "client_ca_file")
     for paths in product((None, "/var/lib/gpumgr/file.pem"), repeat=len(keys)):
         values = {"settings": {"http": {key: path for key, path in zip(keys, paths, strict=True) if path}}}
-        found = tls_files.missing_file("http", *paths)
+        found = missing_file("http", *paths)
         if found is None:
             assert settings_file(render(values)).count("file.pem") == sum(map(bool, paths))
             continue

@@ -14,7 +14,6 @@ from gpumgr.cli.examination import (
     gpus,
     http,
     kubelet,
-    rights,
     runtime,
     takeover,
 )
@@ -85,7 +84,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
         Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
         Check("burst", partial(bursts.look_at_bursts, settings, timeout_seconds=_SECONDS), bursts.IF_HUNG),
         Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
-        Check("rbac", partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
+        Check("rbac", partial(api_server.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
         Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
     )
 

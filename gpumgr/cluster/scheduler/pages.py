@@ -26,7 +26,6 @@ from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.overview import ClusterOverview
 from gpumgr.cluster.scheduler.reasons import Reasons, request_text
 from gpumgr.cluster.scheduler.watches import ClusterWatches
-from gpumgr.common.accept import accepts_gzip
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings import Settings
 from gpumgr.web.access import CurrentPolicy, Scope, origin_of
@@ -34,7 +33,7 @@ from gpumgr.web.http_server import PageServer
 from gpumgr.web.index_page import IndexPage
 from gpumgr.web.listening import ListenError
 from gpumgr.web.middleware import MAX_BODY_BYTES, OriginOf, make_middleware
-from gpumgr.web.responses import failure, json_response, on_response_prepare
+from gpumgr.web.responses import accepts_gzip, failure, json_response, on_response_prepare
 
 _log = structlog.get_logger(__name__)
 

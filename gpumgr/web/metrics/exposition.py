@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.common.accept import accepts_gzip, ranked
 from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import page
 from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.responses import accepts_gzip, ranked
 
 #: A format is rendered for this long after its last scrape: longer than a usual scrape interval.
 WANTED_SECONDS: Final = 150.0

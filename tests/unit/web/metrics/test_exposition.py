@@ -10,9 +10,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.common.accept import accepts_gzip
 from gpumgr.web.metrics.exposition import WANTED_SECONDS, Exposition, prefers_openmetrics
 from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.responses import accepts_gzip
 
 from .pictures import allocation, sample_of, view_of
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from aiohttp import web
 
+from gpumgr.cli.examination.api_server import for_drains, for_people, look_at_rights, needed
 from gpumgr.cli.examination.examine import State
-from gpumgr.cli.examination.rights import for_drains, for_people, look_at_rights, needed
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
