@@ -51,16 +51,18 @@ RUNTIME_SECONDS: Final = 1.0
 
 
 class PodEnds:
-    """Decides whether the pods of allocations have ended. `clock` is monotonic, in seconds.
+    """Decides whether the pods of allocations have ended. `node` is the node's name. `clock` is monotonic, in seconds.
 
     An offer of ids, or their absence in `List`, does not prove it: a kubelet that lost its checkpoint offers the ids of running pods. The
     API server decides. The container runtime decides if the API server can't be reached, if the pod is being deleted (the kubelet may
     report its end later than it offers the ids), or if the API server can't know the pod: an allocation without a UID may belong to an
-    earlier pod of that name, and the mirror pod of a static pod can get another UID while the pod runs.
+    earlier pod of that name, and the mirror pod of a static pod can be deleted, or get another UID, while the pod runs.
     """
 
-    def __init__(self, pods: Pods, runtime: Runtime, *, clock: Callable[[], float]) -> None:
+    def __init__(self, pods: Pods, runtime: Runtime, *, node: str, clock: Callable[[], float]) -> None:
         self._pods, self._runtime, self._clock = pods, runtime, clock
+        #: How the kubelet ends the names of static pods, and so of their mirror pods.
+        self._static_end = f"-{node.lower()}"
         self._waited: Mapping[AllocationId, float] = {}
 
     async def find(self, allocations: Iterable[Allocation], *, wait: bool = False) -> Mapping[AllocationId, bool | None]:
@@ -87,7 +89,9 @@ class PodEnds:
         if view is not None:
             return False
         later = self._pods.get(a.pod) if a.pod else None
-        static = is_static_uid(a.uid) or (later is not None and later.runtime_uid is not None)
+        # A pod with such a name may be a static one: its mirror pod was deleted, and is not created again yet.
+        named_so = later is None and a.pod is not None and a.pod[1].endswith(self._static_end)
+        static = is_static_uid(a.uid) or named_so or (later is not None and later.runtime_uid is not None)
         return None if static else True
 
     def _ends(self, a: Allocation, ended: bool | None) -> bool:

@@ -113,7 +113,7 @@ class Components:
         self.enforcement, self.nvml = enforcement, enforcement.nvml
         self.memory_watcher = self._make_memory_watcher()
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, names=profile.inner_names(settings))
-        pod_ends = PodEnds(pods, self.enforcement.runtime, clock=time.monotonic)
+        pod_ends = PodEnds(pods, self.enforcement.runtime, node=settings.node.name, clock=time.monotonic)
         self.admission = Admission(
             pods, self.pod_resources, pod_ends, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic
         )

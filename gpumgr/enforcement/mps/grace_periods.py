@@ -40,11 +40,11 @@ class GracePeriods:
     def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
         """The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and lasts `grace_seconds`. Its
         timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before the agent's start only the timestamp
-        is known."""
+        is known. The deletion of a mirror pod does not end its static pod."""
         if after is None:
             if before is not None:
                 self._due.pop(before.uid, None)
-        elif after.ends_at is not None and (before is None or before.ends_at != after.ends_at):
+        elif after.ends_at is not None and after.runtime_uid is None and (before is None or before.ends_at != after.ends_at):
             wait = after.ends_at - self._wall_clock()
             if before is not None and after.grace_seconds is not None:
                 wait = max(wait, after.grace_seconds)
@@ -73,7 +73,7 @@ class ClientsOfPods:
 
     async def end(self, pods: Sequence[PodView]) -> None:
         """Asks only the daemons of GPUs that the pods' containers were granted."""
-        ledger, uids = self._ledger(), {uid for pod in pods for uid in (pod.uid, pod.runtime_uid)}
+        ledger, uids = self._ledger(), {pod.uid for pod in pods}
         index = AllocationIndex(ledger.allocations.values(), pods)
         daemons = {daemon.uuid for daemon in self._mps.daemons()}
         clients: dict[str, set[int]] = {}

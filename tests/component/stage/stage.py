@@ -297,7 +297,7 @@ async def stage(
             inventory=Inventory(replicas=10 if "replica" in kinds else 0, mig_on_demand=mig_profiles if mig else None),
         )
         runtime = MemoryRuntime(lambda: [pod for pod in kubelet.pods() if kubelet.statuses[pod.uid].phase == "Running"])
-        pod_ends = PodEnds(pods, runtime, clock=clock)
+        pod_ends = PodEnds(pods, runtime, node="node-1", clock=clock)
         admission = Admission(pods, client, pod_ends, pod_wait_seconds=0.01, clock=clock)
         reconciler = Reconciler(
             agent_state=agent_state,

@@ -17,6 +17,7 @@ from tests.unit.agent.world import Refused, World
 
 WEB: PodKey = ("team", "web-0")
 HASH = "0123456789abcdef" * 2
+NODE = "Node-1"
 WHOLE = SimContainer(name="main", cores=100, memory_blocks=16)
 
 
@@ -68,15 +69,30 @@ async def test_what_proves_an_end(
     ended: bool | None,
 ) -> None:
     pods = MemoryPods({WEB: shown} if shown else {}, down=api_server == "down")
-    pod = SimPod(namespace=WEB[0], name=WEB[1], uid=sandbox or "", containers=())
-    runtime = MemoryRuntime(lambda: [pod] if sandbox else [], error="no socket" if sandbox == "error" else None)
-    found = await PodEnds(pods, runtime, clock=Clock()).find([Allocation(id="a", pod=WEB, uid=holder)])
+    found = await PodEnds(pods, runtime_with(WEB, sandbox), node=NODE, clock=Clock()).find(
+        [Allocation(id="a", pod=WEB, uid=holder)]
+    )
+    assert found == {"a": ended}
+
+
+def runtime_with(pod: PodKey, sandbox: str | None) -> MemoryRuntime:
+    """`sandbox`: the UID of the pod's ready sandbox; "error": the runtime does not answer."""
+    there = SimPod(namespace=pod[0], name=pod[1], uid=sandbox or "", containers=())
+    return MemoryRuntime(lambda: [there] if sandbox else [], error="no socket" if sandbox == "error" else None)
+
+
+@pytest.mark.parametrize(("sandbox", "ended"), [(HASH, False), (None, True), ("error", None)])
+async def test_a_deleted_mirror_pod_that_is_not_created_again_yet_is_no_end(sandbox: str | None, ended: bool | None) -> None:
+    """A static pod's containers run on while anybody deletes its mirror pod. Its name ends with the node's."""
+    held = Allocation(id="a", pod=("kube-system", f"web-{NODE.lower()}"), uid="6a0c5f0e-mirror")
+    assert held.pod is not None
+    found = await PodEnds(MemoryPods(), runtime_with(held.pod, sandbox), node=NODE, clock=Clock()).find([held])
     assert found == {"a": ended}
 
 
 async def test_of_a_holder_without_any_name_nothing_is_known() -> None:
     runtime = MemoryRuntime()
-    found = await PodEnds(MemoryPods(), runtime, clock=Clock()).find([Allocation(id="a")])
+    found = await PodEnds(MemoryPods(), runtime, node=NODE, clock=Clock()).find([Allocation(id="a")])
     assert (found, runtime.asked) == ({"a": None}, 0)
 
 
@@ -88,7 +104,7 @@ async def test_a_runtime_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch)
         async def ready_sandboxes(self) -> list[PodSandbox]:
             return await asyncio.Future()
 
-    found = await PodEnds(MemoryPods(synced=False), Hung(), clock=Clock()).find([Allocation(id="a", pod=WEB, uid="1")])
+    found = await PodEnds(MemoryPods(synced=False), Hung(), node=NODE, clock=Clock()).find([Allocation(id="a", pod=WEB, uid="1")])
     assert found == {"a": None}
 
 
@@ -102,7 +118,7 @@ async def test_a_late_watch_is_waited_for_and_a_pod_that_runs_only_once() -> Non
 
     views = {(n, m): PodView(namespace=n, name=m, uid=m, phase="Running") for n, m in (("team", "late"), ("team", "runs"))}
     clock = Clock()
-    ends = PodEnds(Pods(views), MemoryRuntime(), clock=clock)
+    ends = PodEnds(Pods(views), MemoryRuntime(), node=NODE, clock=clock)
     held = [Allocation(id=uid, pod=("team", uid), uid=uid) for uid in ("late", "runs")]
     assert await ends.find(held) == {"late": False, "runs": False}
     assert waits == []

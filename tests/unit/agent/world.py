@@ -205,7 +205,7 @@ class World:
             runs=self.runs,
             clock=self.clock,
         )
-        pod_ends = PodEnds(self.pods, self.runtime, clock=self.clock)
+        pod_ends = PodEnds(self.pods, self.runtime, node="node-1", clock=self.clock)
         self.admission = Admission(self.pods, _PodResources(self), pod_ends, pod_wait_seconds=0.01, clock=self.clock)
         self.reconciler = Reconciler(
             agent_state=self.agent_state,

@@ -69,6 +69,15 @@ async def test_the_function_is_called_once_a_second_before_the_end(before: PodVi
     assert node.ended == [at]
 
 
+async def test_a_deleted_mirror_pod_does_not_end_its_static_pod() -> None:
+    node = Node()
+    mirror = replace(RUNNING, runtime_uid="0123456789abcdef" * 2)
+    node.ends.pod_changed(mirror, replace(deleted(SEEN + 30), runtime_uid=mirror.runtime_uid))
+    assert not node.ends._due
+    node.ends.pod_changed(RUNNING, deleted(SEEN + 30))
+    assert node.ends._due
+
+
 async def test_other_changes_of_the_pod_do_not_move_the_time() -> None:
     node = Node()
     node.ends.pod_changed(RUNNING, deleted(SEEN + 30))
