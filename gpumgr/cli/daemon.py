@@ -15,11 +15,11 @@ from typing import Any, Final
 #: prevent this.
 _UNUSED: Final = ("rich", "greenlet")
 #: Modules that a library imports for a part of it that gpumgr does not use: aiohttp's command line, the validators of attrs, betterproto's
-#: version, its dates and other types of google.protobuf (no message of gpumgr has one; a test checks that), and prometheus_client's server
-#: and text formats. They need 3 MiB.
+#: version, its dates and other types of google.protobuf (no message of gpumgr has one; a test checks that), prometheus_client's server and
+#: text formats, the entities of html.unescape, cookies on disk, and traces and digest authentication of aiohttp's client. They need 4 MiB.
 _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
-    "prometheus_client.exposition",
+    *("prometheus_client.exposition", "html.entities", "pickle", "aiohttp.tracing", "aiohttp.client_middleware_digest_auth"),
 )
 #: OpenSSL reads the system's certificates from the file that the first one names. The second makes frozenlist work without its extension,
 #: which needs 1 MiB for the C++ library and speeds up nothing that gpumgr does.

@@ -51,9 +51,35 @@ with lean_imports():
     from gpumgr._pb.deviceplugin.v1beta1 import Device
 print(sorted({*_STAND_INS, "zipfile", "frozenlist._frozenlist"} & {*sys.modules}), Device().parse(bytes(Device(id="a"))).id)
 from dateutil.parser import isoparse
-print(isoparse("2026-01-01").year)
+import pickle
+print(isoparse("2026-01-01").year, pickle.loads(pickle.dumps(1)))
 """
-    assert run_python(code).split("\n") == ["[] a", "2026"]
+    assert run_python(code).split("\n") == ["[] a", "2026 1"]
+
+
+def test_requests_and_pages_work_without_what_has_stand_ins() -> None:
+    code = """
+import asyncio
+from gpumgr.cli.daemon import lean_imports
+with lean_imports():
+    from aiohttp import ClientSession, web
+
+async def main():
+    async def page(request):
+        return web.json_response({"seen": await request.json()})
+    app = web.Application()
+    app.router.add_post("/", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    async with ClientSession(trust_env=True) as session, session.post(f"http://127.0.0.1:{port}/", json=[1]) as answer:
+        print(answer.status, await answer.json())
+    await runner.cleanup()
+asyncio.run(main())
+"""
+    assert run_python(code) == "200 {'seen': [1]}"
 
 
 def test_no_message_needs_the_types_that_have_stand_ins() -> None:
