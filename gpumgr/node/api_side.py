@@ -22,7 +22,6 @@ from gpumgr.node.components import Components
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
-from gpumgr.web.read_model import ReadModel
 
 #: How long the stop waits for what is still to be published.
 FLUSH_SECONDS: Final = 1.0
@@ -82,7 +81,7 @@ class ApiSide:
             return None
         return replace(self.publisher.state(), unreadable=self.pods.unreadable)
 
-    def start(self, group: asyncio.TaskGroup, components: Components, readers: ReadModel) -> list[asyncio.Task[None]]:
+    def start(self, group: asyncio.TaskGroup, components: Components) -> list[asyncio.Task[None]]:
         """The daemons of this side."""
         if not isinstance(self.pods, PodCache) or self.publisher is None:
             return []
@@ -104,7 +103,9 @@ class ApiSide:
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
         self.node = NodeReporter(self.publisher)
         self.apply(components.settings.kubernetes)
-        reports = NodeReports(readers.report, {"node_reporter": self.node.report, **self._annotation_reporters(components)})
+        reports = NodeReports(
+            components.read_model.report, {"node_reporter": self.node.report, **self._annotation_reporters(components)}
+        )
         daemons: dict[str, Callable[[], Awaitable[object]]] = {
             "publisher": self.publisher.run,
             "decision_reporter": self.decisions.run,

@@ -1,4 +1,4 @@
-"""Builds the object graph of the agent inside one process. Nothing runs yet: `lifecycle` starts and stops what is built here."""
+"""Builds the object graph of the agent inside one process. Nothing runs or listens yet: `lifecycle` starts and stops what is built here."""
 
 import contextlib
 import os
@@ -18,6 +18,7 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.pods import PodEnds
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.reconciler import Reconciler
@@ -27,13 +28,14 @@ from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
+from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware import Hardware
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
-from gpumgr.driver.programs import load_modules
+from gpumgr.driver.programs import load_modules, reset_gpu
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS
@@ -51,7 +53,11 @@ from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.settings import Settings, profile
+from gpumgr.web.graph import graph_text
+from gpumgr.web.handlers import make_app
+from gpumgr.web.http_server import PageServer
 from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.read_model import ReadModel
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.registration import DraDriver
@@ -101,7 +107,8 @@ class Components:
     ) -> None:
         """Raises SettingsError if the settings need an API server and there is none."""
         self.settings = settings
-        self._hardware, self._checkpoint, self._api_side = hardware, checkpoint, api_side
+        self.loaded, self.api_side = loaded, api_side
+        self._hardware, self._checkpoint = hardware, checkpoint
         self._pods = pods = api_side.pods
         server = api_side.server
         self._processes = HostProcesses(hardware.proc_root)
@@ -137,12 +144,24 @@ class Components:
         self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()
         self.monitor = self._make_monitor()
+        self.maintenance = self._make_maintenance()
+        self.read_model = ReadModel(
+            self,
+            pods=pods,
+            maintenance=self.maintenance,
+            api_queue=api_side.api_queue,
+            connections=lambda: (self.web.connections, self.web.connections_refused, self.web.disconnects),
+        )
+        application = partial(make_app, self.read_model, names=(settings.node.name,))
+        self.web = PageServer(application, settings.http, unix_socket=settings.http.socket)
+        #: None if the settings disable it.
+        self.display = self._make_display() if settings.display.enabled else None
 
     def apply(self, settings: Settings) -> None:
         """Applies settings that differ from the current ones in live keys alone (gpumgr/settings/live.py)."""
         self.settings = settings
         set_level(settings.log.level)
-        self._api_side.apply(settings.kubernetes)
+        self.api_side.apply(settings.kubernetes)
         self.agent_state.apply(policy=settings.placement.policy)
         self.agent.apply(share_mode=settings.placement.share_mode)
         if self.dra is not None:
@@ -161,6 +180,9 @@ class Components:
                     self._remove_folder(folder)
 
     async def close(self) -> None:
+        if self.display is not None:
+            await self.display.stop()
+        await self.web.stop()
         self.device_lists.close()
         self.pod_resources.close()
         await self.memory_watcher.close()
@@ -204,7 +226,7 @@ class Components:
             pods=self._pods,
             owners=owners,
             backends=self.enforcement.limits,
-            evictor=self._api_side.publisher,
+            evictor=self.api_side.publisher,
             meter=self.metrics,
             over_limit=_over_limit(self.settings),
         )
@@ -235,7 +257,7 @@ class Components:
             admission=self.admission,
             pods=self._pods,
             remember=None if done else partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
-            wait_synced=partial(self._api_side.wait_synced, SPECS_SECONDS),
+            wait_synced=partial(self.api_side.wait_synced, SPECS_SECONDS),
         )
 
     def _make_link(self) -> KubeletLink:
@@ -307,6 +329,33 @@ class Components:
             meter=self.metrics,
             process_utilization=lambda: self.enforcement.recovered and self.memory_watcher.needs_process_utilization(),
         )
+
+    def _make_maintenance(self) -> Maintenance:
+        async def reset(uuid: str) -> str:
+            return await reset_gpu(self.monitor, uuid, program=self.settings.nvml.smi_program)
+
+        def kept_by(uuid: str) -> str | None:
+            daemons = self.enforcement.mps.daemons()
+            pid = next((daemon.pid for daemon in daemons if daemon.uuid == uuid), None)
+            if pid is None:
+                return None
+            seconds = self.settings.mps.idle_seconds
+            return f"its MPS daemon (pid {pid}) still runs; it ends {seconds:g} s after its last container (mps.idle_seconds)"
+
+        return Maintenance(
+            agent_state=self.agent_state,
+            health=self.monitor,
+            pods=self._pods,
+            evictor=self.api_side.publisher,
+            reset=reset,
+            gone_gpus=self.gone_gpus,
+            kept_by=kept_by,
+            usage=lambda: (self.memory_watcher.use, self.memory_watcher.over),
+        )
+
+    def _make_display(self) -> DisplayServer:
+        display = GpuDisplay(graph=lambda: graph_text(self.read_model.view()), usage=self.read_model.usage, version=__version__)
+        return DisplayServer(self.settings.display.socket, display)
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Starts the agent in order, runs it, and stops it in reverse order. Bugs end the process with a reason; transient errors are retried.
 
-`assembly` opens what runs here: checkpoint, API client, components, servers.
 Start: the node's lock, pod cache and driver side by side, reconcile with the kubelet, web server, sockets and registration, READY last.
 Stop: STOPPING, running calls end, sockets are removed, the history is written, NVML is shut down; all within
 `process.stop_grace_seconds`.
@@ -14,10 +13,12 @@ import os
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
 from gpumgr import __version__
+from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
 from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, report_event_loop_lag, until_tick, wait_at_most
@@ -27,9 +28,10 @@ from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import entries_if_readable, reconcile
 from gpumgr.kubelet.node_mode import make_driver
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
-from gpumgr.node.assembly import Parts, assembled
 from gpumgr.node.components import Components, make_enforcement
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import node_held
@@ -38,6 +40,9 @@ from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsReloader, SettingsSource
 from gpumgr.settings.profile import inner_names, replicas
 from gpumgr.web.read_model import ReadModel
+
+if TYPE_CHECKING:
+    from gpumgr.kubelet.dra.registration import DraDriver
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +58,8 @@ _M_MMAP_THRESHOLD = -3
 async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, source: SettingsSource | None = None) -> None:
     """Runs the agent until `stop` is set. `source` is where changed settings are read from.
 
-    Raises what `node_held` and `assembled` raise, or ListenError, at the start, and an ExceptionGroup if a daemon ended.
+    Raises what `node_held` raises, CheckpointError, InputError if the settings cannot be used, or ListenError, at the start, and an
+    ExceptionGroup if a daemon ended.
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
@@ -70,8 +76,8 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
         preload = Preload(settings, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch)
         async with node_held(settings, driver, stop, preload, notifier.status) as held:
             if held:
-                async with assembled(settings, hardware, driver, api_side, enforcement) as parts:
-                    await _run(parts, notifier, stop, source)
+                async with _assembled(settings, hardware, driver, api_side, enforcement) as components:
+                    await _run(components, notifier, stop, source)
     log.info("stopped")
 
 
@@ -88,31 +94,62 @@ async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide
             log.warning("nvml_close_failed", reason=str(error))
 
 
-async def _run(parts: Parts, notifier: Notifier, stop: asyncio.Event, source: SettingsSource | None) -> None:
+@contextlib.asynccontextmanager
+async def _assembled(
+    settings: Settings, hardware: Hardware, driver: "DraDriver | None", api_side: ApiSide, enforcement: NodeEnforcement
+) -> AsyncIterator[Components]:
+    """Yields the agent with the checkpoint's content in it, and closes it at the end. The caller holds the node's locks. `driver`: in mode
+    dra."""
+    async with contextlib.AsyncExitStack() as stack:
+        checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
+        stack.push_async_callback(checkpoint.close)
+        loaded = checkpoint.load()
+        _log_damage(loaded)
+        components = Components(
+            settings, hardware, loaded=loaded, checkpoint=checkpoint, api_side=api_side, driver=driver, enforcement=enforcement
+        )
+        stack.push_async_callback(components.close)
+        components.agent_state.history.restore(loaded.history, allocations=loaded.ledger.allocations)
+        await enforcement.open(components.agent_state, lost=loaded.lost)
+        components.maintenance.restore(loaded.notes)
+        yield components
+
+
+def _log_damage(loaded: Loaded) -> None:
+    """Logs what could not be read from the checkpoint, and the consequences."""
+    if loaded.set_aside is not None:
+        log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
+    if loaded.notes_lost:
+        log.error("cordons_lost", consequence="cordoned GPUs may take pods again: check them, and cordon them again")
+    if loaded.unreadable:
+        log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are skipped; nothing depends on them")
+
+
+async def _run(components: Components, notifier: Notifier, stop: asyncio.Event, source: SettingsSource | None) -> None:
     async with asyncio.TaskGroup() as group:
-        daemons = _start_observers(group, parts, source)
+        daemons = _start_observers(group, components, source)
         try:
-            await _reconcile(parts)
-            await _open_servers(parts)
-            daemons += _start_workers(group, parts, notifier)
+            await _reconcile(components)
+            await _open_servers(components)
+            daemons += _start_workers(group, components, notifier)
             await stop.wait()
         finally:
             notifier.stopping()
             log.info("stopping")
-            await _stop(parts, parts.components.settings.process.stop_grace_seconds)
+            await _stop(components, components.settings.process.stop_grace_seconds)
             for daemon in daemons:
                 daemon.cancel()
 
 
-def _start_observers(group: asyncio.TaskGroup, parts: Parts, source: SettingsSource | None) -> list[asyncio.Task[None]]:
+def _start_observers(group: asyncio.TaskGroup, components: Components, source: SettingsSource | None) -> list[asyncio.Task[None]]:
     """The daemons that run from the beginning: they watch driver, pods and settings, and publish."""
-    components, read_model = parts.components, parts.read_model
+    read_model = components.read_model
     daemons = [
         group.create_task(forever("monitor", components.monitor.run), name="monitor"),
         group.create_task(report_event_loop_lag(components.metrics.lagged), name="event_loop_lag"),
         group.create_task(persistently("read_model", partial(_refresh, components, read_model)), name="read_model"),
         group.create_task(forever("history", components.agent_state.history.run), name="history"),
-        *parts.api_side.start(group, components, read_model),
+        *components.api_side.start(group, components),
     ]
     if source is not None:
         history = components.agent_state.history
@@ -126,9 +163,9 @@ def _start_observers(group: asyncio.TaskGroup, parts: Parts, source: SettingsSou
     return daemons
 
 
-async def _reconcile(parts: Parts) -> None:
+async def _reconcile(components: Components) -> None:
     """Waits for the driver and reads what the kubelet has, before anything is offered."""
-    components, api_side, loaded, settings = parts.components, parts.api_side, parts.loaded, parts.components.settings
+    api_side, loaded, settings = components.api_side, components.loaded, components.settings
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
@@ -136,25 +173,25 @@ async def _reconcile(parts: Parts) -> None:
     components.gone_gpus.restore(loaded.notes)
     entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
     complete = await reconcile(components.reconciler, entries or (), wait_synced=api_side.wait_synced, lost=loaded.lost)
-    await _keep_mig_devices(parts, complete=complete and entries is not None)
+    await _keep_mig_devices(components, complete=complete and entries is not None)
     await components.enforcement.recover()
     components.remove_orphans()
 
 
-async def _keep_mig_devices(parts: Parts, *, complete: bool) -> None:
+async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
     """Keeps all MIG devices after the loss of the ledger, until a start at which the ledger has all containers of the kubelet."""
-    snapshot = parts.components.agent_state.inventory.snapshot
-    before = parts.loaded.lost or parts.loaded.notes.get(INCOMPLETE_NOTE)
-    if not before or parts.components.settings.hami.operating_mode != "mig":
+    snapshot = components.agent_state.inventory.snapshot
+    before = components.loaded.lost or components.loaded.notes.get(INCOMPLETE_NOTE)
+    if not before or components.settings.hami.operating_mode != "mig":
         return
     keep = not complete or not snapshot.gpus or bool(snapshot.failures)
     if keep:
-        parts.components.agent.mig_devices.keep()
+        components.agent.mig_devices.keep()
     with contextlib.suppress(CheckpointError):
-        await parts.components.agent_state.save_note(INCOMPLETE_NOTE, "yes" if keep else "")
+        await components.agent_state.save_note(INCOMPLETE_NOTE, "yes" if keep else "")
 
 
-async def _open_servers(parts: Parts) -> None:
+async def _open_servers(components: Components) -> None:
     """Opens the servers, then offers the devices. Raises ListenError."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # other C libraries lack these functions
@@ -164,17 +201,16 @@ async def _open_servers(parts: Parts) -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         libc.malloc_trim(0)  # otherwise glibc keeps about 8 MiB that the start has freed
     gc.freeze()  # imported objects stay: a full collection over them would block the event loop for tens of milliseconds
-    await parts.web.start()
-    if parts.display is not None:
-        await parts.display.start()
-    parts.components.agent_state.publish()
-    parts.components.device_lists.start()
-    parts.components.reconciler.soon()
+    await components.web.start()
+    if components.display is not None:
+        await components.display.start()
+    components.agent_state.publish()
+    components.device_lists.start()
+    components.reconciler.soon()
 
 
-def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -> list[asyncio.Task[None]]:
+def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: Notifier) -> list[asyncio.Task[None]]:
     """The daemons that start after reconciliation: they serve the kubelet, enforce the limits and notify the service manager."""
-    components = parts.components
     leaving = [] if components.leaving is None else [group.create_task(components.leaving.run_out(), name="claims_of_mode_dra")]
     return [
         *leaving,
@@ -182,8 +218,8 @@ def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -
         group.create_task(forever("enforcement", components.enforcement.run), name="enforcement"),
         group.create_task(forever("mig_devices", partial(_tend, components.agent.mig_devices)), name="mig_devices"),
         group.create_task(components.link.run(), name="kubelet_link"),
-        group.create_task(_report(parts, notifier), name="report"),
-        group.create_task(_evict_again(parts.api_side, parts.maintenance), name="evict_again"),
+        group.create_task(_report(components, notifier), name="report"),
+        group.create_task(_evict_again(components.api_side, components.maintenance), name="evict_again"),
         group.create_task(persistently("other_plugins", components.other_plugins.run), name="other_plugins"),
     ]
 
@@ -210,14 +246,13 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
         await maintenance.evict_again()
 
 
-async def _report(parts: Parts, notifier: Notifier) -> None:
+async def _report(components: Components, notifier: Notifier) -> None:
     """Notifies the service manager of the status. This loop alone feeds the watchdog, independent of NVML and the API server."""
-    components = parts.components
     started, ready, reported = time.monotonic(), False, ""
     grace_seconds = components.settings.nvml.ready_grace_seconds
     next_watchdog = 0.0
     while True:
-        status = parts.read_model.status()
+        status = components.read_model.status()
         in_grace = time.monotonic() - started < grace_seconds
         registered = all(state.registered for state in components.link.states.values())
         if not ready and registered and (components.hardware_events.driver_up or not in_grace):
@@ -234,15 +269,14 @@ async def _report(parts: Parts, notifier: Notifier) -> None:
         await asyncio.sleep(until_tick(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS)))
 
 
-async def _stop(parts: Parts, grace_seconds: float) -> None:
+async def _stop(components: Components, grace_seconds: float) -> None:
     """Lets the kubelet's calls end; everything else may be cancelled afterwards.
 
     The kubelet is served until the end, since it refuses pods from the end of its streams until the next agent is registered.
     """
-    components = parts.components
     try:
         async with asyncio.timeout(grace_seconds):
-            await asyncio.gather(parts.web.stop(), *([] if parts.display is None else [parts.display.stop()]))
+            await asyncio.gather(components.web.stop(), *([] if components.display is None else [components.display.stop()]))
             await asyncio.gather(
                 *(link.stop(grace_seconds / 2) for link in (components.link, components.leaving) if link is not None)
             )

@@ -18,7 +18,7 @@ from gpumgr.common.units import Resource
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
-from gpumgr.node import assembly, components
+from gpumgr.node import components, lifecycle
 
 _passed: Counter[str] = Counter()
 
@@ -67,6 +67,6 @@ def _wall_clock() -> float:
 
 if __name__ == "__main__":
     # The composition root has no seam for these two, and needs none but here.
-    vars(assembly)["SqliteCheckpoint"] = KillingCheckpoint
+    vars(lifecycle)["SqliteCheckpoint"] = KillingCheckpoint
     vars(components)["Agent"] = KillingAgent
     main()

@@ -15,7 +15,6 @@ from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.pods import PodView
 from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
-from gpumgr.node.assembly import make_maintenance
 from gpumgr.node.components import Components, make_enforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
@@ -28,7 +27,6 @@ from gpumgr.settings.schema import (
 )
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
-from gpumgr.web.read_model import ReadModel
 from tests.component.stage.stage import MemoryCheckpoint
 
 POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer(name="main", cores=30, memory_blocks=4),))
@@ -57,9 +55,8 @@ async def started(
         components = Components(
             settings, hardware, loaded=Loaded(), checkpoint=checkpoint, api_side=side, driver=None, enforcement=enforcement
         )
-        readers = ReadModel(components, pods=side.pods, maintenance=make_maintenance(components, side), api_queue=side.api_queue)
         async with asyncio.TaskGroup() as group:
-            daemons = side.start(group, components, readers)
+            daemons = side.start(group, components)
             yield side, components
             assert not any(daemon.done() for daemon in daemons), daemons
             for daemon in daemons:
