@@ -12,7 +12,7 @@ from tests.component.enforcement.limiter.harness import compile_all
 
 from .agent import Agent
 from .cluster import Cluster
-from .manifests import SLEEP, Json
+from .manifests import MEMORY, SLEEP, Json
 from .node import Node
 from .places import RUN_DIR, STATE
 from .processes import wait_until
@@ -27,7 +27,7 @@ LIMIT = 16 * BLOCK
 def limiter_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     FAKE.mkdir(parents=True, exist_ok=True)
     compile_all(FAKE)
-    with limited(cluster, running_agent, {"enforcement": {"backend": "limiter"}}) as node:
+    with limited(cluster, running_agent, {"enforcement": {"backend": "limiter", "memory_burst": True}}) as node:
         yield node
 
 
@@ -108,6 +108,44 @@ def test_limits_outlive_the_agent(node: Node) -> None:
     assert page(node, "lasting", "use").stat().st_ino == before.st_ino, "a running container keeps its pages"
     wait_until("time held", lambda: (row(node, "lasting")["held_ratio"] or 0) != 0)
     assert not node.events("lasting", "GpuLimitTampered") + node.events("lasting", "GpuLimitBroken")
+
+
+#: Takes all memory that it gets, once a second.
+GREEDY = f"echo init 0; while sleep 1; do echo grab alloc 67108864 {64 << 30}; echo info; done"
+
+
+def test_a_burst_takes_what_is_free_and_gives_way_to_the_next_container(node: Node) -> None:
+    greedy = cuda("greedy", GREEDY)
+    greedy["metadata"]["annotations"] = {"gpumgr.io/memory-limit": '{"main": 6144}'}
+    node.run([greedy])
+    limit = 6144 * MIB
+    wait_until("its limit", lambda: [0, 0, limit] in answers(node, "greedy"))
+    taken = [answer[1] for answer in answers(node, "greedy") if answer[0] == 2]
+    assert sum(taken) == limit, "each attempt ended out of memory, at the limit of that time"
+    assert (row(node, "greedy")["memory_bytes"], row(node, "greedy")["memory_limit_bytes"]) == (LIMIT, limit)
+    offer = node.agent.offer[MEMORY]
+    index, (pid, *_) = gpu_index(node, "greedy"), [each for each in pids(node, "greedy") if b"tenant" in cmdline(each)]
+    try:
+        control().set_processes(index, [SimProcess(pid=pid, memory_bytes=limit, sm_percent=10)])
+        node.wait_offered({MEMORY: offer - 8})
+        again = tenant("again", "sleep 5; exit 1", 10, 280)
+        again["spec"]["restartPolicy"] = "Always"
+        node.run([again])
+        assert gpu_index(node, "again") == index
+        # The simulated driver lets it take more than its limit.
+        control().set_processes(index, [SimProcess(pid=pid, memory_bytes=60 << 30, sm_percent=10)])
+        assert "greedy (main) holds" in node.event("again", "GpuRefused", "above its request")
+        restarts = restarts_of(node, "again")
+    finally:
+        control().set_processes(index, [])
+    node.wait_offered({MEMORY: offer})
+    wait_until("it starts again", lambda: restarts_of(node, "again") > restarts, 180)
+    assert not node.events("greedy", "GpuLimitTampered")
+
+
+def restarts_of(node: Node, name: str) -> int:
+    (status,) = node.cluster.pods.all()[name]["status"]["containerStatuses"]
+    return int(status["restartCount"])
 
 
 #: What a hostile tenant does -> the event that its pod gets.
