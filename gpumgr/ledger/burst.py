@@ -25,6 +25,11 @@ class ContainerMemory:
     used_bytes: int | None = None
 
     @property
+    def unused_bytes(self) -> int:
+        """What it was granted and does not use."""
+        return max(0, self.request_bytes - (self.used_bytes or 0))
+
+    @property
     def burst_bytes(self) -> int:
         """What it holds above its request."""
         return max(0, (self.used_bytes or 0) - self.request_bytes)
@@ -62,6 +67,19 @@ def limits_now(
         key: each.request_bytes + min(each.limit_bytes - each.request_bytes, -(-each.burst_bytes // _MEBIBYTE) * _MEBIBYTE + room)
         for key, each in memories.items()
     }
+
+
+def obstacle_to_start(
+    memories: Mapping[_K, ContainerMemory], own: ContainerMemory, *, free_bytes: int, slack_bytes: int
+) -> tuple[int, _K] | None:
+    """Before a container starts that has `own`, beside those of `memories`: the bytes that are left for it, and which container holds most
+    above its request; None: it has its memory. What others were granted is not left for it. A container that holds no more than
+    `slack_bytes` above its request (contexts, rounding) is no obstacle."""
+    left = max(0, free_bytes - sum(each.unused_bytes for each in memories.values()))
+    holder = max(memories, key=lambda key: memories[key].burst_bytes, default=None)
+    if own.unused_bytes <= left or holder is None or memories[holder].burst_bytes <= slack_bytes:
+        return None
+    return left, holder
 
 
 def blocks_of_burst(mebibytes: int) -> int:

@@ -12,7 +12,7 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.tenants import is_share
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
-from gpumgr.ledger.burst import ContainerMemory, limits_now, wanted_limits
+from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, wanted_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
@@ -31,7 +31,8 @@ Shares = Mapping[AllocationId, GpuShare]
 
 
 class Bursts:
-    """`obstacle`: why these mechanisms can't change the memory limit of a running container; None: they can. `allowed`: the setting."""
+    """`obstacle`: why these mechanisms can't change the memory limit of a running container; None: they can. `allowed` and
+    `slack_bytes`: the settings; what is held above a request is tolerated up to the latter."""
 
     def __init__(
         self,
@@ -41,8 +42,10 @@ class Bursts:
         *,
         obstacle: Callable[[tuple[str, ...]], str | None],
         allowed: bool,
+        slack_bytes: int,
     ) -> None:
-        self._records, self._pods, self._events, self._obstacle, self.allowed = records, pods, events, obstacle, allowed
+        self._records, self._pods, self._events, self._obstacle = records, pods, events, obstacle
+        self.allowed, self.slack_bytes = allowed, slack_bytes
         self._ignored: dict[AllocationId, str] = {}
         #: Where containers may hold more than their request: they have a limit above it, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
@@ -162,19 +165,19 @@ class Bursts:
         return False
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        memories, free_bytes = self._memories.get(gpu, {}), self._free_bytes.get(gpu)
-        own = memories.get(allocation.id)
-        lacking = allocation.limits_on(gpu).memory_mebibytes - ((own.used_bytes or 0) >> 20 if own else 0)
-        others = [(each.burst_bytes, name) for name, each in memories.items() if name != allocation.id and each.burst_bytes]
-        if free_bytes is None or free_bytes >> 20 >= lacking or not others:
+        memories, free_bytes = dict(self._memories.get(gpu, {})), self._free_bytes.get(gpu)
+        request_bytes = allocation.limits_on(gpu).memory_mebibytes << 20
+        own = memories.pop(allocation.id, None) or ContainerMemory(request_bytes=request_bytes, limit_bytes=request_bytes)
+        if free_bytes is None:
             return
-        most, holder = max(others)
-        raise Refusal(
-            "conflict",
-            f"GPU {gpu} has {free_bytes >> 20} MiB of free memory, and the container needs {lacking} MiB: "
-            f"{self._records.ledger.allocations[holder].describe()} holds {most >> 20} MiB above its request and gets no more; the kubelet "
-            "tries again by itself",
-        )
+        if found := obstacle_to_start(memories, own, free_bytes=free_bytes, slack_bytes=self.slack_bytes):
+            left, holder = found
+            name, burst_bytes = self._records.ledger.allocations[holder].describe(), memories[holder].burst_bytes
+            raise Refusal(
+                "conflict",
+                f"GPU {gpu} has {left >> 20} MiB of memory left for the container, which needs {own.unused_bytes >> 20} MiB: {name} holds "
+                f"{burst_bytes >> 20} MiB above its request and gets no more; the kubelet tries again by itself",
+            )
 
 
 def _memories(

@@ -97,7 +97,14 @@ class MemoryLimitWatcher:
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter, self._rule = meter, over_limit
         self._shares, self._pods = _Shares(pods), pods
-        self.bursts = Bursts(records, pods, self._events, obstacle=backends.burst_obstacle, allowed=over_limit.burst)
+        self.bursts = Bursts(
+            records,
+            pods,
+            self._events,
+            obstacle=backends.burst_obstacle,
+            allowed=over_limit.burst,
+            slack_bytes=over_limit.slack_bytes,
+        )
         self._enforce = BackgroundCall("enforce_limits")
         self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
@@ -108,7 +115,8 @@ class MemoryLimitWatcher:
 
     def apply(self, over_limit: OverLimit) -> None:
         """Counts from the next sample on."""
-        self._rule, self.bursts.allowed = over_limit, over_limit.burst
+        self._rule = over_limit
+        self.bursts.allowed, self.bursts.slack_bytes = over_limit.burst, over_limit.slack_bytes
 
     # -- what is shown -----------------------------------------------------------------------------------------------------
 

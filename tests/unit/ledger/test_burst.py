@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpumgr.common.units import Amounts
-from gpumgr.ledger.burst import ContainerMemory, limits_now, wanted_limits
+from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, wanted_limits
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request, candidates, choose
 from gpumgr.ledger.ids import count
@@ -88,6 +88,28 @@ def test_while_a_container_starts_nobody_gets_more_than_it_uses_or_requests() ->
     }
     now = limits_now(memories, free_bytes=9 * GIB, granted_bytes=9 * GIB, starting=True)
     assert now == {"a": 6 * GIB, "b": 4 * GIB, "c": GIB + (1 << 20)}
+
+
+@pytest.mark.parametrize(
+    ("memories", "own", "free", "obstacle"),
+    [
+        ([memory(4, 16, 8)], memory(4, 4, None), 4, None),
+        ([memory(4, 16, 9), memory(1, 16, 3)], memory(4, 4, None), 3, (3, 0)),
+        # What others were granted is not left for it.
+        ([memory(4, 16, 8), memory(2, 2, 1)], memory(4, 4, None), 4, (3, 0)),
+        # It has started before, and holds a part.
+        ([memory(4, 16, 8)], memory(4, 4, 3), 1, None),
+        # No burst is to blame.
+        ([memory(4, 16, 4)], memory(4, 4, None), 1, None),
+        ([memory(4, 16, 5)], memory(4, 4, None), 1, None),
+        ([], memory(4, 4, None), 1, None),
+    ],
+)
+def test_who_is_in_the_way_of_a_start(
+    memories: list[ContainerMemory], own: ContainerMemory, free: int, obstacle: tuple[int, int] | None
+) -> None:
+    found = obstacle_to_start(dict(enumerate(memories)), own, free_bytes=free * GIB, slack_bytes=GIB)
+    assert found == (None if obstacle is None else (obstacle[0] * GIB, obstacle[1]))
 
 
 @pytest.mark.parametrize(("mebibytes", "closed"), [(0, 0), (1, 1), (256, 1), (257, 2), (4096, 14)])

@@ -1,0 +1,139 @@
+"""Any history of grants, bursts and ends on one GPU: granted requests never exceed it, and what bursts hold is closed for others.
+
+What containers use changes between two evaluations, so grants and limits are decided with figures of the last one.
+"""
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import BLOCK_MEBIBYTES, RESOURCES, Resource
+from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start
+from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.choose import Request, choose
+from gpumgr.ledger.grant import grant
+from gpumgr.ledger.node import NodeView, node_devices
+from tests.unit.ledger.nodes import app, empty, node_of, pod
+
+BLOCKS = 16
+MEMORY = BLOCKS * BLOCK_MEBIBYTES
+MIB = 1 << 20
+
+
+class Gpu(RuleBasedStateMachine):
+    """Figures in MiB. `wanted`: the limits of containers that may burst; `limits`: what is in force; `used`: what the driver gave."""
+
+    @initialize()
+    def start(self) -> None:
+        self.ledger, self.node = empty([BLOCKS]), node_of(empty([BLOCKS]).gpu_registry)
+        (self.gpu,) = self.ledger.gpu_registry.gpus
+        self.used, self.wanted, self.limits = dict[str, int](), dict[str, int](), dict[str, int]()
+        self.number = 0
+
+    @property
+    def free(self) -> int:
+        return MEMORY - sum(self.used.values())
+
+    def request(self, name: str) -> int:
+        return self.ledger.allocations[name].memory_mebibytes
+
+    def memories(self) -> dict[str, ContainerMemory]:
+        return {
+            name: ContainerMemory(
+                request_bytes=self.request(name) * MIB,
+                limit_bytes=max(self.request(name), self.wanted[name]) * MIB,
+                used_bytes=self.used[name] * MIB,
+            )
+            for name in self.ledger.allocations
+        }
+
+    @rule()
+    def evaluate(self, *, starting: bool = False) -> None:
+        memories = self.memories()
+        granted = self.ledger.used(self.gpu.name).memory_mebibytes
+        now = limits_now(memories, free_bytes=self.free * MIB, granted_bytes=granted * MIB, starting=starting)
+        self.limits = {name: size // MIB for name, size in now.items()}
+        held = sum(each.burst_bytes for each in memories.values()) // MIB
+        self.node = replace(self.node, burst_mebibytes={self.gpu.name: held} if held else {})
+        for name, size in self.limits.items():
+            assert self.request(name) <= size <= max(self.request(name), self.wanted[name])
+            assert size >= min(self.used[name], max(self.request(name), self.wanted[name])), "no live allocation is above a limit"
+        self.closed_ids_are_the_bursts(held)
+
+    def closed_ids_are_the_bursts(self, held: int) -> None:
+        (devices,) = node_devices(self.ledger, self.node, failed=())
+        granted = self.ledger.held("memory").get(self.gpu.name, 0)
+        assert devices.healthy_blocks & granted == granted
+        closed = BLOCKS - devices.healthy_blocks.bit_count()
+        assert closed == min(-(-held // BLOCK_MEBIBYTES), BLOCKS - granted.bit_count())
+
+    @rule(blocks=st.integers(1, 6) | st.integers(1, BLOCKS), wanted=st.sampled_from([0, 0, MEMORY]) | st.integers(0, MEMORY))
+    def admit(self, blocks: int, wanted: int) -> None:
+        """The kubelet offers the ids of the last list. A container that can't start is removed again."""
+        self.number += 1
+        name = f"p{self.number}"
+        view = pod(name, app(1, blocks))
+        caller = Caller(pod=view.key, view=view, spec=view.containers[0])
+        before = self.ledger
+        try:
+            for kind in RESOURCES:
+                self.take(name, caller, kind)
+        except Refusal:
+            self.ledger = before
+            return
+        self.used[name], self.wanted[name] = 0, wanted
+        self.evaluate(starting=True)
+        others = self.memories()
+        own = others.pop(name)
+        if obstacle_to_start(others, own, free_bytes=self.free * MIB, slack_bytes=0):
+            self.end(name)
+        self.evaluate()
+
+    def take(self, name: str, caller: Caller, kind: Resource) -> None:
+        (devices,) = node_devices(self.ledger, self.node, failed=())
+        healthy = devices.healthy_cores if kind == "core" else devices.healthy_blocks
+        available = {self.gpu.name: healthy & ~self.ledger.held(kind).get(self.gpu.name, 0)}
+        size = 1 if kind == "core" else caller.spec.memory_blocks if caller.spec else 0
+        view: NodeView = replace(self.node, visible_blocks={self.gpu.name: devices.healthy_blocks})
+        masks = choose(view, self.ledger, caller, Request(resource=kind, available=available, must={}, size=size)).masks
+        held = grant(view, self.ledger, caller, kind, masks, new_id=name, now=0.0, why="")
+        self.ledger = self.ledger.occupy(held)
+
+    @precondition(lambda self: self.ledger.allocations)
+    @rule(choice=st.integers(0), demand=st.none() | st.integers(0, MEMORY))
+    def use(self, choice: int, demand: int | None) -> None:
+        """A container frees memory, or asks for more: up to the limit in force (None: all of that), and the driver refuses what the GPU
+        does not have."""
+        names = sorted(self.ledger.allocations)
+        name = names[choice % len(names)]
+        demand = self.limits[name] if demand is None else demand
+        if demand <= self.used[name] or (demand <= self.limits[name] and demand - self.used[name] <= self.free):
+            self.used[name] = demand
+
+    @precondition(lambda self: self.ledger.allocations)
+    @rule(choice=st.integers(0))
+    def leave(self, choice: int) -> None:
+        names = sorted(self.ledger.allocations)
+        self.end(names[choice % len(names)])
+        self.evaluate()
+
+    def end(self, name: str) -> None:
+        self.ledger = self.ledger.free([name])
+        del self.used[name], self.wanted[name]
+
+    @invariant()
+    def granted_requests_fit(self) -> None:
+        assert self.ledger.check().used(self.gpu.name).memory_mebibytes <= MEMORY
+
+    @invariant()
+    def a_single_burst_leaves_all_requests_their_memory(self) -> None:
+        if sum(limit > self.request(name) for name, limit in self.wanted.items()) <= 1:
+            unused = sum(max(0, self.request(name) - used) for name, used in self.used.items())
+            assert unused <= self.free
+
+
+Gpu.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestGpu = Gpu.TestCase
