@@ -33,6 +33,7 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
 #define REFRESH_NS (50 * MS)
 #define RECENT_NS (1000 * MS)
 #define AWAY_NS (100 * MS) /* a tenant that wanted nothing for so long has no claim on the time before */
+#define CROSSED_NS (5 * MS) /* more than the work that a program may queue ahead takes */
 #define DEBT_NS (2000 * MS)
 
 /* -- what the agent calls ---------------------------------------------------------------------------------------------------------
@@ -60,6 +61,7 @@ struct gm_arbiter_figures {
 static struct tenant {
     struct gpu *gpu; /* NULL: the place is free */
     struct tenant *next; /* of the same GPU */
+    struct tenant *sibling; /* the same container's on another GPU: a ring */
     int page; /* the GPU's index in the tenant's pages */
     int limits_fd, turn_fd;
     void *mapping; /* of the turn page, never read */
@@ -201,6 +203,17 @@ static void look(struct tenant *t, int64_t now) {
     t->active_at = now;
 }
 
+/* Each of the two containers holds a GPU for which the other one waits: kernels that meet across GPUs would wait until the turns end.
+ * True: the holder yields, since it is ahead on both GPUs together, on which both containers see the same sum. */
+static bool yields(const struct tenant *h, const struct tenant *other) {
+    for (const struct tenant *o = other->sibling; o != other; o = o->sibling)
+        for (const struct tenant *s = h->sibling; s != h && o->gpu->holder == o; s = s->sibling) {
+            if (s->gpu != o->gpu || !(s->flags & GM_WANTS)) continue;
+            int64_t more = h->virtual_ns - other->virtual_ns + s->virtual_ns - o->virtual_ns;
+            return more ? more > 0 : h > other;
+        }
+    return false;
+}
 /* The waiting tenant that is next, or NULL. */
 static struct tenant *next(const struct gpu *g, const struct tenant *but) {
     struct tenant *best = NULL;
@@ -233,16 +246,17 @@ static void release(struct gpu *g, struct tenant *t) {
     write_since(t, 0);
 }
 static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, int64_t now) {
+    bool crossed = other && yields(h, other);
     if (now < g->until) {
-        if (h->bucket_ns <= 0 || (other && !h->flags)) end_turn(g, h, now);
+        if (h->bucket_ns <= 0 || crossed || (other && !h->flags)) end_turn(g, h, now);
         else if (!other && g->until < now + turn_ns(h) - MS) write_until(h, g->until = now + turn_ns(h));
         else if (other && now + MS >= g->until && h->virtual_ns + (g->until - now) * 100 / h->share <= other->virtual_ns)
             write_until(h, g->until += turn_ns(h));
     }
     if (now < g->until) return;
     if (!(h->flags & GM_BUSY)) release(g, h);
-    else if (now > g->until + 2 * h->quantum_ns) {
-        h->figures.overruns++;
+    else if (now > g->until + (crossed ? CROSSED_NS : 2 * h->quantum_ns)) {
+        h->figures.overruns += !crossed;
         h->overran = true;
         release(g, h);
     } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
@@ -324,6 +338,9 @@ EXPORT int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd) {
         struct gpu *g = &gpus[gpu];
         *t = (struct tenant){.gpu = g, .next = g->tenants, .page = page, .limits_fd = limits_fd, .turn_fd = turn_fd, .share = 100, .pass = 2,
                              .mapping = mapping == MAP_FAILED ? NULL : mapping};
+        t->sibling = t;
+        for (struct tenant *s = tenants; s < tenants + TENANTS && t->sibling == t; s++)
+            if (s != t && s->gpu && s->turn_fd == turn_fd) t->sibling = s->sibling, s->sibling = t;
         int64_t now = clock_ns();
         g->tenants = t, g->due = 0;
         t->looked_at = now;
@@ -349,6 +366,8 @@ EXPORT void gm_arbiter_remove(int number) {
         struct tenant **link = &t->gpu->tenants;
         while (*link != t) link = &(*link)->next;
         *link = t->next;
+        for (link = &t->sibling; *link != t;) link = &(*link)->sibling;
+        *link = t->sibling;
         if (t->gpu->holder == t) release(t->gpu, t);
         put(t->limits_fd, &pass, sizeof pass, limits_at(t) + (off_t)offsetof(struct gm_limits_gpu, pass));
         if (t->mapping) munmap(t->mapping, sizeof(struct gm_turn));
