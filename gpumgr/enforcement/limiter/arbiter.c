@@ -57,6 +57,7 @@ struct gm_arbiter_figures {
     uint64_t held_ns;  /* GPU time that was charged */
     uint64_t overruns; /* turns after which work did not end within two quanta: a long or endless kernel, or a turn that is never given back */
     uint64_t spoiled;  /* how often the turn page was too short or had values that only damage explains; it was restored each time */
+    uint64_t waited_ns; /* the time without a turn in which at least one of its threads waited for it */
 };
 static struct tenant {
     struct gpu *gpu; /* NULL: the place is free */
@@ -269,6 +270,7 @@ static bool has_gpu(const struct tenant *t, const struct tenant *other) {
 static int64_t serve(struct gpu *g, int64_t now) {
     int64_t pause = REST_SCAN_NS;
     for (struct tenant *t = g->tenants; t; t = t->next) {
+        if (t->flags & GM_WANTS && g->holder != t) t->figures.waited_ns += (uint64_t)(now - g->served_at);
         look(t, now);
         if (now - t->active_at < RECENT_NS) pause = SCAN_NS;
     }

@@ -14,15 +14,17 @@ class ArbiterError(GpumgrError):
 
 
 class _Figures(ctypes.Structure):
-    _fields_ = (("held_ns", ctypes.c_uint64), ("overruns", ctypes.c_uint64), ("spoiled", ctypes.c_uint64))
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("held_ns", "overruns", "spoiled", "waited_ns"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
     """What one tenant did on one GPU since it was added. `overruns`: turns that were passed on although its work had not ended. `spoiled`:
-    how often its turn page was damaged, and restored."""
+    how often its turn page was damaged, and restored. `waited_ns`: the time in which at least one of its threads waited for a turn, as the
+    arbiter saw it, every 5 ms or oftener."""
 
     held_ns: int
+    waited_ns: int
     overruns: int
     spoiled: int
 
@@ -59,7 +61,7 @@ class Arbiter:
     def turns(self, number: int) -> Turns:
         figures = _Figures()
         self._library.gm_arbiter_figures(number, ctypes.byref(figures))
-        return Turns(held_ns=figures.held_ns, overruns=figures.overruns, spoiled=figures.spoiled)
+        return Turns(held_ns=figures.held_ns, waited_ns=figures.waited_ns, overruns=figures.overruns, spoiled=figures.spoiled)
 
     def stop(self) -> None:
         """Its tenants limit themselves from now on. It does not start again."""

@@ -202,7 +202,7 @@ static bool try_pass(const struct gm_process *p, struct gm_gate *g, uint64_t now
     return false;
 }
 static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
-    uint64_t begun = gm_now(), now = begun;
+    uint64_t now = gm_now();
     begin_wait(p, g, now);
     for (;;) {
         uint32_t seen = __atomic_load_n(&turn(p, g)->grants, __ATOMIC_SEQ_CST);
@@ -217,7 +217,6 @@ static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
         else futex_wait(&turn(p, g)->grants, seen, 100 * MS);
     }
     end_wait(p, g, now);
-    if (p->slot) __atomic_fetch_add(&p->slot->gpu[gpu_of(g)].waited_ns, now - begun, __ATOMIC_RELAXED);
 }
 
 struct gm_pass gm_enter(CUstream handle, bool per_thread) {

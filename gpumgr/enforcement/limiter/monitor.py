@@ -62,9 +62,9 @@ class PageMonitor:
         self._differences = [deque[int](maxlen=_DIFFERENCES) for _ in range(count)]
         self._overruns: dict[int, tuple[int, int]] = {}
         self._spoiled: dict[int, int] = {}
-        #: By slot, pid and GPU: launches and nanoseconds waited at the last check; and their sums, also of processes that have ended.
-        self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._launches, self._waited_ns = [0] * count, [0] * count
+        #: By slot, pid and GPU: the launches at the last check; and their sums, also of processes that have ended.
+        self._seen: dict[tuple[int, int, int], int] = {}
+        self._launches = [0] * count
         self._uses: dict[GpuName, TurnUse] = {}
         self._checked_at = 0.0
         #: For each GPU: the time of recent checks, and the seconds held and waited until then.
@@ -230,17 +230,14 @@ class PageMonitor:
             on_gpu = slot.gpus[page]
             key = slot.index, slot.pid, page
             # The first check after a start of the agent adds nothing: the former agent counted that.
-            launches, waited_ns = self._seen.get(
-                key, (0, 0) if new or self._recent[page] else (on_gpu.launches, on_gpu.waited_ns)
-            )
+            launches = self._seen.get(key, 0 if new or self._recent[page] else on_gpu.launches)
             self._launches[page] += max(0, on_gpu.launches - launches)
-            self._waited_ns[page] += max(0, on_gpu.waited_ns - waited_ns)
-            self._seen[key] = on_gpu.launches, on_gpu.waited_ns
+            self._seen[key] = on_gpu.launches
             kinds = [sum(pair) for pair in zip(kinds, on_gpu.bytes_by_kind, strict=True)]
         there = {(slot.index, slot.pid) for slot in slots}
         self._seen = {key: value for key, value in self._seen.items() if key[:2] in there}
         turns = self._arbiter.turns(self._numbers[page])
-        now, held, waited = self._clock(), turns.held_ns / _NANOSECONDS, self._waited_ns[page] / _NANOSECONDS
+        now, held, waited = self._clock(), turns.held_ns / _NANOSECONDS, turns.waited_ns / _NANOSECONDS
         self._recent[page].append((now, held, waited))
         since, held_then, waited_then = self._recent[page][0]
         passed = now - since

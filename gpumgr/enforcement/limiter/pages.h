@@ -40,8 +40,7 @@ enum gm_kind { GM_ALLOC, GM_MANAGED, GM_ARRAY, GM_VMM, GM_POOL, GM_GRAPH, GM_CON
 struct gm_use_slot_gpu {
     uint64_t bytes[GM_KINDS]; /* that this process has reserved; their sum over all slots is gm_use_gpu.reserved_bytes */
     uint64_t launches;
-    uint64_t spare;
-    uint64_t waited_ns; /* that a launch waited for the turn */
+    uint64_t spare[2];
     uint64_t unknown;   /* versions of hooked functions that passed to the driver unlimited */
     uint64_t reserved[4];
 };

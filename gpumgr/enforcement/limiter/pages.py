@@ -52,8 +52,7 @@ class _UseSlotGpu(ctypes.LittleEndianStructure):
     _fields_ = (
         ("bytes", _U64 * 8),
         ("launches", _U64),
-        ("spare", _U64),
-        ("waited_ns", _U64),
+        ("spare", _U64 * 2),
         ("unknown", _U64),
         ("pending_bytes", _U64),
         ("reserved", _U64 * 3),
@@ -120,7 +119,6 @@ class SlotOnGpu:
 
     bytes_by_kind: tuple[int, ...]
     launches: int
-    waited_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +229,7 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             continue
         slot = _UseSlot.from_buffer_copy(data, index * _SLOT_BYTES)
         on_gpus = tuple(
-            SlotOnGpu(bytes_by_kind=tuple(each.bytes[: len(KINDS)]), launches=each.launches, waited_ns=each.waited_ns)
-            for each in slot.gpu[:gpus]
+            SlotOnGpu(bytes_by_kind=tuple(each.bytes[: len(KINDS)]), launches=each.launches) for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
         slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, fault=fault, gpus=on_gpus))

@@ -13,11 +13,10 @@ AllocationOnGpu = tuple[AllocationId, GpuName]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnUse:
-    """How a container used its turns on one GPU, by the limiter's count since the agent knows it. `waited_seconds` is the sum over its
-    threads. `overruns`: turns that were passed on although its work had not ended. `memory_bytes_by_kind`: what its processes hold, by
-    the kind of the allocation; without kinds that have none. `held_ratio` and `waited_ratio`: the part of the last ten seconds in which it
-    held the GPU, and in which a launch waited for the turn, 0..1 (over all its threads, 1 at most); None: not
-    known yet, or launches need no turn."""
+    """How a container used its turns on one GPU, by the limiter's count since the agent knows it. `waited_seconds`: it had no turn, and at
+    least one of its threads waited for it. `overruns`: turns that were passed on although its work had not ended. `memory_bytes_by_kind`:
+    what its processes hold, by the kind of the allocation; without kinds that have none. `held_ratio` and `waited_ratio`: the part of the
+    last ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or launches need no turn."""
 
     held_seconds: float
     waited_seconds: float

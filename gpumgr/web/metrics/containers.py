@@ -30,7 +30,13 @@ def _counter(name: str, about: str) -> Family:
 
 
 def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
-    return lambda use: None if use.turns is None else read(use.turns)
+    """Not for a container without a name yet: others have the same labels, and a counter must not drop when one of them ends."""
+    return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
+
+
+def _newer(_: float, newer: float) -> float:
+    """The end of the older one changes nothing. When the newer one begins, the counter begins again, as after a restart."""
+    return newer
 
 
 def _added_ratios(one: float, other: float) -> float:
@@ -77,22 +83,22 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
     (
         _counter("held_seconds", "Seconds for which the container held the GPU, with the backend limiter."),
         _of_turns(lambda turns: turns.held_seconds),
-        operator.add,
+        _newer,
     ),
     (
-        _counter("waited_seconds", "Seconds for which launches of the container waited for its turn, the sum over its threads."),
+        _counter("waited_seconds", "Seconds in which at least one thread of the container waited for a turn."),
         _of_turns(lambda turns: turns.waited_seconds),
-        operator.add,
+        _newer,
     ),
     (
         _counter("launches", "Launches of the container that the backend limiter counted: kernels, graphs, large copies."),
         _of_turns(lambda turns: turns.launches),
-        operator.add,
+        _newer,
     ),
     (
         _counter("overruns", "Turns that passed to the next container although the work of this one had not ended."),
         _of_turns(lambda turns: turns.overruns),
-        operator.add,
+        _newer,
     ),
 )
 _KINDS: Final = gauge(
@@ -110,7 +116,9 @@ def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[Rendere
     yield from _held(report.view.ledger, texts)
     # While the driver does not answer, old values would look current.
     use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
-    named = [(_labels(each, texts), each) for each in yielding_gil(use.containers.values() if use else ())]
+    granted = report.view.ledger.allocations
+    ordered = sorted(use.containers.values() if use else (), key=lambda each: granted[each.allocation].granted_at)
+    named = [(_labels(each, texts), each) for each in yielding_gil(ordered)]
     for family, read, merge in _READINGS:
         yield render(family, _merged(named, read, merge))
     yield render(_KINDS, _by_kind(named))

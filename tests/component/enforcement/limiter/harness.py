@@ -252,7 +252,7 @@ if away_seconds:
 else:
     numbers = start()
     print(flush=True)
-figures = (ctypes.c_uint64 * 3)()
+figures = (ctypes.c_uint64 * 4)()
 while sys.stdin.readline():
     line = []
     for number in numbers:
@@ -286,11 +286,18 @@ class Arbiter:
 
     def figures(self) -> list[tuple[int, int, int]]:
         """By container and GPU: the time that it was charged, in ns, its overruns, and how often its turn page was restored."""
+        numbers = self._numbers()
+        return list(zip(numbers[::4], numbers[1::4], numbers[2::4], strict=True))
+
+    def waited_seconds(self) -> list[float]:
+        """By container and GPU: in which at least one thread waited for a turn."""
+        return [waited_ns / 1e9 for waited_ns in self._numbers()[3::4]]
+
+    def _numbers(self) -> list[int]:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        numbers = self._answer()
-        return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        return self._answer()
 
     def reads(self) -> int:
         """How often its thread has read pages."""

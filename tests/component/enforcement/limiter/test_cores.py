@@ -127,6 +127,16 @@ def test_threads_share_the_turn(node: Node, tmp_path: Path, lookup: str) -> None
     assert _gpu_time_percent(tenants, ["products"] * 2, threads=4) == pytest.approx([25, 75], abs=3)
 
 
+@pytest.mark.parametrize("threads", [1, 8])
+def test_the_time_waited_is_that_of_the_container(node: Node, tmp_path: Path, threads: int) -> None:
+    """Not the sum over its threads. These two wait whenever they do not hold the GPU."""
+    containers = _containers(tmp_path, [25, 75])
+    arbiter = node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    _gpu_time_percent(tenants, ["products"] * 2, threads=threads)
+    assert [10 * waited for waited in arbiter.waited_seconds()] == pytest.approx([75, 25], abs=3)
+
+
 def test_captures_in_another_thread_are_not_disturbed(node: Node, tmp_path: Path) -> None:
     """In global mode, in which many calls of any thread end a capture."""
     containers = _containers(tmp_path, [50, 50])

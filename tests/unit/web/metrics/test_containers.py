@@ -112,14 +112,23 @@ def test_turns_that_have_not_been_used_are_0_and_not_absent() -> None:
     assert [ours(report, f"container_{name}") for name in TURNS] == [*[{SERIES: 0.0}] * 4, {}]
 
 
-def test_turns_of_two_pods_of_one_name_are_added() -> None:
-    report = picture_of(share("a"), share("b", blocks=0b100), processes={}, owners={})
-    report = with_turns(report, {"a": turns(launches=9, alloc=700, pool=1), "b": turns(launches=1, alloc=300)})
-    assert ours(report, "container_launches_total") == {SERIES: 10.0}
-    assert ours(report, "container_held_seconds_total") == {SERIES: 5.0}
+def test_counters_of_two_pods_of_one_name_are_those_of_the_newer_one() -> None:
+    """So they do not drop when the older one ends. What both hold is added."""
+    newer, older = replace(share("a"), granted_at=2.0), replace(share("b", blocks=0b100), granted_at=1.0)
+    report = picture_of(newer, older, processes={}, owners={})
+    report = with_turns(report, {"a": turns(launches=1, alloc=700, pool=1), "b": turns(launches=9, alloc=300)})
+    assert ours(report, "container_launches_total") == {SERIES: 1.0}
+    alone = with_turns(picture_of(newer, processes={}, owners={}), {"a": turns(launches=1)})
+    assert ours(alone, "container_launches_total") == {SERIES: 1.0}
     container, gpu, *pod = SERIES
     by_kind = {(container, gpu, "alloc", *pod): 1000.0, (container, gpu, "pool", *pod): 1.0}
     assert ours(report, "container_memory_by_kind_bytes") == by_kind
+
+
+def test_counters_need_the_containers_name() -> None:
+    """Else several containers have one series, which drops when one of them ends."""
+    report = with_turns(picture_of(replace(share("a"), pod=None), processes={}, owners={}), {"a": turns(launches=9)})
+    assert ours(report, "container_launches_total") == {}
 
 
 def test_a_whole_gpu_has_no_limits() -> None:
