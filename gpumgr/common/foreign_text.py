@@ -7,6 +7,7 @@ twice, the last value counts, as in Go.
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from typing import Any, Final, TypeVar, overload
 
 import msgspec
@@ -22,6 +23,8 @@ _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: A string or a bracket. A string without an end reaches to the end of the text, and no part is tried twice: the time is linear in every
 #: text.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+#: An object of the API server with more bytes is parsed on a thread; with as many it takes up to 20 ms.
+_LONG_BYTES: Final = 1 << 16
 #: PyYAML needs quadratic time for numbers to base 60, such as 1:30:00.
 _MAX_SEXAGESIMAL: Final = 100
 
@@ -126,6 +129,11 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
         except Exception:
             raise error from None
         return decode_json(mended, kind)
+
+
+async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw) -> T:
+    """What `parse` returns or raises. A long text would hold the event loop for up to half a second."""
+    return await asyncio.to_thread(parse, text) if memoryview(text).nbytes > _LONG_BYTES else parse(text)
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:

@@ -26,7 +26,7 @@ import msgspec
 import structlog
 
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_stored
+from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_stored, on_thread_if_long
 from gpumgr.kube.client import API_FAILURES, REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
 from gpumgr.kube.publisher.events import Event, EventSeries, ObjectRef
 
@@ -144,7 +144,8 @@ class ExpiredError(GpumgrError):
 class Watched(Generic[T]):
     """The objects of a path that the query selects, and what is kept of each.
 
-    `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None.
+    `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None. For long
+    objects both run on a thread.
     `write_events`: an object that can't be read gets an event.
     """
 
@@ -329,7 +330,7 @@ class Reflector(Generic[T]):
                 if number % _SLICE == 0:
                     await asyncio.sleep(0)
                 metadata = self._metadata(item)
-                parsed, readable = self._parsed(item, metadata)
+                parsed, readable = await self._parsed(item, metadata)
                 if parsed is not None:
                     found[parsed.uid] = parsed
                 if not readable:
@@ -340,14 +341,13 @@ class Reflector(Generic[T]):
         if "" in unreadable:  # it may be any object that is missing now
             found = {**self._objects, **found}
         self._unreadable.listed(unreadable)
-        before, self._objects = self._objects, found
+        gone: dict[str, T | None] = dict.fromkeys(self._objects.keys() - found.keys())
+        for number, (uid, after) in enumerate([*gone.items(), *found.items()]):
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+            self._replace(uid, after)
         self._version, self._logged = page.metadata.resource_version, None
         self._heard(begun)
-        for uid in before.keys() - found.keys():
-            self._on_change(before[uid], None)
-        for uid, after in found.items():
-            if before.get(uid) != after:
-                self._on_change(before.get(uid), after)
         self._on_list()
         self.synced.set()
 
@@ -366,17 +366,27 @@ class Reflector(Generic[T]):
         except UnreadableText:
             return _Metadata()
 
-    def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
+    def _replace(self, uid: str, after: T | None) -> None:
+        before = self._objects.pop(uid, None)
+        if after is not None:
+            self._objects[after.uid] = after
+        if before != after:
+            self._on_change(before, after)
+
+    async def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
         """The result of `parse`, and whether it could read the object; else the last result."""
         if not metadata.uid:
             self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
             return None, False
         try:
-            decoded = self._watched.decode(item)
-            return (self._watched.parse(decoded) if decoded is not None else None), True
+            return await on_thread_if_long(self._decoded, item), True
         except UNREADABLE as error:
             self._unreadable.add(metadata.uid, metadata.namespace, metadata.name, error)
             return self._objects.get(metadata.uid), False
+
+    def _decoded(self, item: msgspec.Raw) -> T | None:
+        decoded = self._watched.decode(item)
+        return self._watched.parse(decoded) if decoded is not None else None
 
     # -- watch -------------------------------------------------------------------------------------------------------------
 
@@ -411,15 +421,11 @@ class Reflector(Generic[T]):
             return
         if not metadata.uid:
             raise ExpiredError("an event of the watch has no object with a UID")
-        after, readable = (None, True) if event.type == "DELETED" else self._parsed(event.object, metadata)
+        after, readable = (None, True) if event.type == "DELETED" else await self._parsed(event.object, metadata)
         if readable:
             self._unreadable.reasons.pop(metadata.uid, None)
         self._version = metadata.resource_version
-        before = self._objects.pop(metadata.uid, None)
-        if after is not None:
-            self._objects[after.uid] = after
-        if before != after:
-            self._on_change(before, after)
+        self._replace(metadata.uid, after)
 
 
 def _text(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 `gpumgr.cluster.core.shape` compares nodes by what such a choice leaves of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Final
@@ -23,9 +23,11 @@ _NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChoice:
-    """`shares` has the GPUs of each container of the request. `score`: how well the GPUs of containers with several ones are joined."""
+    """`shares` has the GPUs of each container of the request, `taken` what the pod takes of each GPU. `score`: how well the GPUs of
+    containers with several ones are joined."""
 
     shares: tuple[Shares, ...]
+    taken: Mapping[int, Amounts]
     score: int = 0
 
 
@@ -86,7 +88,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         use.add(container.kind, shares)
         chosen.append(shares)
         score += placement.score or 0
-    return NodeChoice(shares=tuple(chosen), score=score)
+    return NodeChoice(shares=tuple(chosen), taken=use.taken, score=score)
 
 
 def _find(

@@ -189,12 +189,20 @@ class ClusterIndex:
 
     def settle(self) -> None:
         """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
+        for _ in self.settling():
+            pass
+
+    def settling(self) -> Iterator[None]:
+        """`settle` in steps, one for each node that has changed."""
         for name in sorted(self._stale):
-            if name in self._nodes:
-                self._profiles.put(self._nodes[name].state, self.used(name), self._nodes[name].cpu_free)
+            if name not in self._stale:
+                continue  # done between two steps
+            del self._stale[name]
+            if (node := self._nodes.get(name)) is not None:
+                self._profiles.put(node.state, self.used(name), node.cpu_free)
             else:
                 self._profiles.remove(name)
-        self._stale.clear()
+            yield
 
     # -- queries -----------------------------------------------------------------------------------------------------------
 
@@ -298,22 +306,21 @@ class ClusterIndex:
         """For questions that must not displace what is kept for the verbs."""
         return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
 
-    def any_fits(self, request: PodRequest, policy: Policy, names: Names) -> bool:
-        """`order` without the reasons, which cost the most."""
-        shape = self.shape(request, policy, keep=True)
-        named, nodes = self._named(request, self.node_set(names))
-        return bool(shape.fitting(nodes, 1)) or any(isinstance(self._found(name, shape), NodeChoice) for name in named)
+    def any_fits(self, shape: Shape, names: Names) -> bool:
+        """Whether one of these nodes fits: `order` without the reasons, which cost the most."""
+        named, nodes = self._named(shape.request, self.node_set(names))
+        return bool(shape.fitting(nodes, 1, enough=1)) or any(isinstance(self._found(name, shape), NodeChoice) for name in named)
 
     def examine(
-        self, request: PodRequest, policy: Policy, names: Names, shape: Shape | None = None, *, reasons: bool = True
+        self, request: PodRequest, policy: Policy, names: Names, most: int | None = 1, *, shape: Shape | None = None
     ) -> Iterator[None]:
-        """What takes long in `rank` and `order`, in steps of less than a millisecond. Afterwards `rank` takes a few milliseconds. Without
-        `reasons` the same for `any_fits`."""
-        offered = self.node_set(names)
-        shape = shape or self.shape(request, policy, keep=True)
-        for profile in shape.unexamined(self._named(request, offered)[1], reasons=reasons):
-            shape.examined(profile)
-            yield
+        """What takes long in `rank` and `order`, in steps of less than a millisecond. Afterwards they take a few milliseconds."""
+        nodes = self._named(request, self.node_set(names))[1]
+        return (shape or self.shape(request, policy, keep=True)).examine(nodes, most, reasons=True)
+
+    def examine_any(self, shape: Shape, names: Names) -> Iterator[None]:
+        """The same for `any_fits`."""
+        return shape.examine(self._named(shape.request, self.node_set(names))[1], 1, enough=1, reasons=False)
 
     @property
     def version(self) -> int:
@@ -438,7 +445,7 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
             choice = choose(node, used, wanted, "binpack")
             if isinstance(choice, NodeChoice):
-                used = added(used, taken_by(pod.request, choice.shares))
+                used = added(used, choice.taken)
                 break
     return used
 

@@ -5,11 +5,12 @@ much. Other requests see profiles: nodes that differ only by name. Sets of nodes
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from heapq import merge
 from itertools import compress
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, or_
 from typing import Final, NamedTuple
 
 from gpumgr.cluster.core.choose import Misfit
@@ -93,8 +94,18 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def free_cores(node: NodeState, used: Used) -> FreeCores:
+    return _sum_of_free(zip(node.gpus, used, strict=True))
+
+
+def taken_cores(node: NodeState, before: Used, after: Used, gpus: Iterable[int]) -> FreeCores:
+    """The difference of `free_cores`, if only these GPUs differ."""
+    free, left = (_sum_of_free((node.gpus[gpu], used[gpu]) for gpu in gpus) for used in (before, after))
+    return FreeCores(free.free - left.free, free.usable - left.usable)
+
+
+def _sum_of_free(gpus: Iterable[tuple[GpuState, Amounts]]) -> FreeCores:
     free = usable = 0
-    for gpu, held in zip(node.gpus, used, strict=True):
+    for gpu, held in gpus:
         if gpu.offered:
             cores = max(0, CORES_PER_GPU - held.cores)
             free += cores
@@ -162,13 +173,16 @@ class Profiles:
         self._room_of: dict[tuple[GpuState, Amounts], Room] = {}
         self._kinds: dict[_KindKey, _Kind] = {}
 
-    @property
-    def profiles(self) -> Iterator[Profile]:
-        return (profile for kind in self._kinds.values() for profile in kind.profiles.values())
+    def there(self, nodes: int, *, idle: bool) -> list[Profile]:
+        """The profiles of these nodes, or those in which all GPUs in use are full."""
+        groups = [kind.idle if idle else kind.profiles for kind in self._kinds.values()]
+        if nodes.bit_count() < sum(map(len, groups)):
+            return list(dict.fromkeys(each.profile.idle if idle else each.profile for each in self.places_of(nodes)))
+        return [each for group in groups for each in group.values() if (each.nodes[0] | each.nodes[1]) & nodes]
 
-    @property
-    def idle_profiles(self) -> Iterator[Profile]:
-        return (profile for kind in self._kinds.values() for profile in kind.idle.values())
+    def with_idle_gpus(self, count: int) -> int:
+        """The nodes with so many idle GPUs or more."""
+        return reduce(or_, (nodes for idle, nodes in self.by_idle_gpus.items() if idle >= count), 0)
 
     def nodes_of(self, names: Sequence[str]) -> int:
         """The set of names that are all on record. Raises KeyError."""

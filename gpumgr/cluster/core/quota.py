@@ -428,7 +428,7 @@ class RankWithinQuota:
     def examine(self) -> Iterator[None]:
         if self._kept(self.index.node_set(self.names)) is not None:
             return
-        yield from self.index.examine(self.request, self.policy, self.names, self.shape)
+        yield from self.index.examine(self.request, self.policy, self.names, self.most, shape=self.shape)
         if not self._limited:
             return
         denied = self._known_denied()

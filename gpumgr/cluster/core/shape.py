@@ -34,18 +34,21 @@ from gpumgr.cluster.core.profiles import (
     Rank,
     Ranked,
     Room,
-    free_cores,
     idle_gpus,
+    taken_cores,
     usable_cores,
 )
-from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, Policy, taken_by
+from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, Policy
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
 
 _numbers: Final = count()
-#: The profiles of so many nodes are found node by node.
+#: The rooms of so many nodes are found node by node.
 _FEW: Final = 200
+#: A pod with several containers is compared on so many profiles that fit, fewer the more containers it has, but at least on so many.
+_MOST_CHOICES: Final = 1024
+_FEWEST_PROFILES: Final = 32
 #: The rank of a node that is short of CPU for the pod itself: kube-scheduler offers none, as a rule.
 _LAST: Final = 1 << 60
 #: The rank of a node, its name, and the room of a share there; None: only a choice shows the GPUs.
@@ -92,8 +95,11 @@ class Shape:
         containers = request.containers
         self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
         self._whole = self._alike and all(each.whole for each in containers)
-        #: A container needs so many idle GPUs.
+        self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
+        #: A container needs so many idle GPUs, and some need a GPU with so many free cores and memory blocks.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
+        shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
+        self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
         #: Whether a pod may use such GPUs (None: any), and what it takes of one: by what distinguishes them.
         self._allowed: dict[tuple[str, str], bool] | None = None if request.constraints == UNCONSTRAINED else {}
         self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
@@ -102,8 +108,8 @@ class Shape:
 
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
-    def fitting(self, offered: int, most: int | None) -> list[Found]:
-        """The nodes that fit, the best one first."""
+    def fitting(self, offered: int, most: int | None, *, enough: int | None = None) -> list[Found]:
+        """The nodes that fit, the best one first. `enough`: see `examine`."""
         best = _Best(most)
         if not self.request.constraints.use_uuids:  # then the nodes with these GPUs are the only ones
             apart = self._apart
@@ -111,7 +117,7 @@ class Shape:
                 self._in_rooms(self._share, offered & ~apart, best)
                 offered &= apart
             if offered:
-                self._in_profiles(offered, best)
+                self._in_profiles(offered, best, enough)
         return sorted(best.found, key=_rank_and_name)
 
     def in_room(self, room: Room, name: str) -> NodeChoice:
@@ -120,7 +126,8 @@ class Shape:
         place = self._profiles.places[name]
         gpus = zip(place.kind.gpus, place.profile.used, strict=True)
         position = next(position for position, (gpu, used) in enumerate(gpus) if used == room.used and gpu == room.gpu)
-        return NodeChoice(shares=(((position, self._amounts(room, self._share)),),))
+        amounts = self._amounts(room, self._share)
+        return NodeChoice(shares=(((position, amounts),),), taken={position: amounts})
 
     def rank_on(self, name: str, choice: NodeChoice) -> Rank:
         """The rank of a node with this choice."""
@@ -128,12 +135,22 @@ class Shape:
         found = self._ranked(place.state, place.profile.used, choice)
         return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
 
-    def unexamined(self, offered: int, *, reasons: bool) -> Iterator[Profile]:
-        """Profiles for which a choice is still to be computed; without `reasons` only profiles that may fit."""
-        if not self.request.constraints.use_uuids:
-            views = self._views(offered if self._share is None else offered & self._apart)
-            needed = (profile for profile, _, _ in views if reasons or self._may_fit(profile))
-            yield from [profile for profile in needed if self._kept(profile) is None]
+    def examine(self, offered: int, most: int | None, *, enough: int | None = None, reasons: bool) -> Iterator[None]:
+        """Computes what `fitting` needs, one choice a step; with `reasons` also what `misfits` needs. With `most` it ends after `enough`
+        profiles that fit, by the names of their nodes; None: so many that the best of them is good."""
+        if self.request.constraints.use_uuids:
+            return
+        offered &= -1 if self._share is None else self._apart
+        fits = False
+        for profile in self._candidates(offered, most, enough):
+            if self._kept(profile) is None:
+                self.examined(profile)
+                yield
+            fits = fits or isinstance(self._kept(profile), Ranked)
+        for profile in self._there(offered) if reasons and not fits else ():
+            if self._kept(profile) is None:
+                self.examined(profile)
+                yield
 
     def examined(self, profile: Profile) -> Ranked | Misfit:
         """The rank of the nodes of a profile, or why they do not fit."""
@@ -151,7 +168,26 @@ class Shape:
         return found
 
     def _may_fit(self, profile: Profile) -> bool:
-        return profile.idle_gpus >= self._whole_gpus
+        return profile.idle_gpus >= self._whole_gpus and all(
+            any(room.offered and room.cores_free >= cores and room.blocks_free >= blocks for room in profile.rooms)
+            for cores, blocks in self._largest
+        )
+
+    def _candidates(self, offered: int, most: int | None, enough: int | None) -> Iterator[Profile]:
+        """The profiles that may fit. The caller examines each before it takes the next one."""
+        if self._whole_gpus:
+            offered &= self._profiles.with_idle_gpus(self._whole_gpus)
+        profiles = self._there(offered)
+        left = len(profiles) if most is None else enough or max(most, self._enough)
+        if left < len(profiles):
+            places = self._profiles.in_order(offered)
+            profiles = list(dict.fromkeys(each.profile.idle if self._whole else each.profile for each in places))
+        for profile in profiles:
+            if self._may_fit(profile):
+                yield profile
+                left -= isinstance(self._kept(profile), Ranked)
+                if not left:
+                    return
 
     def _kept(self, profile: Profile) -> Ranked | Misfit | None:
         return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
@@ -174,23 +210,17 @@ class Shape:
         restricted = self._allowed is not None and (constraints.of_single_gpus or constraints.unused)
         return profiles.with_mig | (profiles.unnamed if restricted else 0)
 
-    def _views(self, offered: int) -> Iterator[tuple[Profile, bool, int]]:
-        """Each profile with its nodes, and whether these are short of CPU."""
-        profiles: Iterable[Profile] = self._profiles.idle_profiles if self._whole else self._profiles.profiles
-        if offered.bit_count() <= _FEW:
-            there = [place.profile for place in self._profiles.places_of(offered)]
-            profiles = dict.fromkeys(each.idle if self._whole else each for each in there)
-        for profile in profiles:
-            for short in (False, True):
-                if (held := profile.nodes[short]) and (nodes := held & offered):
-                    yield profile, short, nodes
+    def _there(self, offered: int) -> list[Profile]:
+        return self._profiles.there(offered, idle=self._whole)
 
-    def _in_profiles(self, offered: int, best: _Best) -> None:
+    def _in_profiles(self, offered: int, best: _Best, enough: int | None) -> None:
         alike: dict[tuple[Rank, FreeCores | None, bool], int] = {}
-        for profile, short, nodes in self._views(offered):
-            if self._may_fit(profile) and isinstance(found := self.examined(profile), Ranked):
-                key = found.rank, found.taken, short
-                alike[key] = alike.get(key, 0) | nodes
+        for profile in self._candidates(offered, best.most, enough):
+            if isinstance(found := self.examined(profile), Ranked):
+                for short in (False, True):
+                    if nodes := profile.nodes[short] & offered:
+                        key = found.rank, found.taken, short
+                        alike[key] = alike.get(key, 0) | nodes
         groups: list[tuple[Rank, int, FreeCores | None, Rank]] = []
         for (rank, taken, short), nodes in alike.items():
             least = rank if taken is None else (self._least(taken, short_of_cpu=short), *rank)
@@ -222,7 +252,7 @@ class Shape:
             for room in fits:
                 self._in_room(room, share, left & ~twice, best)
             if twice & left:  # the positions of the GPUs decide between two of them
-                self._in_profiles(twice & left, best)
+                self._in_profiles(twice & left, best, None)
             left &= ~seen
 
     def _rooms(self, nodes: int) -> list[Room]:
@@ -307,8 +337,8 @@ class Shape:
             yield from self._without_room(self._share, with_gpus & ~apart)
             with_gpus &= apart
         kinds: dict[tuple[object, ...], tuple[int, float, int]] = {}
-        for profile, _, nodes in self._views(with_gpus):
-            found = self.examined(profile)
+        for profile in self._there(with_gpus):
+            found, nodes = self.examined(profile), (profile.nodes[0] | profile.nodes[1]) & with_gpus
             assert isinstance(found, Misfit), "no node fits"
             count, distance, nearest = kinds.get(found.reason, (0, found.distance, 0))
             if found.distance <= distance:
@@ -358,8 +388,7 @@ class Shape:
     # -- ranks -------------------------------------------------------------------------------------------------------------
 
     def _ranked(self, node: NodeState, used: Used, choice: NodeChoice) -> Ranked:
-        taken = taken_by(self.request, choice.shares)
-        after = added(used, taken)
+        after = added(used, choice.taken)
         if self.request.node_policy is not None:
             return Ranked(_by_use(node, after, self.request.node_policy, choice.score))
         sharing = zip(self.request.containers, choice.shares, strict=True)
@@ -375,8 +404,7 @@ class Shape:
             _tight_cores(after[gpu].cores - used[gpu].cores, CORES_PER_GPU - after[gpu].cores, entirely_free=used[gpu] == NOTHING)
             for gpu in shared
         )
-        gone, left = free_cores(node, used), free_cores(node, after)
-        return Ranked(rank, FreeCores(gone.free - left.free, gone.usable - left.usable, tight))
+        return Ranked(rank, taken_cores(node, used, after, choice.taken)._replace(tight=tight))
 
     def _stranded(self, place: Place, taken: FreeCores) -> int:
         return stranded(place.profile.cores, taken, place.cpu_free, self.request.cpu_milli, self._cpu_per_core)

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
+import msgspec
 import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
@@ -34,6 +35,7 @@ from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.common.aio import in_slices
 from gpumgr.common.errors import GpumgrError
+from gpumgr.common.foreign_text import decode_stored, on_thread_if_long
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.ledger.pods import TERMINAL_PHASES
 from gpumgr.settings.schema import SchedulerSettings
@@ -109,9 +111,10 @@ class Extender:
     async def answer_filter(self, args: FilterArgs) -> FilterResult:
         """Decodes the request, has the index compute what is new in it without holding the event loop for long, and calls `filter`."""
         try:
-            pod, names = self._watches.parse_pod(args.pod), args.names()
+            pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
+        await self._settle_index()
         offered = self._index.node_set(names) if pod.wants_gpu else _NO_NODES
         if self.ready:
             await self._preemption.keep_nominated()
@@ -182,7 +185,7 @@ class Extender:
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
         try:
-            pod, proposed = self._watches.parse_pod(args.pod), args.proposed()
+            pod, proposed = await self._parsed(args.pod), args.proposed()
         except UNREADABLE as error:
             _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
             return PreemptResult()
@@ -196,15 +199,18 @@ class Extender:
             self._forget(pod.uid)
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
-    def prioritize(self, args: FilterArgs) -> list[HostPriority]:
+    async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
         try:
-            pod, names = self._watches.parse_pod(args.pod), args.names()
+            pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            ordered = self._index.order(pod.request, pod.policy or self._settings.policy, names)
+            asked = pod.request, pod.policy or self._settings.policy, names
+            await self._settle_index()
+            await in_slices(self._index.examine(*asked, None), SLICE_SECONDS)
+            ordered = self._index.order(*asked)
             if not isinstance(ordered, Rejection):
                 count = len(ordered)
                 scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
@@ -248,6 +254,13 @@ class Extender:
         """To be called between verbs: computes what the next ones need."""
         if self.ready:
             self._index.settle()
+
+    async def _parsed(self, item: msgspec.Raw) -> WatchedPod:
+        """Raises UNREADABLE."""
+        return await on_thread_if_long(lambda text: self._watches.parse_pod(decode_stored(text, dict[str, Any])), item)
+
+    async def _settle_index(self) -> None:
+        await in_slices(self._index.settling(), SLICE_SECONDS)
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""

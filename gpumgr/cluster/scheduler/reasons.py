@@ -72,7 +72,7 @@ class Reasons:
     async def _examined(self, request: PodRequest, policy: Policy) -> tuple[Sequence[str], Shape]:
         """In slices, and without an effect on what the index keeps for the verbs."""
         names, shape = list(self._overview.names), self._index.shape(request, policy)
-        await in_slices(self._index.examine(request, policy, names, shape), _SLICE_SECONDS)
+        await in_slices(self._index.examine(request, policy, names, shape=shape), _SLICE_SECONDS)
         return names, shape
 
     async def _allowed_in_total(self, request: PodRequest) -> bool:

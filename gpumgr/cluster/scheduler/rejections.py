@@ -116,8 +116,9 @@ class Rejections:
 
     async def _fits(self, each: _Rejected, nodes: NodeSet) -> bool:
         request = each.pod.request.without_cpu
-        await in_slices(self._index.examine(request, each.policy, nodes, reasons=False), _SLICE_SECONDS)
-        fits = self._index.any_fits(request, each.policy, nodes)
+        shape = self._index.shape(request, each.policy, keep=True)
+        await in_slices(self._index.examine_any(shape, nodes), _SLICE_SECONDS)
+        fits = self._index.any_fits(shape, nodes)
         if not fits or each.pod.namespace not in self._quotas.limits:
             return fits
         question = RankWithinQuota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
@@ -126,7 +127,7 @@ class Rejections:
 
 
 async def retry_waiting_pods(
-    server: ApiServer, retryable: Callable[[], Awaitable[WatchedPod | None]], own_pod: str, *, period_seconds: float = 1.0
+    server: ApiServer, retryable: Callable[[], Awaitable[WatchedPod | None]], own_pod: str, *, period_seconds: float = 0.5
 ) -> NoReturn:
     """A daemon. `own_pod`: the path of this process's pod. One pod at a time is enough: its binding is an event, too."""
     logged = ""

@@ -100,13 +100,12 @@ async def _text(text: str, _: web.Request) -> web.Response:
 async def _answer(
     bodies: Bodies,
     kind: type[_Args],
-    verb: Callable[[_Args], _Result | Awaitable[_Result]],
+    verb: Callable[[_Args], Awaitable[_Result]],
     failed: Callable[[str], _Result],
     request: web.Request,
 ) -> web.Response:
     try:
-        result = verb(await _read(bodies, request, kind))
-        return _json(await result if isinstance(result, Awaitable) else result)
+        return _json(await verb(await _read(bodies, request, kind)))
     except _RequestError as error:
         return _json(failed(str(error)))
     except (web.HTTPException, ConnectionError):

@@ -24,7 +24,7 @@ from gpumgr.cluster.scheduler.objects import (
 )
 from gpumgr.cluster.scheduler.quota_objects import WatchedResourceQuota, parse_resource_quota
 from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
-from gpumgr.common.aio import run_until
+from gpumgr.common.aio import in_slices, run_until
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.kube.client import ApiServer
@@ -35,6 +35,8 @@ from gpumgr.settings.schema import SchedulerSettings
 _log = structlog.get_logger(__name__)
 
 NOT_SYNCED: Final = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
+#: After this time work lets other tasks run.
+_SLICE_SECONDS: Final = 0.005
 #: Ended pods hold nothing: for this watch they are deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
@@ -169,7 +171,7 @@ class ClusterWatches:
             for each in self._watched:
                 await each.synced.wait()
             await self._sources.read.wait()
-            self._index.settle()
+            await in_slices(self._index.settling(), _SLICE_SECONDS)
             if not self.synced:
                 gc.collect()
                 gc.freeze()  # a full collection over what has been listed would delay a filter by hundreds of milliseconds

@@ -13,7 +13,7 @@ _NONE: Final = msgspec.Raw(b"null")
 class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
     """The arguments of filter and prioritize. `node_names` with nodeCacheCapable, else `nodes` with whole Node objects in "items"."""
 
-    pod: dict[str, Any]
+    pod: msgspec.Raw
     nodes: dict[str, Any] | None = None
     node_names: msgspec.Raw = _NONE
 
@@ -76,7 +76,7 @@ class Victims(msgspec.Struct):
 class PreemptArgs(msgspec.Struct, rename="pascal", kw_only=True):
     """Victims that kube-scheduler proposes, by node: UIDs with nodeCacheCapable, else whole pods."""
 
-    pod: dict[str, Any]
+    pod: msgspec.Raw
     node_name_to_victims: dict[str, Victims | None] | None = None
     node_name_to_meta_victims: dict[str, Victims | None] | None = None
 

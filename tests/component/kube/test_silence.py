@@ -175,3 +175,26 @@ async def test_retry_after_is_kept_to_up_to_the_time_of_the_next_list(api: FakeA
         api.lists.append(status(429, "slow down", {"Retry-After": "60"}))
         await until(lambda: len(found.slept) == 4)
         assert found.slept[:3] == pytest.approx([18, 60, 60]), "the first one ends for a list, which fails"
+
+
+async def test_a_list_that_is_stopped_half_way_loses_no_change(api: FakeApiServer, server: ApiServer) -> None:
+    """Its changes are reported in slices, and `run` may be cancelled between them."""
+    for number in range(120):
+        await api.put(pod(f"p{number}", f"uid-{number}"))
+    copy, changes = dict[str, Any](), list[asyncio.Task[Any]]()
+
+    def change(before: Any, after: Any) -> None:
+        assert copy.pop(before.uid, None) == before if before is not None else after.uid not in copy
+        if after is not None:
+            copy[after.uid] = after
+        if len(copy) == 60:
+            changes[-1].cancel()
+
+    reflector = Reflector(server, Watched(path="/api/v1/pods", parse=parse_pod), on_change=change)
+    for _ in range(2):
+        reflector.expire()
+        changes.append(asyncio.create_task(reflector.run()))
+        await asyncio.wait([changes[-1], asyncio.create_task(reflector.synced.wait())], return_when=asyncio.FIRST_COMPLETED)
+        assert (len(copy) == 120) == reflector.synced.is_set() == (len(changes) == 2)
+    changes[-1].cancel()
+    await asyncio.wait(changes)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from gpumgr.cluster.core.node import homogeneous
 from gpumgr.cluster.scheduler import extender
+from gpumgr.cluster.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.settings.schema import SchedulerSettings
@@ -433,13 +435,19 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
         counting = asyncio.create_task(turn())
         asked = [
             FilterArgs(
-                pod=pod(f"new-{number}", ("app", 40, 8), ("app", 30, 8)),
+                pod=msgspec.Raw(json.dumps(pod(f"new-{number}", ("app", 40, 8), ("app", 30, 8))).encode()),
                 nodes=None,
                 node_names=msgspec.Raw(json.dumps(names).encode()),
             )
             for number in range(2)
         ]
         found = await asyncio.gather(*map(stage.extender.answer_filter, asked))
+        before = turns
+        new = pod("new-2", ("app", 1, 8), ("app", 1, 8))
+        assert await stage.extender.prioritize(
+            FilterArgs(pod=msgspec.Raw(json.dumps(new).encode()), node_names=asked[0].node_names)
+        )
+        assert turns >= before + len(names), "prioritize, too"
         ended.set()
         await counting
         assert sorted(each.node_names or [] for each in found) == [[], ["n0"]]
@@ -459,3 +467,23 @@ async def test_a_pod_gets_a_node_that_was_offered_also_if_all_nodes_are_numbered
             stage.index.remove_node(f"new-{number}")
         assert stage.index.node_set(()).numbering != numbering
     assert (await answer)["NodeNames"] == ["b"]
+
+
+async def test_long_pods_are_parsed_on_a_thread(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = dict[str, int]()
+
+    def parse(item: Json) -> WatchedPod:
+        threads[item["metadata"]["uid"]] = threading.get_ident()
+        return parse_watched_pod(item)
+
+    monkeypatch.setattr(stage.watches, "parse_pod", parse)
+    short, long = pod("short", ("app", 10, 4)), pod("long", ("app", 10, 4))
+    long["spec"]["containers"] += [{"name": f"more-{number}", "image": "i" * 100} for number in range(1000)]
+    for item in (short, long):
+        assert (await stage.filter(item))["NodeNames"] == ["a"]
+    here = threading.get_ident()
+    assert (threads.pop("uid-short") == here, threads.pop("uid-long") == here) == (True, False)
+    for item in (short, long):
+        await stage.create(item)
+    await until(lambda: stage.watches.pending.keys() == {"uid-short", "uid-long"})
+    assert (threads["uid-short"] == here, threads["uid-long"] == here) == (True, False)

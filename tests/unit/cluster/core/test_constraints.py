@@ -170,7 +170,7 @@ def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
     index = ClusterIndex()
     index.set_node(node_state("a", 2))
     index.settle()
-    stand_ins = {gpu.uuid for profile in index._profiles.profiles for gpu in profile.state.gpus}
+    stand_ins = {gpu.uuid for profile in index._profiles.there(index._profiles.all, idle=False) for gpu in profile.state.gpus}
     assert stand_ins.isdisjoint({"GPU-a-0", "GPU-a-1"})
     for text in ("GPU", " ", "\x00", ",", *stand_ins):
         use, avoid = ({key: f"GPU-x,{text}"} for key in (USE_UUIDS[1], AVOID_UUIDS[1]))

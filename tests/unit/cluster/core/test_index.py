@@ -410,7 +410,7 @@ def test_of_gpus_with_equal_use_the_one_of_the_allowed_model_is_taken() -> None:
     index, held = ClusterIndex(), {"held": ((0, Amounts(50, 256)), (1, Amounts(50, 256)))}
     index.set_node(node_state("a", 2, models=(T4, A100), other=held))
     ranked = index.rank(replace(share(30, 1), constraints=Constraints(use_models=("a100",))), "binpack", "a")
-    assert ranked == [("a", NodeChoice(shares=(((1, Amounts(30, 256)),),)))]
+    assert ranked == [("a", NodeChoice(shares=(((1, Amounts(30, 256)),),), taken={1: Amounts(30, 256)}))]
 
 
 @given(
@@ -470,3 +470,45 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
                 ranked = index.rank(wanted, policy, offered, 2)
                 choices = [(name, index.choose_on(name, "", wanted, policy)) for name in fits[:2]]
                 assert ranked == (choices or Rejection(text)), "a room decides as the evaluators do"
+
+
+def test_a_pod_with_several_containers_is_compared_on_the_first_profiles_that_fit(
+    monkeypatch: pytest.MonkeyPatch, computed: list[int]
+) -> None:
+    monkeypatch.setattr(shape, "_MOST_CHOICES", 6)
+    monkeypatch.setattr(shape, "_FEWEST_PROFILES", 1)
+    made, names = ClusterIndex(), [f"n{number:02}" for number in range(12)]
+    for number, name in enumerate(names):
+        made.set_node(node_state(name, 1))
+        taken = named_shares(node_state(name, 1), choose_share(node_state(name, 1), 5 + number))
+        made.bind(PlacedPod(uid=f"on-{name}", node=name, request=share(5 + number, 8), shares=taken))
+    list(made.examine(TWO, "binpack", names))
+    ranked = made.rank(TWO, "binpack", names)
+    assert not isinstance(ranked, Rejection)
+    assert ranked[0][0] == "n02", "the best of the three"
+    assert len(computed) == 3
+    assert made.order(TWO, "binpack", names) == names[::-1], "all are ordered"
+    assert len(computed) == 12
+    for name in names[:-1]:
+        made.set_node(replace(node_state(name, 1), gpus=tuple(replace(gpu, healthy=False) for gpu in node_state(name, 1).gpus)))
+    assert made.any_fits(made.shape(TWO, "binpack"), names)
+    ranked = made.rank(TWO, "binpack", names)
+    assert not isinstance(ranked, Rejection)
+    assert ranked[0][0] == "n11", "the only one that fits"
+
+
+def choose_share(node: NodeState, cores: int) -> NodeChoice:
+    choice = choose(node, tuple(Amounts() for _ in node.gpus), share(cores, 8), "binpack")
+    assert isinstance(choice, NodeChoice)
+    return choice
+
+
+def test_what_follows_from_changes_is_computed_in_steps(index: ClusterIndex) -> None:
+    index.settle()
+    for name in ("c", "d", "e"):
+        index.set_node(node_state(name, 2))
+    steps = index.settling()
+    next(steps)
+    index.remove_node("d")
+    assert index.order(TWO, "binpack", ["c", "d", "e"]) == ["c", "e"], "a query computes the rest"
+    assert list(steps) == []

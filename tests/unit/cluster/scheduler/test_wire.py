@@ -9,6 +9,7 @@ import pytest
 
 from gpumgr.cluster.scheduler.objects import parse_watched_pod
 from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
+from gpumgr.common.foreign_text import UnreadableText, decode_stored
 
 GOLDENS = Path(__file__).resolve().parents[3] / "data" / "extender"
 NODES = json.loads((GOLDENS / "args_nodes.json").read_text())["Nodes"]
@@ -31,14 +32,15 @@ def test_arguments_of_filter_and_prioritize_are_read(name: str, names: list[str]
     args = msgspec.json.decode(golden(name), type=FilterArgs)
     assert list(args.names()) == names
     assert list(args.items()) == (names if name == "args_nodes" else [])
-    pod = parse_watched_pod(args.pod)
+    pod = parse_watched_pod(msgspec.json.decode(args.pod))
     assert (pod.namespace, pod.name, pod.uid, pod.containers) == ("team", "work", "uid-work", ("prepare", "main"))
     assert [(each.kind, each.cores, each.memory_blocks) for each in pod.request.containers] == [("init", 50, 8), ("app", 50, 8)]
 
 
 def test_arguments_without_a_pod_are_an_error() -> None:
-    with pytest.raises(msgspec.ValidationError, match=r"\$.Pod"):
-        msgspec.json.decode(golden("args_nothing"), type=FilterArgs)
+    args = msgspec.json.decode(golden("args_nothing"), type=FilterArgs)
+    with pytest.raises(UnreadableText, match="Expected `object`, got `null`"):
+        decode_stored(args.pod, dict[str, Any])
 
 
 def test_arguments_of_bind_are_read() -> None:
