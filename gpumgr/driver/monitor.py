@@ -213,14 +213,15 @@ class Monitor:
             instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
-            if self._stale or back or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items()):
+            self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
+            if self._stale and not self._nvml.busy:  # a change of MIG takes up to half a minute, and samples and health go on
                 snapshot = await self._take_snapshot()
             else:
                 self._judge(readings)
                 await self.publish_health()
             await self._listener.sample_taken(reading.sample)
             await self._pause()
-            if await self._opened_again():
+            if not self._nvml.busy and await self._opened_again():
                 snapshot = await self._take_snapshot(unless=snapshot)
 
     async def _opened_again(self) -> bool:

@@ -147,6 +147,11 @@ class Session:
         return self._opened
 
     @property
+    def busy(self) -> bool:
+        """Whether a session, or the wait for events, starts or ends now, or MIG is changed. A snapshot would wait for the end of that."""
+        return self._session_lock.locked()
+
+    @property
     def call_errors(self) -> Mapping[tuple[str, int], int]:
         """The number of failed calls since the start, by function and NVML error number."""
         return dict(self._binding.errors)

@@ -13,6 +13,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.snapshot import read_pci_gpus
+from gpumgr.placement.topology.devices import MigInstance
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare
 
@@ -182,6 +183,37 @@ async def test_a_driver_of_another_version_ends_the_monitor(node: Prepare) -> No
     sim.control.load_driver("570.1")
     with pytest.raises(DriverMismatchError, match="replaced by another version"):
         await task
+
+
+async def test_a_change_of_mig_delays_a_snapshot_and_neither_samples_nor_health(
+    node: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A MIG device appears on GPU 1 while one is created on GPU 0."""
+    monkeypatch.setattr("gpumgr.driver.driver._BUSY_SECONDS", 0.05)
+    sim = node("hgx-h100-8")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        (gpu, other), function = (
+            [each.uuid for each in listener.snapshots[0].gpus[:2]],
+            "nvmlDeviceCreateGpuInstanceWithPlacement",
+        )
+        profile = listener.snapshots[0].gpus[0].mig_profiles[0]
+        for uuid in (gpu, other):
+            await monitor._nvml.enable_mig(uuid)
+        await listener.until(lambda: {listener.health[uuid].reason for uuid in (gpu, other)} == {"mig"})
+        sim.control.hang(function=function, gpu=0)
+        slow = asyncio.create_task(monitor._nvml.create_mig_instance(gpu, profile, profile.starts[0]))
+        await asyncio.sleep(0)
+        instance = MigInstance(uuid="MIG-1", profile="1g.10gb", gpu_instance=7, compute_instance=0, memory_bytes=5 << 30)
+        sim.control.set_mig_instances(1, {0: instance})
+        await listener.rounds(3)
+        sim.control.lose_gpu(2)
+        await listener.until(lambda: listener.states[2] == ("unhealthy", "lost"))
+        shown = [[each.uuid for each in one.gpus[1].mig_instances] for one in listener.snapshots]
+        assert shown == [[]] * len(shown)
+        sim.control.release()
+        await slow
+        await listener.until(lambda: [each.uuid for each in listener.snapshots[-1].gpus[1].mig_instances] == ["MIG-1"])
 
 
 async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare) -> None:
