@@ -49,6 +49,8 @@ class Bursts:
         self._ignored: dict[AllocationId, str] = {}
         #: Where containers may hold more than their request: they have a limit above it, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
+        #: Allocations of pods that are not known, which may have a limit; none where the setting does not allow it.
+        self._unknown: Collection[AllocationId] = ()
         self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
         #: By start of a container: the GPUs on which no container may take more until it has its memory.
@@ -61,10 +63,10 @@ class Bursts:
         """Both with the limits of bursts; once for each evaluation. They are of this ledger."""
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
         limits = self._limits(ledger, gpus, shares)
-        self._memories = _memories(ledger, use, limits)
+        self._memories = _memories(ledger, use, limits) if limits or self._above or self._unknown else {}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
         held = {(a, gpu): each.burst_bytes for gpu, found in self._memories.items() for a, each in found.items()}
-        self._above = frozenset(place for place, size in held.items() if place in limits or (size and place in self._above))
+        self._above = frozenset(place for place, size in held.items() if place in limits or (size and self._may_be_burst(place)))
         sums: dict[GpuName, int] = {}
         for allocation, gpu in self._above:
             sums[gpu] = sums.get(gpu, 0) + held[allocation, gpu]
@@ -75,6 +77,11 @@ class Bursts:
             return shares, use
         uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
         return self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
+
+    def _may_be_burst(self, place: AllocationOnGpu) -> bool:
+        """What a container without a limit above its request holds above it: it had a limit, or its pod is not known (the agent has
+        restarted, and the API server does not answer)."""
+        return place in self._above or place[0] in self._unknown
 
     def enforced(self, number: int) -> None:
         """The limits of this evaluation are in force."""
@@ -88,10 +95,12 @@ class Bursts:
     def _limits(self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Shares) -> dict[AllocationOnGpu, int]:
         """Limits above requests, in bytes. Reports each annotation that is not used, once."""
         sizes = {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
-        limits, ignored = dict[AllocationOnGpu, int](), dict[AllocationId, str]()
+        limits, ignored, unknown = dict[AllocationOnGpu, int](), dict[AllocationId, str](), set[AllocationId]()
         for name in shares:
             allocation = ledger.allocations[name]
             view = find_pod(self._pods, allocation.pod, allocation.uid)
+            if view is None and self.allowed:
+                unknown.add(name)
             try:
                 wanted = wanted_limits(allocation, view, sizes)
                 if wanted and (why := self._obstacle(allocation.mechanisms) if self.allowed else _OFF):
@@ -105,7 +114,7 @@ class Bursts:
                 log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
                 sentence = f"the annotation {MEMORY_LIMIT_ANNOTATION} is not used, and the request stays the limit: {why}"
                 self._events.add_once(name, IGNORED, sentence)
-        self._ignored = ignored
+        self._ignored, self._unknown = ignored, unknown
         return limits
 
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:

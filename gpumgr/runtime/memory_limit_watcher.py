@@ -207,7 +207,7 @@ class MemoryLimitWatcher:
         """The amount in use is in the log and the metrics: with a constant sentence, Kubernetes counts one Event."""
         rule = self._rule
         return (
-            f"container {use.container or '?'} is over its limit: it was granted {_mebibytes(use.memory_limit_bytes)} MiB of memory on "
+            f"container {use.container or '?'} is over its limit: it may use {_mebibytes(use.memory_limit_bytes)} MiB of memory on "
             f"{use.uuid} and used more than that and the tolerance of {_mebibytes(rule.slack_bytes)} MiB in {rule.samples} samples in "
             f"a row; reduce its use, or request more {MEMORY_RESOURCE}"
             + ("; the pod is evicted" if rule.evict and self._can_evict else "")

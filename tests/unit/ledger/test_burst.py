@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, wanted_limits
 from gpumgr.ledger.callers import Caller
@@ -11,8 +12,10 @@ from gpumgr.ledger.choose import Request, candidates, choose
 from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import node_devices
-from gpumgr.ledger.pods import PodView
-from tests.unit.ledger.nodes import app, cards_of, node_of, pod
+from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.ledger.replicas import choose_replicas
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from tests.unit.ledger.nodes import app, cards_of, empty, node_of, pod
 
 GIB = 1 << 30
 GPU = "00000000"
@@ -131,6 +134,30 @@ def test_what_a_burst_holds_is_not_granted() -> None:
     view = pod("p", app(10, 2))
     choice = choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
     assert (choice.gpus, count(choice.masks)) == ((names[1],), 10)
+
+
+def test_replicas_are_chosen_and_offered_without_what_a_burst_holds() -> None:
+    """A GPU of 4096 MiB: 1024 are granted by amount, and a burst holds 1000 or 3072 more."""
+    ledger = empty([16])
+    ledger = ledger.occupy(Allocation(id="a", pod=("team", "a"), gpus={GPU: Amounts(10, 1024)}, device_ids={"replica": {GPU: 1}}))
+    free = node_of(ledger.gpu_registry)
+    node = replace(free, burst_mebibytes={GPU: 1000})
+    assert choose_replicas(node, ledger, replica(2072), FREE_REPLICAS).gpus == (GPU,)
+    assert choose_replicas(free, ledger, replica(2073), FREE_REPLICAS).gpus == (GPU,)
+    with pytest.raises(Refusal, match=r"3072 MiB left \(containers hold 1000 MiB of that above their requests\)"):
+        choose_replicas(node, ledger, replica(2073), FREE_REPLICAS)
+    for burst, offered in ((3071, 10), (3072, 1)):
+        (devices,) = node_devices(ledger, replace(free, burst_mebibytes={GPU: burst}), failed=(), replicas=10)
+        assert devices.healthy_replicas.bit_count() == offered
+
+
+FREE_REPLICAS = Request(resource="replica", available={GPU: 0b11_1111_1110}, must={}, size=1)
+
+
+def replica(mebibytes: int) -> Caller:
+    spec = ContainerSpec(name="main", replicas=ReplicaRequest(count=1, cores=10, memory_mebibytes=mebibytes))
+    view = pod("p", spec)
+    return Caller(pod=view.key, view=view, spec=spec)
 
 
 def held(*, blocks: int) -> Ledger:

@@ -139,6 +139,22 @@ async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enfo
     assert made.memory_watcher.over == {("a", GPU)}
 
 
+async def test_what_a_container_holds_counts_until_its_pod_is_known() -> None:
+    """The agent has restarted, and the API server does not answer yet."""
+    node = bursting()
+    view = node.pods.views.pop(WEB)
+    await node.sampled(uses(a=1024))
+    assert (limits(node), held(node)) == ({"a": 512}, {GPU: 512})
+    node.pods.views[WEB] = view
+    await node.sampled(uses(a=1024))
+    assert (limits(node), held(node)) == ({"a": 7 * 256}, {GPU: 512})
+    for allowed in (True, False):
+        other = bursting(limit=None, allowed=allowed)
+        other.pods.views.clear()
+        await other.sampled(uses(a=1024))
+        assert held(other) == ({GPU: 512} if allowed else {})
+
+
 async def test_before_a_container_starts_others_get_no_more_than_they_use() -> None:
     node = bursting()
     await node.sampled(uses(a=1024))
