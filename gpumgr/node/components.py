@@ -20,7 +20,7 @@ from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.pods import PodEnds
-from gpumgr.agent.ports import Checkpoint, Pods
+from gpumgr.agent.ports import Checkpoint
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
@@ -30,14 +30,12 @@ from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
-from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware import Hardware
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.programs import load_modules, reset_gpu
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS
 from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
@@ -66,26 +64,6 @@ if TYPE_CHECKING:
 
 #: Note in the checkpoint: gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
-
-
-def make_enforcement(settings: Settings, hardware: Hardware, pods: Pods, publisher: Publisher | None) -> NodeEnforcement:
-    """With a driver of its own, `nvml`, which the caller closes."""
-    nvml = Nvml(
-        library_path=hardware.library_path,
-        timeout_seconds=settings.nvml.call_timeout_seconds,
-        sysfs_root=hardware.sysfs_root,
-        cgroup_root=settings.cri.cgroup_root,
-        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
-    )
-    return NodeEnforcement(
-        settings,
-        nvml=nvml,
-        processes=HostProcesses(hardware.proc_root),
-        proc_root=hardware.proc_root,
-        pods=pods,
-        publisher=publisher,
-        simulated=hardware.simulated,
-    )
 
 
 class Components:

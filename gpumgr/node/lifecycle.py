@@ -32,7 +32,7 @@ from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
-from gpumgr.node.components import Components, make_enforcement
+from gpumgr.node.components import Components
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import node_held
 from gpumgr.node.preload import Preload
@@ -84,7 +84,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
 @contextlib.asynccontextmanager
 async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide) -> AsyncIterator[NodeEnforcement]:
     """Closes the session with the driver at the end."""
-    enforcement = make_enforcement(settings, hardware, api_side.pods, api_side.publisher)
+    enforcement = NodeEnforcement(settings, hardware, api_side.pods, api_side.publisher)
     try:
         yield enforcement
     finally:

@@ -22,6 +22,7 @@ from gpumgr.common.proc import HostProcesses, environment
 from gpumgr.compat.gpu_manager.driver_files.node_files import RUNTIME_SECONDS, NodeDriverFiles
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.backend import Unlimited, not_enforced, unlimited_message
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
@@ -60,7 +61,7 @@ def _libcuda(nvml_library: Path | None) -> str:
 
 
 class NodeEnforcement:
-    """The enforcement of this node. `publisher` is None without an API server.
+    """The enforcement of this node. `publisher` is None without an API server. The caller closes the session with the driver, `nvml`.
 
     Order of calls: `preload`, if there is time for it; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover`
     after reconciliation with the kubelet; then `run` as a daemon; `close`.
@@ -69,18 +70,22 @@ class NodeEnforcement:
     def __init__(
         self,
         settings: Settings,
-        *,
-        nvml: Nvml,
-        processes: HostProcesses,
-        proc_root: Path,
+        hardware: Hardware,
         pods: Pods,
         publisher: Publisher | None,
-        simulated: bool,
     ) -> None:
-        self._settings, self._processes, self._pods, self._publisher = settings, processes, pods, publisher
+        self._settings, self._pods, self._publisher = settings, pods, publisher
+        self._processes, simulated = HostProcesses(hardware.proc_root), hardware.simulated
+        nvml = Nvml(
+            library_path=hardware.library_path,
+            timeout_seconds=settings.nvml.call_timeout_seconds,
+            sysfs_root=hardware.sysfs_root,
+            cgroup_root=settings.cri.cgroup_root,
+            unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
+        )
         self.runtime = CriClient(settings.cri.socket)
-        self._cgroups = Cgroups(settings.cri.cgroup_root, proc_root)
-        self.containers = Containers(self.runtime, self._cgroups, processes.runs)
+        self._cgroups = Cgroups(settings.cri.cgroup_root, hardware.proc_root)
+        self.containers = Containers(self.runtime, self._cgroups, self._processes.runs)
         self.driver_files = NodeDriverFiles(settings, self.runtime.runtimes, simulated=simulated)
         chosen = settings.enforcement
         self.mps = Mps(
@@ -94,7 +99,7 @@ class NodeEnforcement:
             on_probed=self._choose_soon,
             cuda_library=_libcuda(settings.nvml.library_path),
         )
-        self.vcuda = self._make_vcuda(proc_root)
+        self.vcuda = self._make_vcuda(hardware.proc_root)
         self._volumes = BoundedFolders()
         self._hami_core = HamiCore(
             library_path=None,

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
-from gpumgr.common.proc import HostProcesses
-from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.decisions import DecisionReporter
@@ -104,15 +103,7 @@ def enforcing_nothing(folder: Path, cache: PodCache, publisher: Publisher) -> No
         cri=CriSettings(socket=folder / "none.sock"),
         enforcement=EnforcementSettings(backend="none", run_dir=folder / "run"),
     )
-    return NodeEnforcement(
-        settings,
-        nvml=Nvml(timeout_seconds=1.0, sysfs_root=folder),
-        processes=HostProcesses(),
-        proc_root=Path("/proc"),
-        pods=cache,
-        publisher=publisher,
-        simulated=True,
-    )
+    return NodeEnforcement(settings, Hardware(sysfs_root=folder, simulated=True), cache, publisher)
 
 
 async def measure_once(folder: Path) -> tuple[float, ...]:

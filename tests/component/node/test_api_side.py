@@ -15,7 +15,8 @@ from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.pods import PodView
 from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
-from gpumgr.node.components import Components, make_enforcement
+from gpumgr.node.components import Components
+from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
     CheckpointSettings,
@@ -51,7 +52,7 @@ async def started(
             side.watch()
             await side.wait_synced(60)
         hardware = Hardware(simulated=True)
-        enforcement = make_enforcement(settings, hardware, side.pods, side.publisher)
+        enforcement = NodeEnforcement(settings, hardware, side.pods, side.publisher)
         components = Components(
             settings, hardware, loaded=Loaded(), checkpoint=checkpoint, api_side=side, driver=None, enforcement=enforcement
         )

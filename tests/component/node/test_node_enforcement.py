@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.common.proc import HostProcesses
-from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mechanism_choice import MechanismChoice
@@ -60,15 +59,8 @@ async def enforcement(world: World, published: RecordedNode, tmp_path: Path) -> 
         cri=CriSettings(socket=tmp_path / "none.sock"),
         enforcement=EnforcementSettings(backend="none", run_dir=tmp_path / "run"),
     )
-    made = NodeEnforcement(
-        settings,
-        nvml=Nvml(timeout_seconds=1.0, sysfs_root=tmp_path),
-        processes=HostProcesses(),
-        proc_root=Path("/proc"),
-        pods=world.pods,
-        publisher=cast(Publisher, published),
-        simulated=True,
-    )
+    hardware = Hardware(sysfs_root=tmp_path, simulated=True)
+    made = NodeEnforcement(settings, hardware, world.pods, cast(Publisher, published))
     await made.open(world.agent_state, lost=False)
     yield made
     await made.close()

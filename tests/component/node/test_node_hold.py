@@ -24,7 +24,7 @@ from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.checkpoint import files
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.node.components import make_enforcement
+from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import node_held
 from gpumgr.node.preload import Preload
 from gpumgr.settings import Settings
@@ -103,7 +103,7 @@ async def second(
 def preload_of(settings: Settings, node: SimNode) -> Preload:
     pods = NoPods()
     hardware = Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
-    enforcement = make_enforcement(settings, hardware, pods, None)
+    enforcement = NodeEnforcement(settings, hardware, pods, None)
     return Preload(settings, enforcement=enforcement, pods=pods, watch=lambda: asyncio.create_task(asyncio.sleep(0)))
 
 
