@@ -1,8 +1,9 @@
-"""Measures libgpumgr.so and the arbiter on this machine's first GPU, with PyTorch tenants. Run as a script, as root; it needs gcc,
-PyTorch and unshare, and ends within 150 seconds. Each row is printed as soon as it is measured.
+"""Measures libgpumgr.so and the arbiter on this machine's first GPU, with PyTorch tenants. Run it as a module, as root, by a Python with
+PyTorch and hatchling (tools/limiter.py); it needs gcc and unshare, and ends within 150 seconds. Each row is printed at once.
 
 A tenant is a process in a mount namespace of its own, where /etc/gpumgr has the tenant's pages. A row shows what each tenant held of the
-GPU's time, as the arbiter charged it, and its rate as a part of the rate of the bare driver.
+GPU's time, as the arbiter charged it, and its rate as a part of the rate of the bare driver. For memory, a program in C asks for each kind
+until it is refused.
 """
 
 import ctypes
@@ -18,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[2]
-_SOURCES = _ROOT / "gpumgr" / "enforcement" / "limiter"
+from tools.limiter import ARBITER, LIBRARY, compile_library, compile_program
+
+_MEMORY_TENANT = Path(__file__).parents[1] / "data" / "limiter" / "tenant.c"
 _TENANT = Path(__file__).with_name("torch_tenant.py")
 _DEADLINE = time.monotonic() + 140
 #: Layouts of pages.h.
@@ -30,6 +32,9 @@ _PAGE_BYTES = {
     "use": _HEAD + _GPUS * 64 + _SLOTS * (64 + _GPUS * 128),
     "turn": _HEAD + _GPUS * (64 + _SLOTS * 4),
 }
+_MIB = 1 << 20
+_MEMORY_LIMIT_BYTES = 4096 * _MIB
+_MEMORY_KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async", "pool", "mipmap")
 _QUANTUM_US = int(os.environ.get("QUANTUM_US", "20000"))
 #: Load, seconds, shares of the tenants that run at the same time; 0: not limited.
 _ROWS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
@@ -51,14 +56,6 @@ _ROWS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
 
 def _say(*words: object) -> None:
     print(f"{time.monotonic() - (_DEADLINE - 140):6.1f}", *words, flush=True)
-
-
-_COMPILER = ("gcc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-
-
-def _compile_library(to: Path, *options: str) -> None:
-    sources = [path for path in _SOURCES.glob("*.c") if path.name != "arbiter.c"] + [_SOURCES / "dlsym.S"]
-    subprocess.run([*_COMPILER, *options, "-o", to, *sources, "-ldl", "-lpthread"], check=True)
 
 
 def _may_mount() -> bool:
@@ -86,8 +83,8 @@ class _Pages:
         self.descriptors = [os.open(folder / f"{name}.{_VERSION}", os.O_RDWR) for name in ("limits", "turn")]
         self.set_share(0)
 
-    def set_share(self, percent: int) -> None:
-        limits = struct.pack(_LIMITS_GPU, self._uuid, 0, 0, 0, percent, percent, _QUANTUM_US, 0)
+    def set_share(self, percent: int, memory_bytes: int = 0) -> None:
+        limits = struct.pack(_LIMITS_GPU, self._uuid, memory_bytes, 0, 0, percent, percent, _QUANTUM_US, 0)
         os.pwrite(self.descriptors[0], limits, _HEAD)
 
     def state(self) -> str:
@@ -100,20 +97,34 @@ class _Pages:
             f"drains {drains}, slots {slots}, flags {[word & 255 for word in words]}, heartbeat {(now - beat) / 1e6:.1f} ms old"
         )
 
-    def process(self) -> tuple[int, int]:
-        """Launches and the time waited, of the first process."""
-        numbers = struct.unpack("<4Q", (self.folder / f"use.{_VERSION}").read_bytes()[_HEAD + _GPUS * 64 + 64 + 64 :][:32])
-        return numbers[0], numbers[2]
+    def launches(self) -> int:
+        """Of the first process."""
+        return self._use(_GPUS * 64 + 64 + 64)
+
+    def reserved_bytes(self) -> int:
+        return self._use(0)
+
+    def _use(self, offset: int) -> int:
+        return int(struct.unpack_from("<Q", (self.folder / f"use.{_VERSION}").read_bytes(), _HEAD + offset)[0])
 
 
 class _Tenant:
-    def __init__(self, name: str, pages: _Pages | None, library: Path, *, mounts: bool = False) -> None:
+    """`command`: of its program."""
+
+    def __init__(
+        self,
+        name: str,
+        pages: _Pages | None,
+        library: Path,
+        *,
+        mounts: bool = False,
+        command: Sequence[str] = (sys.executable, str(_TENANT)),
+    ) -> None:
         self.name = name
         self.pages = pages
-        command = [sys.executable, str(_TENANT)]
         if pages and not mounts:
-            library = pages.folder / "libgpumgr.so"
-            _compile_library(library, f'-DPLACE="{pages.folder}/"')
+            compile_library(LIBRARY, pages.folder, [f'-DPLACE="{pages.folder}/"'])
+            library = pages.folder / LIBRARY
             command = ["env", f"LD_PRELOAD={library}", *command]
         elif pages:
             script = 'mount --make-rprivate / && mount --bind "$0" /etc/gpumgr && exec env LD_PRELOAD="$1" "$2" "$3"'
@@ -122,6 +133,11 @@ class _Tenant:
 
     def ask(self, command: str, seconds: float) -> Mapping[str, Any]:
         """The answer; `error` where none came in time."""
+        line, error = self.ask_line(command, seconds)
+        return json.loads(line) if line else {"error": error}
+
+    def ask_line(self, command: str, seconds: float) -> tuple[str, str]:
+        """The answer, or why there is none."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         stdout, lines = self._process.stdout, []
@@ -129,13 +145,13 @@ class _Tenant:
             self._process.stdin.write(command + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return {"error": f"{self.name} ended with {self._process.wait()}"}
+            return "", f"{self.name} ended with {self._process.wait()}"
         reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
         reader.start()
         reader.join(seconds)
         if not lines:
-            return {"error": f"{self.name} has not answered {command!r} within {seconds} s"}
-        return json.loads(lines[0]) if lines[0] else {"error": f"{self.name} ended with {self._process.wait()}"}
+            return "", f"{self.name} has not answered {command!r} within {seconds} s"
+        return lines[0], "" if lines[0] else f"{self.name} ended with {self._process.wait()}"
 
     def cpu_seconds(self) -> float:
         words = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -147,15 +163,17 @@ class _Tenant:
 
 class _Measurement:
     def __init__(self, folder: Path) -> None:
-        _compile_library(folder / "libgpumgr.so")
-        subprocess.run([*_COMPILER, "-o", folder / "libarbiter.so", _SOURCES / "arbiter.c", "-lpthread"], check=True)
-        mounts = _may_mount()
+        self._folder = folder
+        compile_library(LIBRARY, folder)
+        compile_library(ARBITER, folder)
+        compile_program(folder / "tenant", [_MEMORY_TENANT])
+        mounts = self._mounts = _may_mount()
         _say("compiled; tenants have mount namespaces:", mounts)
-        self._arbiter = ctypes.CDLL(str(folder / "libarbiter.so"))
-        uuid = _first_gpu()
+        self._arbiter = ctypes.CDLL(str(folder / ARBITER))
+        uuid = self._uuid = _first_gpu()
         if mounts:
             Path("/etc/gpumgr").mkdir(exist_ok=True)
-        library = folder / "libgpumgr.so"
+        library = folder / LIBRARY
         self._limited = [_Tenant(f"t{n}", _Pages(folder / f"t{n}", uuid), library, mounts=mounts) for n in range(3)]
         self._bare = _Tenant("bare", None, folder)
         self._numbers: dict[str, int] = {}
@@ -167,6 +185,8 @@ class _Measurement:
         self._rates: dict[str, float] = {}
 
     def run(self) -> None:
+        for kind in _MEMORY_KINDS:
+            self._memory(kind)
         for tenant, answer in self._ask([self._bare, *self._limited], "init", 90):
             _say(tenant.name, answer)
         for load in ("products", "small", "graph"):
@@ -182,6 +202,24 @@ class _Measurement:
             elif not self._row(load, seconds, shares):
                 break
 
+    def _memory(self, kind: str) -> None:
+        """What a program gets of one kind, in steps of 64 MiB, of a limit in which the context is not counted."""
+        pages = _Pages(self._folder / kind, self._uuid)
+        pages.set_share(0, _MEMORY_LIMIT_BYTES)
+        program = (str(self._folder / "tenant"), "proc")
+        tenant = _Tenant(kind, pages, self._folder / LIBRARY, mounts=self._mounts, command=program)
+        try:
+            for command in ("init 0", f"grab {kind} {64 * _MIB} {2 * _MEMORY_LIMIT_BYTES}"):
+                line, error = tenant.ask_line(command, 20)
+            result, granted, _ = map(int, line.split()) if line else (-1, 0, 0)
+            counted = pages.reserved_bytes()
+            _say(
+                f"memory {kind:8} got {granted // _MIB} of {_MEMORY_LIMIT_BYTES // _MIB} MiB, then {result};",
+                f"counted {counted // _MIB} MiB, {max(0, counted - _MEMORY_LIMIT_BYTES)} bytes over the limit; {error}",
+            )
+        finally:
+            tenant.kill()
+
     def _ask(self, tenants: Sequence[_Tenant], command: str, seconds: float) -> list[tuple[_Tenant, Mapping[str, Any]]]:
         answers: dict[str, Mapping[str, Any]] = {}
 
@@ -195,10 +233,11 @@ class _Measurement:
             thread.join()
         return [(tenant, answers[tenant.name]) for tenant in tenants]
 
-    def _figures(self, tenant: _Tenant) -> tuple[int, int]:
-        figures = (ctypes.c_uint64 * 2)()
+    def _figures(self, tenant: _Tenant) -> tuple[int, int, int]:
+        """Nanoseconds held, overruns, nanoseconds waited."""
+        figures = (ctypes.c_uint64 * 4)()
         self._arbiter.gm_arbiter_figures(self._numbers[tenant.name], figures)
-        return figures[0], figures[1]
+        return figures[0], figures[1], figures[3]
 
     def _row(self, load: str, seconds: int, shares: Sequence[int]) -> bool:
         """False where a tenant has not answered."""
@@ -208,7 +247,7 @@ class _Measurement:
             tenant.pages.set_share(share)
         time.sleep(0.3)  # until all buckets are as after a rest
         before = {
-            tenant.name: (*self._figures(tenant), *tenant.pages.process(), tenant.cpu_seconds())
+            tenant.name: (*self._figures(tenant), tenant.pages.launches(), tenant.cpu_seconds())
             for tenant in tenants
             if tenant.pages
         }
@@ -221,13 +260,12 @@ class _Measurement:
         )
         for (tenant, answer), share in zip(answers, shares, strict=True):
             assert tenant.pages
-            held, overruns, launches, waited, cpu = before[tenant.name]
-            now_held, now_overruns = self._figures(tenant)
-            now_launches, now_waited = tenant.pages.process()
+            held, overruns, waited, launches, cpu = before[tenant.name]
+            now_held, now_overruns, now_waited = self._figures(tenant)
             rate = answer.get("launches", 0) / answer.get("seconds", 1)
             _say(
                 f"    {share:3} %: held {100 * (now_held - held) / elapsed:5.1f} %, rate {100 * rate / self._rates.get(load, 1):5.1f} %,",
-                f"overruns {now_overruns - overruns}, launches {now_launches - launches},",
+                f"overruns {now_overruns - overruns}, launches {tenant.pages.launches() - launches},",
                 f"waited {100 * (now_waited - waited) / elapsed:.1f} %,",
                 f"CPU {100e9 * (tenant.cpu_seconds() - cpu) / elapsed:.0f} %, {answer.get('error', '')}",
             )
