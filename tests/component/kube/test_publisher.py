@@ -13,7 +13,6 @@ from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Document
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 
-from .conftest import write_kubeconfig
 from .fake_api_server import Answer, FakeApiServer, status
 from .stage import OTHER, POD, Stage, staged
 
@@ -426,15 +425,6 @@ async def test_a_request_whose_answer_was_lost_creates_no_second_event(api: Fake
     assert first == second
     assert (method, path) == ("PATCH", f"/api/v1/namespaces/team/events/{first['metadata']['name']}")
     assert body["count"] == 1
-
-
-async def test_refused_credentials_are_read_again(api: FakeApiServer, odd: Stage, tmp_path: Path) -> None:
-    write_kubeconfig(tmp_path / "kubeconfig", api.url, token="new")
-    api.writes.append(status(401, "who are you"))
-    odd.begin()
-    odd.warn("too much")
-    await api.until(lambda: len(api.written) == 2)
-    assert api.tokens == ["Bearer secret", "Bearer new"]
 
 
 async def test_credentials_that_can_not_be_read_are_retried(api: FakeApiServer, odd: Stage, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
-from gpumgr.agent.claims import CommitBatch, Decision, NodeClaims
+from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, Resource
@@ -24,7 +24,7 @@ from gpumgr.kubelet.dra.service import devices_of
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share, device_name
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.ledger import Allocation, Change, ClaimRef
+from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.ledger.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import snapshot, unlimited
@@ -361,77 +361,6 @@ async def test_only_so_many_unprepared_claims_are_kept(node: Node, monkeypatch: 
     for ref in refs[1:]:
         with pytest.raises(Refusal, match="have ended"):
             await node.prepare(ref)
-
-
-async def test_a_claim_that_is_freed_while_it_starts_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = node.share(0, 10, 256), node.share(1, 10, 256, request="other", number=2)
-    ref, started = node.claim("a", *shares), list[str]()
-
-    async def start(allocation: Allocation) -> None:
-        started.append(allocation.id)
-        await node.claims.unprepare(ref)
-
-    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
-    with pytest.raises(Refusal, match="was unprepared while it was being prepared"):
-        await node.prepare(ref)
-    assert len(started) == 1
-    monkeypatch.undo()
-    await node.prepare(ref)
-    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
-    await node.claims.restore()
-    assert len(started) == 2, "the second allocation was freed before its turn"
-
-
-async def test_what_can_not_be_restored_is_logged_once_for_each_reason(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    await node.prepare(node.claim("a", node.share(0, 30, 512)))
-    reasons = iter(("full", "full", "full", None, "full", "read-only"))
-
-    async def start(_allocation: Allocation) -> None:
-        if reason := next(reasons):
-            raise Refusal("internal", reason)
-
-    monkeypatch.setattr(node.world.agent.container_starts, "start", start)
-    with capture_logs() as logs:
-        for _ in range(6):
-            await node.claims.restore()
-    assert [line["reason"] for line in logs if line["event"] == "claim_not_restored"] == ["full", "full", "read-only"]
-
-
-def holding(name: str, gpu: str, cores: int) -> Decision[str]:
-    allocation = Allocation(id=name, pod=("team", name), uid=name, gpus={gpu: Amounts(cores, 256)}, granted_at=0.0)
-    return lambda ledger: (ledger.occupy(allocation), (), name)
-
-
-async def test_one_impossible_decision_does_not_fail_those_of_its_batch(node: Node) -> None:
-    batch = CommitBatch(node.world.agent_state)
-    adding = [batch.add(holding(name, node.gpu(0), cores)) for name, cores in (("a", 50), ("bad", 80), ("b", 50))]
-    results = await asyncio.gather(*adding, return_exceptions=True)
-    assert (results[0], results[2]) == ("a", "b")
-    assert isinstance(results[1], Refusal)
-    assert sorted(node.world.ledger.allocations) == sorted(node.world.checkpoint.allocations) == ["a", "b"]
-
-
-async def test_the_decisions_of_a_batch_are_saved_if_the_first_caller_is_cancelled(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch, saving, go_on = CommitBatch(node.world.agent_state), asyncio.Event(), asyncio.Event()
-    save = node.world.checkpoint.save
-
-    async def slowly(change: Change) -> None:
-        saving.set()
-        await go_on.wait()
-        await save(change)
-
-    monkeypatch.setattr(node.world.checkpoint, "save", slowly)
-    callers = [asyncio.ensure_future(batch.add(holding(name, node.gpu(0), 50))) for name in ("a", "b")]
-    await saving.wait()
-    callers[0].cancel()
-    await asyncio.sleep(0)
-    go_on.set()
-    assert await callers[1] == "b"
-    with pytest.raises(asyncio.CancelledError):
-        await callers[0]
-    assert sorted(node.world.checkpoint.allocations) == ["a", "b"]
 
 
 async def test_two_calls_at_the_same_time_grant_once(node: Node) -> None:

@@ -1,5 +1,7 @@
 """From /proc/PID/cgroup to the container, for every way that a node can be set up."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,91 +38,60 @@ def v1(path: str, memory: str = "memory") -> str:
     return "".join(f"{10 - at}:{each}:{path}\n" for at, each in enumerate(controllers)) + f"0::{path}\n"
 
 
-FOUND = {
-    "v2, cgroupfs, burstable": (f"0::/kubepods/burstable/pod{UID}/{A}\n", UID, f"/kubepods/burstable/pod{UID}/{A}"),
-    "v2, cgroupfs, besteffort": (f"0::/kubepods/besteffort/pod{UID}/{A}\n", UID, f"/kubepods/besteffort/pod{UID}/{A}"),
-    "v2, cgroupfs, guaranteed": (f"0::/kubepods/pod{UID}/{A}\n", UID, f"/kubepods/pod{UID}/{A}"),
-    "v2, cgroupfs, CRI-O": (f"0::/kubepods/burstable/pod{UID}/crio-{A}\n", UID, f"/kubepods/burstable/pod{UID}/crio-{A}"),
-    "v2, systemd, containerd": (f"0::{SLICES}/cri-containerd-{A}.scope\n", UID, f"{SLICES}/cri-containerd-{A}.scope"),
-    "v2, systemd, CRI-O": (f"0::{SLICES}/crio-{A}.scope\n", UID, f"{SLICES}/crio-{A}.scope"),
-    "v2, systemd, CRI-O with crun": (f"0::{SLICES}/crio-{A}.scope/container\n", UID, f"{SLICES}/crio-{A}.scope"),
-    "v2, systemd, Docker": (f"0::{SLICES}/docker-{A}.scope\n", UID, f"{SLICES}/docker-{A}.scope"),
-    "v2, systemd, guaranteed": (f"0::{GUARANTEED}/cri-containerd-{A}.scope\n", UID, f"{GUARANTEED}/cri-containerd-{A}.scope"),
-    "v2, systemd, the kubelet below a cgroup root of its own": (
-        f"0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE_UID}.slice"
-        f"/cri-containerd-{A}.scope\n",
-        UID,
-        f"/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE_UID}.slice"
-        f"/cri-containerd-{A}.scope",
-    ),
-    "v2, a node in a Docker container": (
-        f"0::/docker/{B}/kubelet/kubepods/burstable/pod{UID}/{A}\n",
-        UID,
-        f"/docker/{B}/kubelet/kubepods/burstable/pod{UID}/{A}",
-    ),
-    "v2, mixed drivers": (
-        f"0::/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{A}\n",
-        UID,
-        f"/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{A}",
-    ),
-    "v1, mixed drivers, guaranteed": (
-        v1(f"/kubepods-pod{SLICE_UID}.slice:cri-containerd:{A}"),
-        UID,
-        f"/kubepods-pod{SLICE_UID}.slice:cri-containerd:{A}",
-    ),
-    "hybrid, recorded": (v1(f"/kubepods/burstable/pod{UID}/{A}"), UID, f"/kubepods/burstable/pod{UID}/{A}"),
-    "v1, memory beside another controller": (
-        f"5:cpuset:/\n4:hugetlb,memory:/kubepods/pod{UID}/{A}\n1:name=systemd:/\n",
-        UID,
-        f"/kubepods/pod{UID}/{A}",
-    ),
-    "hybrid, memory counts although the unified hierarchy differs": (
-        f"4:memory:/kubepods/pod{UID}/{A}\n0::/system.slice/containerd.service\n",
-        UID,
-        f"/kubepods/pod{UID}/{A}",
-    ),
-    "hybrid, memory is in the unified hierarchy": (
-        f"2:cpu:/\n1:name=systemd:{SLICES}/crio-{B}.scope\n0::{SLICES}/crio-{A}.scope\n",
-        UID,
-        f"{SLICES}/crio-{A}.scope",
-    ),
-    "a static pod, cgroupfs": (
-        f"0::/kubepods/burstable/pod{FILE_HASH}/{A}\n",
-        FILE_HASH,
-        f"/kubepods/burstable/pod{FILE_HASH}/{A}",
-    ),
-    "a static pod, systemd": (
-        f"0::/kubepods.slice/kubepods-pod{FILE_HASH}.slice/cri-containerd-{A}.scope\n",
-        FILE_HASH,
-        f"/kubepods.slice/kubepods-pod{FILE_HASH}.slice/cri-containerd-{A}.scope",
-    ),
-    "Docker in a container": (
-        v1(f"/kubepods/burstable/pod{UID}/{A}/docker/{B}"),
-        UID,
-        f"/kubepods/burstable/pod{UID}/{A}",
-    ),
-    "systemd in a container": (
-        f"0::{SLICES}/cri-containerd-{A}.scope/system.slice/ssh.service\n",
-        UID,
-        f"{SLICES}/cri-containerd-{A}.scope",
-    ),
-    "a whole cluster in a container": (
-        f"0::/kubepods/burstable/pod{UID}/{A}/kubelet/kubepods/besteffort/pod{OTHER}/{B}\n",
-        UID,
-        f"/kubepods/burstable/pod{UID}/{A}",
-    ),
-    "a container that names its cgroups like another's": (
-        f"0::{SLICES}/cri-containerd-{A}.scope/kubepods-pod{OTHER.replace('-', '_')}.slice:cri-containerd:{B}\n",
-        UID,
-        f"{SLICES}/cri-containerd-{A}.scope",
-    ),
-    "its cgroup was removed": (f"0::/kubepods/burstable/pod{UID}/{A} (deleted)\n", UID, f"/kubepods/burstable/pod{UID}/{A}"),
+KUBELET_SLICES = "/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod"
+
+#: What has made the path of a container -> the path.
+PATHS = {
+    "cgroupfs, burstable": f"/kubepods/burstable/pod{UID}/{A}",
+    "cgroupfs, besteffort": f"/kubepods/besteffort/pod{UID}/{A}",
+    "cgroupfs, guaranteed": f"/kubepods/pod{UID}/{A}",
+    "cgroupfs, CRI-O": f"/kubepods/burstable/pod{UID}/crio-{A}",
+    "cgroupfs, a static pod": f"/kubepods/burstable/pod{FILE_HASH}/{A}",
+    "systemd, containerd": f"{SLICES}/cri-containerd-{A}.scope",
+    "systemd, CRI-O": f"{SLICES}/crio-{A}.scope",
+    "systemd, Docker": f"{SLICES}/docker-{A}.scope",
+    "systemd, guaranteed": f"{GUARANTEED}/cri-containerd-{A}.scope",
+    "systemd, a static pod": f"/kubepods.slice/kubepods-pod{FILE_HASH}.slice/cri-containerd-{A}.scope",
+    "systemd, the kubelet below a cgroup root of its own": f"{KUBELET_SLICES}{SLICE_UID}.slice/cri-containerd-{A}.scope",
+    "a node in a Docker container": f"/docker/{B}/kubelet/kubepods/burstable/pod{UID}/{A}",
+    "mixed drivers": f"/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{A}",
+    "mixed drivers, guaranteed": f"/kubepods-pod{SLICE_UID}.slice:cri-containerd:{A}",
+}
+#: Who has put the process into a cgroup below the container's -> the rest of the path.
+BELOW = {
+    "nobody": "",
+    "crun": "/container",
+    "Docker in a container": f"/docker/{B}",
+    "systemd in a container": "/system.slice/ssh.service",
+    "a whole cluster in a container": f"/kubelet/kubepods/besteffort/pod{OTHER}/{B}",
+    "a container that names its cgroups like another's": f"/kubepods-pod{OTHER.replace('-', '_')}.slice:cri-containerd:{B}",
+    "the kernel, since the cgroup was removed": " (deleted)",
 }
 
 
-@pytest.mark.parametrize(("text", "uid", "cgroup"), FOUND.values(), ids=FOUND.keys())
-def test_the_container_is_found(text: str, uid: str, cgroup: str) -> None:
-    assert parse_proc_cgroup(text) == ContainerCgroup(pod_uid=uid, container_id=A, cgroup=cgroup)
+@pytest.mark.parametrize("written", [lambda path: f"0::{path}\n", v1], ids=["v2", "v1"])
+@pytest.mark.parametrize("below", BELOW.values(), ids=BELOW.keys())
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+def test_the_container_is_found(path: str, below: str, written: Callable[[str], str]) -> None:
+    uid = FILE_HASH if FILE_HASH in path else UID
+    assert parse_proc_cgroup(written(path + below)) == ContainerCgroup(pod_uid=uid, container_id=A, cgroup=path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"5:cpuset:/\n4:hugetlb,memory:/kubepods/pod{UID}/{A}\n1:name=systemd:/\n",
+        f"4:memory:/kubepods/pod{UID}/{A}\n0::/system.slice/containerd.service\n",
+        f"2:cpu:/\n1:name=systemd:{SLICES}/crio-{B}.scope\n0::/kubepods/pod{UID}/{A}\n",
+    ],
+    ids=[
+        "memory beside another controller",
+        "memory counts although the unified hierarchy differs",
+        "memory is in the unified one",
+    ],
+)
+def test_the_hierarchy_of_memory_counts(text: str) -> None:
+    assert parse_proc_cgroup(text) == ContainerCgroup(pod_uid=UID, container_id=A, cgroup=f"/kubepods/pod{UID}/{A}")
 
 
 @pytest.mark.parametrize("separator", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
