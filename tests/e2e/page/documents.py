@@ -1,10 +1,11 @@
 """The states that the page is shown, and what is read back from it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
 from gpumgr.agent.api import builtins
 from gpumgr.agent.inventory import HardwareHealth, Inventory
@@ -20,7 +21,7 @@ from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
 from gpumgr.placement.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.web.state import node_state
 from tests.allocations import allocated
-from tests.e2e.browser import Visit
+from tests.e2e.browser import Stage, Visit, visit
 from tests.unit.web.metrics.pictures import name_of, sample_of, snapshot_of, uuid_of
 
 Document = dict[str, Any]
@@ -193,3 +194,14 @@ async def column(page: Page, number: int) -> list[str]:
 async def loaded(seen: Visit, containers: int = len(PODS)) -> Page:
     await expect(seen.page.locator("#rows tr")).to_have_count(containers)
     return seen.page
+
+
+@asynccontextmanager
+async def opened(
+    browser: Browser, stage: Stage, shown: Document | None = None, *, containers: int = len(PODS), **context: Any
+) -> AsyncIterator[Page]:
+    """The page with so many containers. `shown`: another document than the present one; `context`: see `visit`."""
+    if shown is not None:
+        stage.show(shown)
+    async with visit(browser, stage.url, **context) as seen:
+        yield await loaded(seen, containers)

@@ -10,16 +10,17 @@ from gpumgr.agent.cordons import Cordon
 from tests.e2e.browser import Stage, visit
 from tests.unit.web.metrics.pictures import name_of, uuid_of
 
-from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, refusal
+from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1024, 1920])
 async def test_no_horizontal_scrolling_at_any_width(browser: Browser, stage: Stage, width: int) -> None:
-    stage.show(document((*PODS, *HOSTILE), entries=[refusal(pod=pod, why="y" * 300) for pod in HOSTILE], gone=5, used_gib=4.5))
-    async with visit(browser, stage.url, viewport={"width": width, "height": 740}) as seen:
-        page = await loaded(seen, len(PODS) + len(HOSTILE))
+    shown = document((*PODS, *HOSTILE), entries=[refusal(pod=pod, why="y" * 300) for pod in HOSTILE], gone=5, used_gib=4.5)
+    async with opened(
+        browser, stage, shown, containers=len(PODS) + len(HOSTILE), viewport={"width": width, "height": 740}
+    ) as page:
         assert await page.evaluate("document.documentElement.scrollWidth") == width
 
 
@@ -42,8 +43,7 @@ async def test_the_theme_follows_the_system_until_it_is_chosen(browser: Browser,
 
 
 async def test_reduced_motion_switches_animations_off(browser: Browser, stage: Stage) -> None:
-    async with visit(browser, stage.url, reduced_motion="reduce") as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, reduced_motion="reduce") as page:
         moving = "[...document.querySelectorAll('*')].filter((node) => parseFloat(getComputedStyle(node).transitionDuration) > 0).length"
         assert await page.evaluate(moving) == 0
         assert await page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
@@ -57,8 +57,7 @@ async def test_every_control_gets_a_visible_focus_by_keyboard(browser: Browser, 
         const node = document.activeElement, style = getComputedStyle(node);
         return [node.dataset.mark, style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
     }"""
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen, 40)
+    async with opened(browser, stage, containers=40) as page:
         wanted = await page.evaluate(mark)
         reached: dict[str, bool] = {}
         for _ in wanted:
@@ -71,8 +70,7 @@ async def test_every_control_gets_a_visible_focus_by_keyboard(browser: Browser, 
 
 
 async def test_a_gpu_of_the_topology_links_to_its_card(browser: Browser, stage: Stage) -> None:
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage) as page:
         link = page.get_by_role("link", name="GPU6: well, free")
         await link.focus()
         await page.keyboard.press("Enter")
@@ -81,9 +79,9 @@ async def test_a_gpu_of_the_topology_links_to_its_card(browser: Browser, stage: 
 
 
 async def test_landmarks_and_labels_for_screen_readers(browser: Browser, stage: Stage) -> None:
-    stage.show(document([("team", f"pod-{n:02}") for n in range(40)], entries=[refusal()]))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen, 40)
+    async with opened(
+        browser, stage, document([("team", f"pod-{n:02}") for n in range(40)], entries=[refusal()]), containers=40
+    ) as page:
         for role in ("banner", "main", "search", "contentinfo", "status"):
             await expect(page.get_by_role(role)).to_have_count(1)
         await expect(page.get_by_role("heading", level=1)).to_have_text("node-1")
@@ -106,9 +104,8 @@ async def test_landmarks_and_labels_for_screen_readers(browser: Browser, stage: 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_all_text_has_enough_contrast(browser: Browser, stage: Stage, scheme: str) -> None:
     """WCAG 2.2, 1.4.3: 4.5 to 1, and 3 to 1 for large text."""
-    stage.show(document(entries=[refusal()], gone=5, failed={1: "XID 79"}, cordons={uuid_of(2): Cordon(since=NOW)}, used_gib=4.5))
-    async with visit(browser, stage.url, color_scheme=scheme) as seen:
-        page = await loaded(seen)
+    shown = document(entries=[refusal()], gone=5, failed={1: "XID 79"}, cordons={uuid_of(2): Cordon(since=NOW)}, used_gib=4.5)
+    async with opened(browser, stage, shown, color_scheme=scheme) as page:
         await expect(page.locator("#live")).to_have_text("live")
         await page.get_by_label("Filter").fill("")
         assert await page.evaluate(DIM_TEXT) == []

@@ -18,15 +18,13 @@ from gpumgr.web.state import node_state
 from tests.e2e.browser import Stage, visit
 from tests.unit.web.metrics.pictures import name_of, uuid_of, whole
 
-from .documents import NOW, document, loaded, refusal, report, rows
+from .documents import NOW, document, opened, refusal, report, rows
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 async def test_the_page_shows_placements_and_problems(browser: Browser, stage: Stage) -> None:
-    stage.show(document(entries=[refusal()], used_gib=4.5))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, document(entries=[refusal()], used_gib=4.5)) as page:
         await expect(page).to_have_title("(5) node-1 · gpumgr")
         await expect(page.locator("#verdict")).to_have_text("Ready")
         await expect(page.locator("#live")).to_have_text("live")
@@ -66,9 +64,7 @@ async def test_a_burst_shows_its_limit_and_the_gpu_by_how_much_limits_exceed_it(
             row |= {"over": True, "memory_limit_bytes": 6 << 30}
     for gpu in shown["gpus"]:
         gpu["limits_excess_bytes"] = 2 << 30 if gpu["name"] == name_of(1) else 0
-    stage.show(shown)
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, shown) as page:
         card = page.locator(f"#gpu-{name_of(1)}")
         await expect(card).to_contain_text("4.5 of 4.0 GiB (up to 6.0)")
         await expect(card).to_contain_text("used; limits exceed it by 2.0 GiB")
@@ -77,18 +73,14 @@ async def test_a_burst_shows_its_limit_and_the_gpu_by_how_much_limits_exceed_it(
 
 
 async def test_a_node_without_problems(browser: Browser, stage: Stage) -> None:
-    stage.show(document(count=2, entries=[replace(refusal(), at=NOW - 1000)]))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, document(count=2, entries=[replace(refusal(), at=NOW - 1000)])) as page:
         await expect(page.locator("#fine")).to_have_text("Nothing. All GPUs are well, nothing was refused in the last 15 min.")
         await expect(page.locator("#problems li")).to_have_count(0)
         await expect(page).to_have_title("node-1 · gpumgr")
 
 
 async def test_lost_and_cordoned_gpus_are_marked_in_text(browser: Browser, stage: Stage) -> None:
-    stage.show(document())
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, document()) as page:
         cordon = {uuid_of(2): Cordon(reason="a new riser", since=NOW - 600, draining=True)}
         stage.show(document(gone=5, failed={1: "XID 79: it has fallen off the bus"}, cordons=cordon, at=NOW + 1))
         await expect(page.locator(f"#gpu-{name_of(1)} .tag")).to_have_text("failed (XID)")
@@ -110,9 +102,7 @@ async def test_lost_and_cordoned_gpus_are_marked_in_text(browser: Browser, stage
 
 async def test_gpus_have_the_index_of_the_driver(browser: Browser, stage: Stage) -> None:
     """Without the GPU at index 3, the one at index 4 is the fourth of the topology."""
-    stage.show(document([("team", f"pod-{n}") for n in range(8)], gone=3))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen, 8)
+    async with opened(browser, stage, document([("team", f"pod-{n}") for n in range(8)], gone=3), containers=8) as page:
         card = page.locator(f"#gpu-{name_of(4)}")
         await expect(card.get_by_role("heading")).to_have_text("GPU4")
         await expect(card).to_contain_text("team/pod-4")
@@ -130,9 +120,7 @@ async def test_gpus_have_the_index_of_the_driver(browser: Browser, stage: Stage)
 
 async def test_an_unreadable_gpu_is_listed_once(browser: Browser, stage: Stage) -> None:
     """The driver lists it without a UUID, so that its card is missing."""
-    stage.show(document(gone=5, unreadable={5: "GPU is lost"}))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, document(gone=5, unreadable={5: "GPU is lost"})) as page:
         broken = page.locator("#problems li.bad")
         await expect(broken).to_have_count(1)
         await expect(broken).to_contain_text(f"GPU {name_of(5)} the driver does not show it")
@@ -162,8 +150,7 @@ async def test_a_failed_gpu_is_red_in_the_history(browser: Browser, stage: Stage
             ]
         )
     )
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage) as page:
         await expect(page.locator("#feed li")).to_have_count(len(codes))
         red = await page.locator("#feed li.broken div span").all_text_contents()
         assert red == ["GPU1 not_readable", "GPU1 unhealthy", "GPU1 lost"]
@@ -173,9 +160,8 @@ async def test_a_failed_gpu_is_red_in_the_history(browser: Browser, stage: Stage
 async def test_failures_are_listed_before_refusals(browser: Browser, stage: Stage, width: int) -> None:
     long = [refusal(number=n, why=f"{n}: no GPU has room for it, " + "and none will have it soon, " * 12) for n in range(1, 4)]
     drained = {uuid_of(2): Cordon(reason="a new riser", since=NOW - 600, draining=True)}
-    stage.show(document(entries=long, failed={1: "XID 79: it has fallen off the bus"}, cordons=drained))
-    async with visit(browser, stage.url, viewport={"width": width, "height": 900}) as seen:
-        page = await loaded(seen)
+    shown = document(entries=long, failed={1: "XID 79: it has fallen off the bus"}, cordons=drained)
+    async with opened(browser, stage, shown, viewport={"width": width, "height": 900}) as page:
         problems = page.locator("#problems li")
         await expect(problems.locator("b")).to_have_text(["failed (XID)", "draining", "unattributed", *["refused"] * 3])
         lines = await page.locator("#problems li.brief > span").evaluate_all(
@@ -187,9 +173,7 @@ async def test_failures_are_listed_before_refusals(browser: Browser, stage: Stag
 async def test_links_without_a_switch_are_drawn_one_by_one(browser: Browser, stage: Stage) -> None:
     state = document()
     state["nvlinks"] = [{"a": 0, "b": 1, "links": 2}, {"a": 0, "b": 3, "links": 1}, {"a": 4, "b": 7, "links": 1}]
-    stage.show(state)
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, state) as page:
         await expect(page.locator("#picture .wire")).to_have_count(3)
         assert await page.locator("#picture .wire title").all_text_contents() == [
             "GPU0 and GPU1: 2 NVLinks",

@@ -12,7 +12,7 @@ from gpumgr.web.pod_details import pod_details
 from tests.e2e.browser import Stage, visit
 from tests.unit.web.metrics.pictures import name_of
 
-from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, refusal, report
+from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, opened, refusal, report
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -98,8 +98,7 @@ async def test_details_have_the_turns_of_the_limiter(browser: Browser, stage: St
     limited = told(("team", "web"))
     limited["allocations"][0].update(held_ratio=0.238, waited_ratio=0.61, mechanisms=["limiter"])
     stage.remember(limited)
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage) as page:
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         dialog = page.get_by_role("dialog", name="team/web")
         sentence = "; held the GPU 24 % of the last seconds, waited 61 % for its turn; kept by limiter"
@@ -108,9 +107,7 @@ async def test_details_have_the_turns_of_the_limiter(browser: Browser, stage: St
 
 async def test_details_of_a_refusal_list_what_each_gpu_had_free(browser: Browser, stage: Stage) -> None:
     stage.remember(told(LATE, refused(), phase="Failed", reason="UnexpectedAdmissionError", message="Allocate failed"))
-    stage.show(document(entries=[refused()]))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, document(entries=[refused()])) as page:
         dialog = page.get_by_role("dialog", name="team/late")
         for place in ("#problems", "#feed"):
             await page.locator(place).get_by_role("link", name="team/late").click()
@@ -128,8 +125,7 @@ async def test_details_of_a_refusal_list_what_each_gpu_had_free(browser: Browser
 
 async def test_details_open_and_close_by_keyboard(browser: Browser, stage: Stage) -> None:
     stage.remember(told(("team", "web")))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage) as page:
         link = page.locator("#rows").get_by_role("link", name="team/web")
         await expect(link).to_have_attribute("aria-haspopup", "dialog")
         await link.focus()
@@ -150,8 +146,7 @@ async def test_a_late_response_does_not_replace_later_details(browser: Browser, 
         window.fetch = (address, ...how) => String(address).endsWith("team/train")
             ? new Promise((go) => { window.answer = () => go(ask(address, ...how)); })
             : ask(address, ...how);"""
-    async with visit(browser, stage.url, before=late) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, before=late) as page:
         rows = page.locator("#rows")
         await rows.get_by_role("link", name="team/train").first.click()
         await rows.get_by_role("link", name="team/web").click()
@@ -173,17 +168,15 @@ async def answer_at_last(page: Page) -> None:
 
 async def test_a_new_tab_shows_the_json(browser: Browser, stage: Stage) -> None:
     stage.remember(told(("team", "web")))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
-        async with page.context.expect_page() as opened:
+    async with opened(browser, stage) as page:
+        async with page.context.expect_page() as tab:
             await page.locator("#rows").get_by_role("link", name="team/web").click(modifiers=["ControlOrMeta"])
-        await expect((await opened.value).locator("body")).to_contain_text('"namespace"')
+        await expect((await tab.value).locator("body")).to_contain_text('"namespace"')
         await expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 async def test_details_of_an_unknown_pod(browser: Browser, stage: Stage) -> None:
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage) as page:
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         await expect(page.get_by_role("dialog", name="team/web")).to_contain_text("nothing is known of the pod team/web.")
 
@@ -210,8 +203,7 @@ async def test_hostile_names_are_text_in_the_details(browser: Browser, stage: St
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_details_have_enough_contrast(browser: Browser, stage: Stage, scheme: str) -> None:
     stage.remember(told(("team", "web"), refused()))
-    async with visit(browser, stage.url, color_scheme=scheme) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, color_scheme=scheme) as page:
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         await expect(page.get_by_role("dialog", name="team/web")).to_be_visible()
         assert await page.evaluate(DIM_TEXT) == []

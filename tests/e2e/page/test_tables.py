@@ -3,10 +3,10 @@
 import pytest
 from playwright.async_api import Browser, expect
 
-from tests.e2e.browser import Stage, visit
+from tests.e2e.browser import Stage
 from tests.unit.web.metrics.pictures import name_of
 
-from .documents import NOW, PODS, column, document, loaded, refusal
+from .documents import NOW, PODS, column, document, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -24,9 +24,9 @@ FILTERED = {
 
 
 async def test_the_filter_narrows_containers_and_decisions(browser: Browser, stage: Stage) -> None:
-    stage.show(document(entries=[refusal(number=n, pod=pod) for n, pod in enumerate(PODS, start=1)]))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(
+        browser, stage, document(entries=[refusal(number=n, pod=pod) for n, pod in enumerate(PODS, start=1)])
+    ) as page:
         for text, pods in FILTERED.items():
             await page.get_by_label("Filter").fill(text)
             await expect(page.locator("#rows tr")).to_have_count(len(pods))
@@ -41,9 +41,7 @@ async def test_the_filter_narrows_containers_and_decisions(browser: Browser, sta
 
 @pytest.mark.parametrize(("gone", "shown"), [(None, "GPU2"), (2, f"GPU {name_of(2)}")], ids=["by index", "without an index"])
 async def test_a_card_filters_the_table_by_its_gpu(browser: Browser, stage: Stage, gone: int | None, shown: str) -> None:
-    stage.show(document([("team", f"pod-{n:02}") for n in range(60)], gone=gone))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen, 60)
+    async with opened(browser, stage, document([("team", f"pod-{n:02}") for n in range(60)], gone=gone), containers=60) as page:
         await page.locator(f"#gpu-{name_of(2)}").get_by_role("button", name="4 more in the table").click()
         await expect(page.locator("#rows tr")).to_have_count(8)
         assert set(await column(page, 2)) == {shown}
@@ -52,8 +50,7 @@ async def test_a_card_filters_the_table_by_its_gpu(browser: Browser, stage: Stag
 
 
 async def test_every_column_sorts_both_ways(browser: Browser, stage: Stage) -> None:
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage) as page:
         assert await column(page, 0) == sorted("/".join(pod) for pod in PODS)
         for number, head in enumerate(await page.locator("th").all()):
             if not await head.is_visible():
@@ -72,9 +69,7 @@ async def test_every_column_sorts_both_ways(browser: Browser, stage: Stage) -> N
 
 
 async def test_large_tables_are_shown_in_portions(browser: Browser, stage: Stage) -> None:
-    stage.show(document([("team", f"pod-{n:04}") for n in range(1600)]))
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen, 200)
+    async with opened(browser, stage, document([("team", f"pod-{n:04}") for n in range(1600)]), containers=200) as page:
         await expect(page.locator("#count")).to_have_text("1,600")
         await page.get_by_role("button", name="Show all 1,600").click()
         await expect(page.locator("#rows tr")).to_have_count(1600)
@@ -84,8 +79,7 @@ async def test_large_tables_are_shown_in_portions(browser: Browser, stage: Stage
 
 @pytest.mark.parametrize("width", [320, 1280])
 async def test_turns_have_columns_where_the_limiter_limits(browser: Browser, stage: Stage, width: int) -> None:
-    async with visit(browser, stage.url, viewport={"width": width, "height": 740}) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage, viewport={"width": width, "height": 740}) as page:
         waited = page.get_by_role("button", name="Time waited")
         await expect(waited).to_be_hidden()
         shown = document()

@@ -9,14 +9,13 @@ from playwright.async_api import Browser, expect
 from tests.e2e.browser import Stage, visit
 from tests.unit.web.metrics.pictures import name_of
 
-from .documents import BEAT_SECONDS, NOW, PODS, document, loaded, refusal
+from .documents import BEAT_SECONDS, NOW, PODS, document, loaded, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 async def test_a_new_state_updates_the_page_in_place(browser: Browser, stage: Stage) -> None:
-    async with visit(browser, stage.url) as seen:
-        page = await loaded(seen)
+    async with opened(browser, stage) as page:
         await expect(page.locator("#live")).to_have_text("live")
         await page.evaluate("window.kept = [...document.querySelectorAll('#rows tr, .card, .seg, #picture')]")
         stage.show(document((*PODS, ("team", "new")), entries=[refusal()], used_gib=3.0, at=NOW + 1))
@@ -54,9 +53,7 @@ async def test_repeated_problems_are_listed_once(browser: Browser, stage: Stage)
     for entries in (again, nameless):
         state = document(entries=entries)
         state["containers"].append(state["containers"][0])
-        stage.show(state)
-        async with visit(browser, stage.url) as seen:
-            page = await loaded(seen, len(PODS) + 1)
+        async with opened(browser, stage, state, containers=len(PODS) + 1) as page:
             for turn in range(1, 5):
                 stage.show({**state, "at": NOW + turn})
                 await expect(page.locator("#problems")).to_contain_text(f"{60 + turn} s ago")
