@@ -7,38 +7,25 @@ again at every start, because a container can't start with a region of another l
 
 import asyncio
 import math
-import shutil
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import Refusal
-from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
-from gpumgr.enforcement.backend import Backend, BackendName
+from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.hami_core import content, repairs
 from gpumgr.enforcement.hami_core.monitor import RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
-from gpumgr.enforcement.operator_library import (
-    PRELOAD,
-    CheckedLibrary,
-    LibraryError,
-    check,
-    install_preloaded,
-    installed_path,
-    make_folder,
-)
+from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 from gpumgr.enforcement.pids import NspidOf
+from gpumgr.enforcement.preloaded import PreloadedBackend
 from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.answer import ContainerResponse, Mount
-from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.ledger import AllocationId
 
 #: The region's path in the container, as the container's environment names it.
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
@@ -46,11 +33,8 @@ REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 #: In run_dir; it has a folder for each allocation.
 FOLDER: Final = "hami-core"
-_LIBRARY: Final = "libvgpu.so"
 #: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
-_LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
-#: Several containers may start at once, each on a thread of its own.
-_INSTALLING: Final = threading.Lock()
+_LIBRARY_IN_CONTAINER: Final = Path("/usr/local/vgpu/libvgpu.so")
 #: A library that was refused is tried again after this time.
 RETRY_SECONDS: Final = 300.0
 _UNSET: Final = (
@@ -59,16 +43,10 @@ _UNSET: Final = (
 )
 
 
-class HamiCore(Backend):
-    """`library_dir` has the installed libraries. It is on a disk, since a container's mounts name them as long as it exists, also after a
-    reboot.
-    `run_dir` is on a tmpfs; without `volumes` a region may fill it.
-    `log_level` is the library's. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
-    """
+class HamiCore(PreloadedBackend[RegionMonitor]):
+    """`log_level` is the library's. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads."""
 
     name: BackendName = "hami-core"
-    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
-    bursts = True
 
     def __init__(
         self,
@@ -82,11 +60,9 @@ class HamiCore(Backend):
         log_level: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._log_level = log_level
-        self._library, self._library_dir = (library_path, library_sha256), library_dir
-        self._folder = run_dir / FOLDER
-        self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
-        self._monitors: dict[AllocationId, RegionMonitor] = {}
+        super().__init__(_LIBRARY_IN_CONTAINER, library_dir, run_dir / FOLDER, volumes)
+        self._library, self._log_level = (library_path, library_sha256), log_level
+        self._nspid_of, self._clock = nspid_of, clock
         self._trying = asyncio.Lock()
         #: The library that was tried, why it can't be used (None: it can), and the time at which it is tried again.
         self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
@@ -131,7 +107,6 @@ class HamiCore(Backend):
         if sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
-        library = installed_path(self._library_dir, sha256, _LIBRARY)
         return ContainerResponse(
             envs={
                 **{
@@ -146,8 +121,7 @@ class HamiCore(Backend):
                 "LIBCUDA_LOG_LEVEL": str(self._log_level),
             },
             mounts=(
-                Mount(container_path=_LIBRARY_IN_CONTAINER, host_path=str(library), read_only=True),
-                Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(PRELOAD)), read_only=True),
+                *self._library_mounts(sha256),
                 Mount(container_path=REGION_IN_CONTAINER, host_path=region),
                 Mount(container_path=DEFAULT_REGION_IN_CONTAINER, host_path=region),
             ),
@@ -170,33 +144,13 @@ class HamiCore(Backend):
         if running:
             await asyncio.to_thread(self._adjust, tuple(running))
 
-    def remains(self) -> Collection[AllocationId]:
-        return names_in(self._folder)
-
-    async def cleanup(self, allocation: AllocationId) -> None:
-        """Raises OSError."""
-        await asyncio.to_thread(self._cleanup, allocation)
-
-    async def close(self) -> None:
-        monitors, self._monitors = self._monitors, {}
-        for monitor in monitors.values():
-            monitor.close()
-
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
     def _start(self, tenant: GpuShare, library: CheckedLibrary) -> None:
         wanted = content.limits(tenant.gpus)
-        with _INSTALLING:
-            install_preloaded(library, self._library_dir, _LIBRARY, _LIBRARY_IN_CONTAINER)
-        # Closed first: a check of the old region would find another file at its path.
-        if (old := self._monitors.get(tenant.allocation)) is not None:
-            old.close()
-        folder = self._folder / tenant.allocation
-        for each in (self._folder, folder):
-            make_folder(each, 0o711)
-        if self._volumes is not None:
-            self._volumes.renew(folder)
-        self._monitors[tenant.allocation] = self._monitor(RegionFile.create_in(folder, content.seed(wanted)))
+        self._install(library)
+        region = RegionFile.create_in(self._new_folder(tenant.allocation), content.seed(wanted))
+        self._monitors[tenant.allocation] = self._monitor(region)
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
         return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
@@ -205,14 +159,6 @@ class HamiCore(Backend):
         words = {each.tenant: self._monitor_of(each.tenant).repair(each) for each in running}
         for tenant, word in repairs.due({tenant: word for tenant, word in words.items() if word is not None}).items():
             self._monitor_of(tenant).set_recent_kernel(word)
-
-    def _cleanup(self, allocation: AllocationId) -> None:
-        if (monitor := self._monitors.pop(allocation, None)) is not None:
-            monitor.close()
-        if self._volumes is not None:
-            self._volumes.remove(self._folder / allocation)
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self._folder / allocation)
 
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
         """Returns the container's monitor. After a restart of the agent it opens the region that an earlier process of the agent made."""

@@ -7,20 +7,17 @@ limits itself.
 """
 
 import asyncio
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import GpumgrError, Refusal
-from gpumgr.common.files import names_in
 from gpumgr.common.units import CORES_PER_GPU, Resource
-from gpumgr.enforcement.backend import Backend, BackendName
+from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
 from gpumgr.enforcement.limiter.identities import Identities
@@ -28,38 +25,27 @@ from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
 from gpumgr.enforcement.limiter.monitor import PageMonitor
 from gpumgr.enforcement.limiter.page_files import PageFiles, page_path
 from gpumgr.enforcement.limiter.pages import SIZES, PageLimits
-from gpumgr.enforcement.operator_library import (
-    PRELOAD,
-    CheckedLibrary,
-    check,
-    install_preloaded,
-    installed_path,
-    make_folder,
-)
+from gpumgr.enforcement.operator_library import CheckedLibrary, check
 from gpumgr.enforcement.pids import NspidOf
+from gpumgr.enforcement.preloaded import PreloadedBackend
 from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.answer import ContainerResponse, Mount
-from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 
 #: Where the library looks for its pages (PLACE in process.c). The library itself lies beside them.
 PAGES_IN_CONTAINER: Final = "/etc/gpumgr"
-_LIBRARY_IN_CONTAINER: Final = f"{PAGES_IN_CONTAINER}/{LIBRARY}"
+_LIBRARY_IN_CONTAINER: Final = Path(PAGES_IN_CONTAINER, LIBRARY)
 #: In run_dir; it has a folder for each allocation.
 FOLDER: Final = "limiter"
-_INSTALLING: Final = threading.Lock()
 
 
-class Limiter(Backend):
-    """`library_dir` has the installed libraries, on a disk. `run_dir` is on a tmpfs; without `volumes` a container's pages may fill it.
-    `contexts` measures what a context takes; None: that is not known. `nspid_of` is called on threads. `find_library` returns the path
+class Limiter(PreloadedBackend[PageMonitor]):
+    """`contexts` measures what a context takes; None: that is not known. `nspid_of` is called on threads. `find_library` returns the path
     of a library of this package. `clock` is monotonic, in seconds."""
 
     name: BackendName = "limiter"
-    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
-    bursts = True
 
     def __init__(
         self,
@@ -73,10 +59,9 @@ class Limiter(Backend):
         find_library: Callable[[str], Path] = library_path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._library_dir, self._folder = library_dir, run_dir / FOLDER
-        self._identities, self._contexts, self._volumes = Identities(nspid_of), contexts, volumes
+        super().__init__(_LIBRARY_IN_CONTAINER, library_dir, run_dir / FOLDER, volumes)
+        self._identities, self._contexts = Identities(nspid_of), contexts
         self._quantum_microseconds, self._find, self._clock = quantum_milliseconds * 1000, find_library, clock
-        self._monitors: dict[AllocationId, PageMonitor] = {}
         #: Starts, checks and removals of one container replace its monitor one after the other.
         self._locks: dict[AllocationId, threading.Lock] = {}
         self._closed = False
@@ -104,14 +89,13 @@ class Limiter(Backend):
         if kind == "memory":
             return ContainerResponse()
         try:
-            library = installed_path(self._library_dir, self._library.sha256, LIBRARY)
+            library = self._library_mounts(self._library.sha256)
         except GpumgrError as error:
             raise Refusal("internal", f"the limiter can't limit {tenant.describe()}: {error}") from error
         folder = self._folder / tenant.allocation
         return ContainerResponse(
             mounts=(
-                Mount(container_path=_LIBRARY_IN_CONTAINER, host_path=str(library), read_only=True),
-                Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(PRELOAD)), read_only=True),
+                *library,
                 *(
                     Mount(
                         container_path=str(page_path(Path(PAGES_IN_CONTAINER), page)),
@@ -147,13 +131,6 @@ class Limiter(Backend):
         monitors = tuple(self._monitors.items())
         return {(allocation, gpu): use for allocation, monitor in monitors for gpu, use in monitor.uses().items()}
 
-    def remains(self) -> Collection[AllocationId]:
-        return names_in(self._folder)
-
-    async def cleanup(self, allocation: AllocationId) -> None:
-        """Raises OSError."""
-        await asyncio.to_thread(self._cleanup, allocation)
-
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         """Containers limit themselves until the arbiter has them again."""
         await asyncio.to_thread(lambda: [self._monitor_of(tenant.allocation) for tenant in tenants])
@@ -165,26 +142,16 @@ class Limiter(Backend):
         self._closed = True
         if "_arbiter" in self.__dict__:
             self._arbiter.stop()
-        monitors, self._monitors = self._monitors, {}
-        for monitor in monitors.values():
-            monitor.close()
+        await super().close()
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
     def _start(self, tenant: GpuShare) -> None:
         wanted = self._limits(tenant)
-        with _INSTALLING:
-            install_preloaded(self._library, self._library_dir, LIBRARY, _LIBRARY_IN_CONTAINER)
-        folder = self._folder / tenant.allocation
+        self._install(self._library)
         with self._lock_of(tenant.allocation):
-            # It stays in its place until it is replaced: a check that comes now must not open other pages.
-            if (old := self._monitors.get(tenant.allocation)) is not None:
-                old.close()
-            for each in (self._folder, folder):
-                make_folder(each, 0o711)
-            if self._volumes is not None:
-                self._volumes.renew(folder)
-            self._monitors[tenant.allocation] = self._monitor(PageFiles.create(folder, wanted))
+            files = PageFiles.create(self._new_folder(tenant.allocation), wanted)
+            self._monitors[tenant.allocation] = self._monitor(files)
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
         return [
@@ -196,12 +163,7 @@ class Limiter(Backend):
 
     def _cleanup(self, allocation: AllocationId) -> None:
         with self._lock_of(allocation):
-            if (monitor := self._monitors.pop(allocation, None)) is not None:
-                monitor.close()
-            if self._volumes is not None:
-                self._volumes.remove(self._folder / allocation)
-            with suppress(FileNotFoundError):
-                shutil.rmtree(self._folder / allocation)
+            super()._cleanup(allocation)
         self._locks.pop(allocation, None)
 
     def _lock_of(self, allocation: AllocationId) -> threading.Lock:

@@ -1,0 +1,91 @@
+"""What the limiter and hami-core share: each process of a container preloads a library.
+
+The container mounts the installed copy of the library, the list that preloads it, and the files of its own folder, which the agent checks.
+"""
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Generic, Protocol, TypeVar
+
+from gpumgr.common.files import names_in
+from gpumgr.common.units import Resource
+from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.operator_library import PRELOAD, CheckedLibrary, install_preloaded, installed_path, make_folder
+from gpumgr.enforcement.volume import BoundedFolders
+from gpumgr.ledger.answer import Mount
+from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.ledger import AllocationId
+
+#: Several containers may start at once, each on a thread of its own.
+_INSTALLING: Final = threading.Lock()
+
+
+class Monitor(Protocol):
+    def close(self) -> None: ...
+
+
+_M = TypeVar("_M", bound=Monitor)
+
+
+class PreloadedBackend(Backend, Generic[_M]):
+    """`path_in_container`: where containers have the library. `library_dir` has the installed libraries. It is on a disk, since the
+    mounts of a container name them as long as it exists, also after a reboot. `folder` has a folder for each allocation. It is on a
+    tmpfs; without `volumes` the files of a container may fill that."""
+
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
+    bursts = True
+
+    def __init__(self, path_in_container: Path, library_dir: Path, folder: Path, volumes: BoundedFolders | None) -> None:
+        self._path_in_container, self._library_dir = path_in_container, library_dir
+        self._folder, self._volumes = folder, volumes
+        self._monitors: dict[AllocationId, _M] = {}
+
+    def remains(self) -> Collection[AllocationId]:
+        return names_in(self._folder)
+
+    async def cleanup(self, allocation: AllocationId) -> None:
+        """Raises OSError."""
+        await asyncio.to_thread(self._cleanup, allocation)
+
+    async def close(self) -> None:
+        monitors, self._monitors = self._monitors, {}
+        for monitor in monitors.values():
+            monitor.close()
+
+    def _library_mounts(self, sha256: str) -> tuple[Mount, Mount]:
+        library = installed_path(self._library_dir, sha256, self._path_in_container.name)
+        return (
+            Mount(container_path=str(self._path_in_container), host_path=str(library), read_only=True),
+            Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(PRELOAD)), read_only=True),
+        )
+
+    # -- on a thread -------------------------------------------------------------------------------------------------------
+
+    def _install(self, library: CheckedLibrary) -> None:
+        """Raises LibraryError or OSError."""
+        with _INSTALLING:
+            install_preloaded(library, self._library_dir, self._path_in_container.name, str(self._path_in_container))
+
+    def _new_folder(self, allocation: AllocationId) -> Path:
+        """The folder of a container that starts; closes the monitor of the former one, as its files are replaced. Raises OSError."""
+        # The monitor stays in its place until it is replaced: a check that comes now must not open other files.
+        if (old := self._monitors.get(allocation)) is not None:
+            old.close()
+        folder = self._folder / allocation
+        for each in (self._folder, folder):
+            make_folder(each, 0o711)
+        if self._volumes is not None:
+            self._volumes.renew(folder)
+        return folder
+
+    def _cleanup(self, allocation: AllocationId) -> None:
+        if (monitor := self._monitors.pop(allocation, None)) is not None:
+            monitor.close()
+        if self._volumes is not None:
+            self._volumes.remove(self._folder / allocation)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._folder / allocation)
