@@ -1,12 +1,16 @@
 """The two ways in which a node can offer its GPUs: through the device plugin, or by ResourceClaims (setting node.mode)."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gpumgr.agent.ports import Pods
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.pods import is_static_uid
 from gpumgr.settings import Settings
 
 if TYPE_CHECKING:
+    from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry
     from gpumgr.kubelet.dra.registration import DraDriver
 
 
@@ -20,6 +24,18 @@ def make_driver(settings: Settings) -> "DraDriver":
 def had_mode_dra(settings: Settings) -> bool:
     """Whether an agent has served ResourceClaims on this node: the driver's folder shows that, if it is mounted."""
     return (settings.kubelet.plugins_dir / DRIVER).is_dir()
+
+
+def of_existing_pods(entries: "Sequence[CheckpointEntry]", pods: Pods) -> "Sequence[CheckpointEntry]":
+    """The entries of the kubelet's checkpoint without deleted pods; while the API server can't be reached, all of them.
+
+    For mode dra: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. Otherwise each start of the
+    agent would take over these pods, and hold claims back until a sweep frees them.
+    """
+    if not pods.reachable:
+        return entries
+    known = {uid for pod in pods.all() for uid in (pod.uid, pod.runtime_uid)}
+    return [each for each in entries if each.pod_uid in known or is_static_uid(each.pod_uid)]
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

@@ -26,8 +26,8 @@ from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.sdnotify import Notifier
 from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import PodCache
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import entries_if_readable, reconcile
-from gpumgr.kubelet.node_mode import make_driver
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, entries_if_readable, reconcile
+from gpumgr.kubelet.node_mode import make_driver, of_existing_pods
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HistoryEntry
@@ -172,6 +172,9 @@ async def _reconcile(components: Components) -> None:
     components.agent_state.restore_quarantine(loaded.notes)
     components.gone_gpus.restore(loaded.notes)
     entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
+    if settings.node.mode == "dra" and entries:
+        await api_side.wait_synced(SPECS_SECONDS)
+        entries = of_existing_pods(entries, api_side.pods)
     complete = await reconcile(components.reconciler, entries or (), wait_synced=api_side.wait_synced, lost=loaded.lost)
     await _keep_mig_devices(components, complete=complete and entries is not None)
     await components.enforcement.recover()

@@ -16,6 +16,7 @@ from gpumgr.common.errors import KubeletError, Refusal
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra import side as dra_side
 from gpumgr.kubelet.dra.claim_reader import find_shares
@@ -23,14 +24,14 @@ from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.kubelet.dra.side import CORDONED_TAINT, UNHEALTHY_TAINT, ClaimParts, DraSide, gpu_taints
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
-from gpumgr.kubelet.node_mode import holders_of_other_mode
+from gpumgr.kubelet.node_mode import holders_of_other_mode, of_existing_pods
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.ledger.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
 from tests.component.kubelet.dra.harness import StubKubelet, soon
-from tests.component.stage.stage import snapshot, unlimited
+from tests.component.stage.stage import MemoryPods, snapshot, unlimited
 from tests.unit.agent.world import World
 
 CLAIM = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
@@ -53,6 +54,21 @@ def test_a_node_waits_for_the_pods_of_the_other_mode() -> None:
         assert f"node.mode is {mode}" in reason
     assert holders_of_other_mode(ledger(("by-claim", CLAIM)), "dra") is None
     assert holders_of_other_mode(Ledger(), "plugin") is None
+
+
+def test_what_the_kubelet_remembers_of_deleted_pods_is_not_taken_over() -> None:
+    static = "0123456789abcdef" * 2
+    pods = MemoryPods(
+        {("team", "runs"): PodView(namespace="team", name="runs", uid="runs")},
+    )
+    pods.views["team", "mirror"] = PodView(namespace="team", name="mirror", uid="mirror", runtime_uid="of-the-kubelet")
+    entries = [
+        CheckpointEntry(pod_uid=uid, container="main", resource="tencent.com/vcuda-core", device_ids=("a-c00",))
+        for uid in ("runs", "deleted", "of-the-kubelet", static)
+    ]
+    assert [each.pod_uid for each in of_existing_pods(entries, pods)] == ["runs", "of-the-kubelet", static]
+    pods.down = True
+    assert of_existing_pods(entries, pods) == entries
 
 
 def test_only_five_holders_are_named() -> None:
