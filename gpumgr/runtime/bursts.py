@@ -174,14 +174,15 @@ class Bursts:
         return False
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        memories, free_bytes = dict(self._memories.get(gpu, {})), self._free_bytes.get(gpu)
+        known, free_bytes = self._records.ledger.allocations, self._free_bytes.get(gpu)
+        memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in known}
         request_bytes = allocation.limits_on(gpu).memory_mebibytes << 20
         own = memories.pop(allocation.id, None) or ContainerMemory(request_bytes=request_bytes, limit_bytes=request_bytes)
         if free_bytes is None:
             return
         if found := obstacle_to_start(memories, own, free_bytes=free_bytes, slack_bytes=self.slack_bytes):
             left, holder = found
-            name, burst_bytes = self._records.ledger.allocations[holder].describe(), memories[holder].burst_bytes
+            name, burst_bytes = known[holder].describe(), memories[holder].burst_bytes
             raise Refusal(
                 "conflict",
                 f"GPU {gpu} has {left >> 20} MiB of memory left for the container, which needs {own.unused_bytes >> 20} MiB: {name} holds "

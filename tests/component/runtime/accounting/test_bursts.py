@@ -193,6 +193,23 @@ async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder
     await again
 
 
+async def test_a_holder_that_ended_after_the_last_sample_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = bursting()
+    node.holds(T)
+
+    async def end(_mebibytes: Mapping[str, int]) -> None:
+        """While the sample is evaluated."""
+        node.frees("a")
+
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    await breathe()
+    await node.sampled(uses(a=1200))
+    await breathe()
+    monkeypatch.setattr(node.agent_state, "set_burst", end)
+    await node.sampled(uses(a=1200))
+    await start
+
+
 async def test_a_start_waits_for_nothing_where_nobody_bursts() -> None:
     node = bursting(limit=None)
     await node.memory_watcher.bursts.make_room(T)
