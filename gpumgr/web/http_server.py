@@ -11,6 +11,7 @@ import socket
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
-from gpumgr.common.aio import BugLog, until_tick
+from gpumgr.common.aio import BugLog, persistently, until_tick
 from gpumgr.common.unix_socket import UnixSocket
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import AuthPolicy, CurrentPolicy
@@ -127,8 +128,11 @@ class HttpServer:
             raise
         for each in self._listening:
             each.setblocking(False)
-            self._daemons.append(asyncio.create_task(self._accept(each), name="web_accept"))
-        self._daemons.append(asyncio.create_task(self._end_silent(), name="web_end_silent"))
+            self._keep("web_accept", partial(self._accept, each))
+        self._keep("web_end_silent", self._end_silent)
+
+    def _keep(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
+        self._daemons.append(asyncio.create_task(persistently(name, work), name=name))
 
     async def stop(self) -> None:
         """Closes the listening sockets at once, and all connections when their requests have ended. After `stop_seconds` it no longer waits

@@ -9,6 +9,7 @@ import warnings
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.web import http_server
 from gpumgr.web.listening import ListenError, listen_tcp
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import get, parsed, say
@@ -39,6 +40,24 @@ async def test_a_connection_that_comes_just_before_the_end_is_closed(serve: Serv
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
         assert seen == []
+
+
+async def test_a_bug_while_it_accepts_is_logged_and_it_accepts_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    readable, calls = http_server._readable, 0
+
+    async def fails_at_first(listening: socket.socket) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("a bug")
+        await readable(listening)
+
+    monkeypatch.setattr(http_server, "_readable", fails_at_first)
+    with capture_logs() as logs:
+        server = await serve()
+        async with asyncio.timeout(30):
+            assert parsed(await say(server.address, get("/graph")))[0] == 200
+    assert [(line["event"], line["daemon"]) for line in logs if line["log_level"] == "error"] == [("daemon_failed", "web_accept")]
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", own_address()])
