@@ -21,6 +21,8 @@ import structlog
 
 T = TypeVar("T")
 
+#: Work that takes longer lets other tasks run in between.
+SLICE_SECONDS = 0.005
 #: A repeated bug is logged at most this often.
 BUG_LOG_SECONDS: Final = 60.0
 
@@ -29,11 +31,11 @@ _log = structlog.get_logger(__name__)
 _shielded: set[asyncio.Task[Any]] = set()
 
 
-async def in_slices(steps: Iterable[object], seconds: float) -> None:
-    """Runs all steps. Each step holds the event loop; after so many seconds other tasks get their turn."""
+async def in_slices(steps: Iterable[object]) -> None:
+    """Runs all steps. Each step holds the event loop; after SLICE_SECONDS other tasks get their turn."""
     began = time.perf_counter()
     for _ in steps:
-        if time.perf_counter() > began + seconds:
+        if time.perf_counter() > began + SLICE_SECONDS:
             await asyncio.sleep(0)
             began = time.perf_counter()
 

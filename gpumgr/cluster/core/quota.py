@@ -276,7 +276,8 @@ class Quotas:
         """The choice on this node among the GPUs that the quota allows. The quota's Rejection, if the pod has room on others only.
 
         While a choice exceeds the quota, one of the GPUs that count against the limit is closed, and the next choice is tried. If the pod
-        needs one GPU only, all GPUs that count in the same way are closed with it.
+        needs one GPU only, all GPUs that count in the same way are closed with it. With several containers it may miss a choice that is
+        allowed: there are too many to try all.
         """
         refused: tuple[str, Set[GpuKind]] | None = None
         one = sum(each.gpus for each in request.containers) == 1

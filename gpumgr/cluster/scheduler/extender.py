@@ -42,8 +42,6 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
-#: After this time a verb that computes lets other tasks run.
-SLICE_SECONDS = 0.005
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
@@ -120,7 +118,7 @@ class Extender:
             await self._preemption.keep_nominated()
             if pod.wants_gpu and pod.refusal is None:
                 # This may take a second at thousands of nodes. No `await` follows before `filter`.
-                await in_slices(self._question(pod, offered).examine(), SLICE_SECONDS)
+                await in_slices(self._question(pod, offered).examine())
         if not self.answers:
             return FilterResult(error=NOT_LEADING)
         if self._index.node_set(offered).numbering != offered.numbering:  # it has all nodes now
@@ -209,7 +207,7 @@ class Extender:
         if self.ready and names and pod.request.containers:
             asked = pod.request, pod.policy or self._settings.policy, names
             await self._settle_index()
-            await in_slices(self._index.examine(*asked, None), SLICE_SECONDS)
+            await in_slices(self._index.examine(*asked, None))
             ordered = self._index.order(*asked)
             if not isinstance(ordered, Rejection):
                 count = len(ordered)
@@ -260,7 +258,7 @@ class Extender:
         return await on_thread_if_long(lambda text: self._watches.parse_pod(decode_stored(text, dict[str, Any])), item)
 
     async def _settle_index(self) -> None:
-        await in_slices(self._index.settling(), SLICE_SECONDS)
+        await in_slices(self._index.settling())
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""

@@ -21,7 +21,6 @@ from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 
 #: Nodes that are examined before the event loop serves others.
 _SLICE: Final = 20
-_SLICE_SECONDS: Final = 0.005
 #: Different requests of waiting pods that are examined.
 MAX_REQUESTS: Final = 48
 
@@ -53,7 +52,7 @@ class Reasons:
             question = RankWithinQuota(
                 self._index, self._quotas, pod.namespace, request, policy, names, shape=shape, denied=Denied()
             )
-            await in_slices(question.examine(), _SLICE_SECONDS)
+            await in_slices(question.examine())
             if isinstance(within := question.rank(), Rejection):
                 return "quota", within.text
         return kind, ""
@@ -72,7 +71,7 @@ class Reasons:
     async def _examined(self, request: PodRequest, policy: Policy) -> tuple[Sequence[str], Shape]:
         """In slices, and without an effect on what the index keeps for the verbs."""
         names, shape = list(self._overview.names), self._index.shape(request, policy)
-        await in_slices(self._index.examine(request, policy, names, shape=shape), _SLICE_SECONDS)
+        await in_slices(self._index.examine(request, policy, names, shape=shape))
         return names, shape
 
     async def _allowed_in_total(self, request: PodRequest) -> bool:

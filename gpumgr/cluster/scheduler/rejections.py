@@ -24,6 +24,7 @@ from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common import aio
 from gpumgr.common.aio import in_slices
 from gpumgr.kube.client import API_FAILURES, ApiServer
 
@@ -34,9 +35,8 @@ RETRIED_ANNOTATION: Final = "gpumgr.io/waiting-pods-retried"
 #: reject a pod that fits here.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
-#: One look works so long at most, and so long before the event loop serves others; the next one goes on where it has stopped.
+#: One look works so long at most; the next one goes on where it has stopped.
 _LOOK_SECONDS: Final = 0.4
-_SLICE_SECONDS: Final = 0.005
 #: Looks for which the changes before them are kept.
 _REMEMBERED: Final = 100
 
@@ -107,7 +107,7 @@ class Rejections:
                     each.due, each.pause_seconds = now + each.pause_seconds, min(2 * each.pause_seconds, _LONGEST_PAUSE_SECONDS)
                     return each.pod
             each.look, each.quota = self._looks, quota
-            if time.perf_counter() > turn + _SLICE_SECONDS:
+            if time.perf_counter() > turn + aio.SLICE_SECONDS:
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             if turn > began + _LOOK_SECONDS:
@@ -117,12 +117,12 @@ class Rejections:
     async def _fits(self, each: _Rejected, nodes: NodeSet) -> bool:
         request = each.pod.request.without_cpu
         shape = self._index.shape(request, each.policy, keep=True)
-        await in_slices(self._index.examine_any(shape, nodes), _SLICE_SECONDS)
+        await in_slices(self._index.examine_any(shape, nodes))
         fits = self._index.any_fits(shape, nodes)
         if not fits or each.pod.namespace not in self._quotas.limits:
             return fits
         question = RankWithinQuota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
-        await in_slices(question.examine(), _SLICE_SECONDS)
+        await in_slices(question.examine())
         return not isinstance(question.rank(), Rejection)
 
 

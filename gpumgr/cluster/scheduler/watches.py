@@ -35,8 +35,6 @@ from gpumgr.settings.schema import SchedulerSettings
 _log = structlog.get_logger(__name__)
 
 NOT_SYNCED: Final = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
-#: After this time work lets other tasks run.
-_SLICE_SECONDS: Final = 0.005
 #: Ended pods hold nothing: for this watch they are deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
@@ -171,7 +169,7 @@ class ClusterWatches:
             for each in self._watched:
                 await each.synced.wait()
             await self._sources.read.wait()
-            await in_slices(self._index.settling(), _SLICE_SECONDS)
+            await in_slices(self._index.settling())
             if not self.synced:
                 gc.collect()
                 gc.freeze()  # a full collection over what has been listed would delay a filter by hundreds of milliseconds

@@ -9,9 +9,10 @@ import pytest
 
 from gpumgr.cluster.core.node import GpuState, homogeneous
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
-from gpumgr.cluster.scheduler import extender, reasons, rejections
+from gpumgr.cluster.scheduler import reasons
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.common import aio
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.sim.apiserver import SimApiServer
@@ -129,8 +130,7 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """The quota allows the V100s, and these are full."""
-    for module, name in ((extender, "SLICE_SECONDS"), (rejections, "_SLICE_SECONDS"), (reasons, "_SLICE_SECONDS")):
-        monkeypatch.setattr(module, name, -1.0)
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
     gpus = tuple(GpuState(model=model, memory_mebibytes=GPU_MEBIBYTES) for model in ("A100", "V100"))
     names = [f"n{number}" for number in range(60)]
     for number, name in enumerate(names):

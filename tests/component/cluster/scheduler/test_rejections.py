@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler import rejections
 from gpumgr.cluster.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
+from gpumgr.common import aio
 
 from .conftest import Stage, inventory, node, pod, until
 
@@ -136,7 +137,7 @@ async def test_every_waiting_pod_is_looked_at_however_many_there_are_and_whateve
     full: Stage, monkeypatch: pytest.MonkeyPatch, look_seconds: float
 ) -> None:
     """All with another request, and with the names in another order. A look that has no time goes on where the one before has stopped."""
-    monkeypatch.setattr(rejections, "_SLICE_SECONDS", look_seconds / 100)
+    monkeypatch.setattr(aio, "SLICE_SECONDS", look_seconds / 100)
     monkeypatch.setattr(rejections, "_LOOK_SECONDS", look_seconds)
     names = ["a", *(f"gone-{number}" for number in range(5))]
     for number in range(70):

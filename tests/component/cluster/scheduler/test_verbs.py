@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from gpumgr.cluster.core.node import homogeneous
-from gpumgr.cluster.scheduler import extender
 from gpumgr.cluster.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.wire import FilterArgs
+from gpumgr.common import aio
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
@@ -416,7 +416,7 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
     sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other requests are answered in between, so two that fit only once do not both get the GPU."""
-    monkeypatch.setattr(extender, "SLICE_SECONDS", -1.0)
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
     names = [f"n{number}" for number in range(8)]
     for number, name in enumerate(names):
         sim.put_node(node(name, 1, inventory(name, 1)))
