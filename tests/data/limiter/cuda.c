@@ -882,7 +882,6 @@ static R instantiate(V *exec, V g) {
 }
 API(cuGraphInstantiateWithFlags, (V *exec, V g, uint64_t flags)) { (void)flags; return instantiate(exec, g); }
 API(cuGraphInstantiate_v2, (V *exec, V g, V *node, char *log, size_t n)) { (void)node, (void)log, (void)n; return instantiate(exec, g); }
-API_PTSZ(cuGraphInstantiateWithParams, (V *exec, V g, V stream), (exec, g, S)) { (void)stream; return instantiate(exec, g); }
 API(cuGraphDestroy, (V g)) { (void)g; return OK; }
 API(cuGraphExecDestroy, (V exec)) { free(exec); return OK; }
 /* The memory of a graph's allocations appears when it is first uploaded or launched. */
@@ -898,6 +897,14 @@ static R back(struct graph *g) {
     return r;
 }
 API_PTSZ(cuGraphUpload, (V exec, V stream), (exec, S)) { return stream ? back(exec) : BAD_CONTEXT; }
+/* With CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD the graph gets its memory here. */
+struct instantiation { uint64_t flags; V upload_stream, node; int result; };
+static R with_parameters(V *exec, V g, const struct instantiation *parameters) {
+    R r = instantiate(exec, g);
+    return r || !(parameters->flags & 2) ? r : back(*exec);
+}
+API(cuGraphInstantiateWithParams, (V *exec, V g, struct instantiation *parameters)) { return with_parameters(exec, g, parameters); }
+API(cuGraphInstantiateWithParams_ptsz, (V *exec, V g, struct instantiation *parameters)) { return with_parameters(exec, g, parameters); }
 API_PTSZ(cuGraphLaunch, (V exec, V stream), (exec, S)) {
     struct graph *g = exec;
     R r = stream ? back(g) : BAD_CONTEXT;

@@ -7,7 +7,7 @@
  *   keep N                      frees all but each Nth
  *   shapes W H D FORMAT CHANNELS FLAGS LEVELS N   N arrays, or mipmapped ones with more than one level
  *   threads N COUNT             each allocates and frees COUNT times, up to 1 MiB; some stay; how many requests failed
- *   graph STEP                  a graph with an allocation is made, instantiated and launched; the bytes used before its launch
+ *   graph STEP WHEN             a graph with an allocation gets its memory at instantiation, upload or launch; the bytes used before that
  *   second STEP                 a context of its own takes STEP bytes and ends; the bytes used before its end
  *   random SEED COUNT LIMIT     operations of all kinds against a model; the first one that differs, or COUNT
  *   fork KIND STEP MOST         grab by a child, which ends
@@ -68,7 +68,7 @@ struct node { struct pool_property pool; V access; size_t accesses, bytes; P at;
     X(cuMemAllocFromPoolAsync, "", (P *, size_t, V, V)) X(cuCtxCreate, "_v4", (V *, V, unsigned, int)) X(cuCtxDestroy, "_v2", (V)) \
     X(cuGraphCreate, "", (V *, unsigned)) X(cuGraphAddMemAllocNode, "", (V *, V, V, size_t, struct node *)) X(cuDeviceGraphMemTrim, "", (int)) \
     X(cuStreamCreate, "", (V *, unsigned)) X(cuStreamBeginCapture, "_v2", (V, int)) X(cuStreamEndCapture, "", (V, V *)) \
-    X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V)) \
+    X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphInstantiateWithParams, "", (V *, V, V)) X(cuGraphUpload, "", (V, V)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V)) \
     X(cuLaunchKernelEx, "", (const void *, V, V *, V *)) X(cuMemcpyDtoDAsync, "_v2", (P, P, size_t, V)) X(cuMemsetD8Async, "", (P, unsigned char, size_t, V)) \
     X(cuLaunchCooperativeKernel, "", (V, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, V, V *)) \
     X(cuLaunchCooperativeKernelMultiDevice, "", (void *, unsigned, unsigned)) X(cuGraphExecDestroy, "", (V))
@@ -186,14 +186,17 @@ static int shapes(const char *line, R *r) {
     }
     return n;
 }
-static R graph(N step, N *used) {
+static R graph(N step, const char *when, N *used) {
     V graph, node, exec;
     size_t n = 0, total = 0;
     struct node allocation = {.pool = {.type = 1, .location = 1}, .bytes = (size_t)step};
+    struct { uint64_t flags; V stream, node; int result; } with_upload = {.flags = 2};
     R r = cuGraphCreate(&graph, 0) || cuGraphAddMemAllocNode(&node, graph, NULL, 0, &allocation) || cuGraphInstantiateWithFlags(&exec, graph, 0);
     if (!r) r = cuMemGetInfo(&n, &total);
     *used = (N)(total - n);
-    return r ? r : cuGraphLaunch(exec, NULL);
+    if (r) return r;
+    if (!strcmp(when, "instantiation")) return cuGraphInstantiateWithParams(&exec, graph, &with_upload);
+    return !strcmp(when, "upload") ? cuGraphUpload(exec, NULL) : cuGraphLaunch(exec, NULL);
 }
 static R second(N step, N *used) {
     V own;
@@ -531,7 +534,11 @@ int main(int argc, char **argv) {
         } else if (!strcmp(word, "shapes")) x = shapes(line, &r);
         else if (!strcmp(word, "second")) r = second(a, &x);
         else if (!strcmp(word, "threads")) each = (int)b, x = threads((int)a);
-        else if (!strcmp(word, "graph")) r = graph(a, &x);
+        else if (!strcmp(word, "graph")) {
+            char when[16] = "";
+            sscanf(line, "%*s %*d %15s", when);
+            r = graph(a, when, &x);
+        }
         else if (!strcmp(word, "crowd")) x = crowd((int)a);
         else if (!strcmp(word, "close")) r = dlclose(dlopen("libcuda.so.1", RTLD_NOW)) || dlclose(library);
         else if (!strcmp(word, "exec")) {

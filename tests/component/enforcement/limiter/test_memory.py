@@ -157,10 +157,11 @@ def test_pools_are_charged_what_an_h200_reserved_for_them(node: Node, tmp_path: 
     assert node.used_bytes() == container.reserved_bytes()
 
 
-def test_memory_of_a_graph_is_charged_at_its_first_launch(node: Node, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["instantiation", "upload", "launch"])
+def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_path: Path, when: str) -> None:
     container = Container(tmp_path / "a", _LIMIT)
     tenant = _started(node, container)
-    assert tenant.ask(f"graph {256 * MIB}") == (0, CONTEXT_BYTES, 0)
+    assert tenant.ask(f"graph {256 * MIB} {when}") == (0, CONTEXT_BYTES, 0)
     assert container.by_kind() == {"graph": 256 * MIB, "context": CONTEXT_BYTES}
     assert node.used_bytes() == container.reserved_bytes()
     assert tenant.ask(f"grab alloc {_ROOM - 254 * MIB} 1")[0] == _OUT_OF_MEMORY
