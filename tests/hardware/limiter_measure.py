@@ -34,7 +34,7 @@ _PAGE_BYTES = {
 }
 _MIB = 1 << 20
 _MEMORY_LIMIT_BYTES = 4096 * _MIB
-_MEMORY_KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async", "pool", "mipmap")
+_MEMORY_KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async", "pool")
 _QUANTUM_US = int(os.environ.get("QUANTUM_US", "20000"))
 #: Load, seconds, shares of the tenants that run at the same time; 0: not limited.
 _ROWS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
@@ -98,7 +98,7 @@ class _Pages:
         )
 
     def launches(self) -> int:
-        """Of the first process."""
+        """The first process has made so many."""
         return self._use(_GPUS * 64 + 64 + 64)
 
     def reserved_bytes(self) -> int:
