@@ -6,7 +6,6 @@ from typing import Final
 
 from gpumgr.cli.examination import (
     api_server,
-    bursts,
     dra,
     driver_files,
     enforcement,
@@ -82,7 +81,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
         Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
         Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
         Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
-        Check("burst", partial(bursts.look_at_bursts, settings, timeout_seconds=_SECONDS), bursts.IF_HUNG),
+        Check("burst", partial(enforcement.look_at_bursts, settings, timeout_seconds=_SECONDS), enforcement.IF_HUNG),
         Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
         Check("rbac", partial(api_server.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
         Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from gpumgr.cli.client.agent_client import STATE, AgentClient, read_state
 from gpumgr.cli.examination.examine import CheckResult, aside, error, ok, skipped, warning
 from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
-from gpumgr.common.errors import NvmlError
+from gpumgr.cli.rendering.gpu_labels import excess_sentence, gpus_of
+from gpumgr.common.errors import GpumgrError, NvmlError
 from gpumgr.common.proc import mount_of
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.backend import Backend, Unlimited
@@ -123,6 +125,20 @@ class NodeBackends:
         except NvmlError:
             seen = ()
         return judge_choice(self._settings.enforcement.backend, choice, choice.describe(seen))
+
+
+async def look_at_bursts(settings: Settings, *, timeout_seconds: float) -> CheckResult:
+    """By how much the memory limits of containers exceed the GPUs, as the agent of this node answers."""
+    if not settings.enforcement.memory_burst:
+        return skipped("not used: enforcement.memory_burst is off")
+    try:
+        async with AgentClient(settings.http.socket) as agent:
+            state = read_state(await agent.get(STATE, timeout_seconds=timeout_seconds))
+    except GpumgrError as exception:
+        return skipped(str(exception))
+    gpus = gpus_of(state.gpus)
+    found = [sentence for row in state.gpus if (sentence := excess_sentence(row, gpus.label(row.name)))]
+    return ok("; ".join(found) or "the memory limits of containers exceed the memory of no GPU")
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpumgr.cli.examination.bursts import look_at_bursts
+from gpumgr.cli.examination.enforcement import look_at_bursts
 from gpumgr.settings import Settings
 from tests.component.cli.fake_agent import FakeAgent
 
