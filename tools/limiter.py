@@ -25,9 +25,13 @@ LIBRARY: Final = "libgpumgr.so"
 
 SHARED: Final = ("-fPIC", "-shared", "-fvisibility=hidden")
 _FLAGS: Final = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", f"-ffile-prefix-map={_PROJECT}=.")
-#: glibc 2.17 has these beside libc; newer ones have them for old programs.
-_OLD_LIBRARIES: Final = ("-Wl,--no-as-needed", "-l:libdl.so.2", "-l:libpthread.so.0")
-_LINKS: Final[Mapping[str, Sequence[str]]] = {LIBRARY: ("-Wl,-z,defs", *_OLD_LIBRARIES), ARBITER: ("-Wl,-z,defs",)}
+#: What glibc before 2.34 has beside libc (old_glibc.h); newer ones have these libraries for old programs.
+_OLD_LIBRARIES: Final = {
+    "libdl.so.2": ("dlopen", "dlvsym", "dladdr"),
+    "libpthread.so.0": ("pthread_create", "pthread_detach", "pthread_once"),
+}
+_FIRST_VERSIONS: Final = {"x86_64": "GLIBC_2.2.5", "aarch64": "GLIBC_2.17"}
+_LINKS: Final[Mapping[str, Sequence[str]]] = {LIBRARY: ("-Wl,-z,defs", "-Wl,--no-as-needed"), ARBITER: ("-Wl,-z,defs",)}
 
 
 def compiler(architecture: str) -> list[str] | None:
@@ -52,7 +56,28 @@ def compile_library(name: str, folder: Path, options: Sequence[str] = (), comman
     """Compiles one of our libraries into `folder`."""
     arbiter = SOURCES / "arbiter.c"
     sources = [arbiter] if name == ARBITER else [*(path for path in sorted(SOURCES.glob("*.[cS]")) if path != arbiter)]
-    compile_program(folder / name, sources, (*SHARED, *options, *_LINKS[name]), command)
+    with tempfile.TemporaryDirectory() as scratch:
+        old = _old_libraries(Path(scratch), command) if name == LIBRARY else []
+        compile_program(folder / name, [*sources, *old], (*SHARED, *options, *_LINKS[name]), command)
+
+
+def _old_libraries(folder: Path, command: Sequence[str] | None) -> list[Path]:
+    """Libraries to link with, which have the names and functions of the old glibc's: its loader looks for a function in the library with
+    which the linker found it, and nowhere behind it."""
+    architecture = next((each for each in ARCHITECTURES if command and command[0].startswith(each)), platform.machine())
+    libraries = []
+    for name, functions in _OLD_LIBRARIES.items():
+        source, versions = folder / f"{name}.c", folder / f"{name}.map"
+        source.write_text("".join(f"void {function}(void);\nvoid {function}(void) {{}}\n" for function in functions))
+        versions.write_text(
+            f"{_FIRST_VERSIONS[architecture]} {{ global: {' '.join(f'{each};' for each in functions)} local: *; }};\n"
+        )
+        links = (f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", "-nostdlib", "-fno-builtin")
+        subprocess.run(
+            [*(command or compiler(architecture) or ["cc"]), "-fPIC", "-shared", *links, "-o", folder / name, source], check=True
+        )
+        libraries.append(folder / name)
+    return libraries
 
 
 def build() -> list[str]:

@@ -25,6 +25,30 @@ def test_it_needs_nothing_newer_than_glibc_2_17(target: Target) -> None:
     assert set(needed) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 
 
+#: Functions for threads that glibc 2.17 has in libc.
+_PTHREAD_IN_LIBC = r"pthread_(attr_|cond_|equal|exit|[gs]etschedparam|mutex_(destroy|init|lock|unlock)$|self|setcancel)"
+
+
+def test_it_looks_for_each_function_in_the_library_where_old_glibcs_have_it(target: Target) -> None:
+    """The loader looks nowhere behind the library that is named with a symbol's version, so a wrong name ends each process that calls the
+    function, with glibc before 2.34."""
+    files: dict[str, str] = {}
+    file = ""
+    for line in _readelf("--version-info", target.programs / LIBRARY).splitlines():
+        if found := re.search(r"Version: \d+ +File: (\S+)", line):
+            file = found[1]
+        elif found := re.search(r"Name: GLIBC_\S+ .*Version: (\d+)", line):
+            files[found[1]] = file
+    symbols = re.findall(r" UND (\w+)@GLIBC_\S+ \((\d+)\)", _readelf("--dyn-syms", target.programs / LIBRARY))
+    elsewhere = {name: files[version] for name, version in symbols if files[version] != "libc.so.6"}
+    expected = {name: "libdl.so.2" for name, _ in symbols if re.match("dl(open|close|sym|vsym|addr|error|info|mopen)", name)}
+    threads = {
+        name: "libpthread.so.0" for name, _ in symbols if name.startswith("pthread_") and not re.match(_PTHREAD_IN_LIBC, name)
+    }
+    assert elsewhere == expected | threads
+    assert {"dlvsym", "pthread_create"} <= set(elsewhere)
+
+
 def test_it_exports_dlsym_and_the_hooked_functions_only(target: Target) -> None:
     table = "".join((SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
     hooked = set(re.findall(r"^HOOK\((\w+)", table, re.MULTILINE))
