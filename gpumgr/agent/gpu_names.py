@@ -38,8 +38,8 @@ def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]
         broken = {str(number): why for number, why in unreadable.items()}
         if not found and index[1] in broken:
             raise InputError(
-                f"GPU{index[1]} of this node is not readable: {broken[index[1]]}; one that was known before still goes by its UUID, "
-                f"there are: {_listed(known)}"
+                f"GPU{index[1]} of this node is not readable: {broken[index[1]]}; if it was readable before, "
+                f"give its UUID; there are: {_listed(known)}"
             )
     else:
         digits = _digits(word)

@@ -266,7 +266,8 @@ class Maintenance:
         return {"said": said}
 
     async def _refuse_processes(self, gpu: RegisteredGpu) -> None:
-        """If the driver can't list them (the GPU is lost, for example), its program still refuses while a process has the GPU open."""
+        """Raises Refusal while the GPU has processes. If the driver can't list them (the GPU is lost, for example), the driver's
+        program still refuses while a process has the GPU open."""
         processes = await self._health.processes(gpu.uuid)
         if processes:
             names = [f"pid {p.pid} ({'?' if p.memory_bytes is None else p.memory_bytes >> 20} MiB)" for p in processes]
@@ -279,7 +280,7 @@ class Maintenance:
 
 
 def _requester(gpu: RegisteredGpu) -> str:
-    """A requester of its own for each drained GPU: the end of its drain cancels no eviction that others want."""
+    """Each drained GPU is a requester of its own, so the end of its drain cancels only its own evictions."""
     return f"drain of {gpu.uuid}"
 
 

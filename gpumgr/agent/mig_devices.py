@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 MIG_DEVICE_GONE: Final = "GpuMigDeviceGone"
 #: Note in the checkpoint: the ledger was lost, and containers with MIG devices may be missing in it.
 INCOMPLETE_NOTE: Final = "mig_devices_incomplete"
-#: Between two tries to turn MIG mode on, and how long a place where no MIG device could be created is not used.
+#: The pause between two tries to turn MIG mode on, or to create a MIG device at the same place.
 RETRY_SECONDS: Final = 30.0
 
 
@@ -60,7 +60,7 @@ class MigDevices:
         self._created: set[str] = set()
         #: GPU or MIG device -> what was last reported about it.
         self._reported: dict[str, str] = {}
-        #: GPU -> when MIG mode was last tried to turn on.
+        #: GPU -> the time of the last try to turn MIG mode on.
         self._tried: dict[str, float] = {}
         #: (GPU, memory slices) -> when no MIG device could be created there.
         self._failed: dict[tuple[str, int], float] = {}
@@ -91,8 +91,8 @@ class MigDevices:
                 await self._destroy(ledger.gpu_registry.by_name[device.gpu].uuid, device.uuid)
 
     async def restore(self, allocation: Allocation) -> Allocation:
-        """To be called when the container starts. After a reboot its MIG devices are gone: they are created again. If their UUIDs are
-        others then, the container must get them by CDI, since its environment names the former ones. Raises Refusal."""
+        """To be called when the container starts. After a reboot its MIG devices are gone: they are created again. If their UUIDs
+        change, the container must get them by CDI, since its environment has the former UUIDs. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
         async with self.changes:
@@ -189,7 +189,7 @@ class MigDevices:
         return device not in _held(self._agent_state.ledger) and (not self._keeping or device in self._created)
 
     async def _destroy(self, gpu: str, device: str) -> str | None:
-        """None or, of a failure, its reason, which is logged when it changes."""
+        """Returns the reason of a failure, else None. The reason is logged when it changes."""
         try:
             await self._driver.destroy_mig_instance(gpu, device)
         except NvmlError as error:
@@ -201,7 +201,8 @@ class MigDevices:
         return None
 
     async def _enable(self, gpu: str) -> Mapping[str, str]:
-        """{} or, of a failure, its reason, which is logged when it changes. A try may stop the GPU for a moment, so few are made."""
+        """Returns the reason of a failure by GPU, else {}. The reason is logged when it changes. A try may stop the GPU for a moment, so
+        few are made."""
         if gpu in self._reported and self._clock() - self._tried[gpu] < RETRY_SECONDS:
             return {gpu: self._reported[gpu]}
         self._tried[gpu] = self._clock()
@@ -262,5 +263,5 @@ def _sentence(device: MigDevice) -> str:
 
 
 def _why(why: str, devices: Iterable[MigDevice]) -> str:
-    """With the UUIDs."""
+    """The reason with the UUIDs of the devices."""
     return f"{why.partition('; MIG ')[0]}; MIG {', '.join(map(str, devices))}" if devices else why

@@ -45,14 +45,14 @@ class NodeReport:
     `reasons`: UUID -> why a GPU accepts no new containers, as one of REASONS. It applies only to GPUs that are unschedulable in `view`,
     and may be incomplete.
 
-    `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `gpu_limits`
-    has the limits of new shares on each GPU that the driver lists, by UUID; an allocation has its own mechanisms.
+    `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `gpu_limits`:
+    UUID -> how new shares are limited on a GPU that the driver lists; an existing allocation keeps its own mechanisms.
     `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
-    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: sentences why the node can't
-    accept pods with GPUs now, `warnings` what else is wrong with what it offers. `cordons` are by UUID. `api_queue` None: there is no API
-    server. `connections` counts the web server's open connections, `connections_refused` those over its limit since the start of the
-    process, `disconnects` requests that their client ended before the response was complete.
+    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: the reasons why the node
+    can't accept pods with GPUs now. `warnings`: other faults of what it offers. Both are sentences. `cordons` are by UUID. `api_queue`
+    None: there is no API server. `connections` counts the web server's open connections, `connections_refused` those over its limit since
+    the start of the process, `disconnects` requests that their client ended before the response was complete.
     """
 
     view: AgentView

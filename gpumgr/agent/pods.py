@@ -13,8 +13,8 @@ from gpumgr.ledger.pods import PodKey, PodSandbox, PodView, is_static_uid
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
     """The pod with this name and UID as the API server has it; None if it does not have it, or if both are None.
 
-    Names recur: a pod of this name with another UID is another pod. A static pod is found by both of its UIDs, that of its mirror pod
-    and that by which the kubelet and the container runtime identify it.
+    Names recur: a pod of this name with another UID is another pod. A static pod is found by either of its two UIDs: the UID of its
+    mirror pod, or the UID that the kubelet and the container runtime use.
     """
     view = (pods.by_uid(uid) if uid else None) or (pods.get(pod) if pod else None)
     if view is None and uid:
@@ -23,8 +23,8 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
 
 
 def pods_of(holder: Allocation, pods: Pods) -> Sequence[tuple[PodKey, str]]:
-    """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger; empty if none is known. The UID of
-    a static pod is its mirror pod's."""
+    """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger; empty if none is known. A static
+    pod has the UID of its mirror pod here."""
     claim = holder.claim
     if claim is not None:
         in_namespace = (pod for pod in pods.all() if pod.namespace == claim.namespace and not pod.ended)
@@ -41,10 +41,10 @@ def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:
     return next(iter(pods_of(holder, pods)), None)
 
 
-#: How long to wait for the watch, and thus the kubelet's call: the kubelet frees the ids of an ended pod some milliseconds before the watch
+#: How long a call of the kubelet may wait for the watch: the kubelet frees the ids of an ended pod some milliseconds before the watch
 #: shows the end.
 END_SECONDS: Final = 0.5
-#: After a wait for the end of a pod, there is no other wait for it within this time.
+#: The shortest time between two waits for the end of the same pod.
 REPEAT_SECONDS: Final = 5.0
 #: The container runtime answers in milliseconds, or hangs.
 RUNTIME_SECONDS: Final = 1.0
@@ -53,15 +53,15 @@ RUNTIME_SECONDS: Final = 1.0
 class PodEnds:
     """Decides whether the pods of allocations have ended. `node` is the node's name. `clock` is monotonic, in seconds.
 
-    An offer of ids, or their absence in `List`, does not prove it: a kubelet that lost its checkpoint offers the ids of running pods. The
-    API server decides. The container runtime decides if the API server can't be reached, if the pod is being deleted (the kubelet may
-    report its end later than it offers the ids), or if the API server can't know the pod: an allocation without a UID may belong to an
-    earlier pod of that name, and the mirror pod of a static pod can be deleted, or get another UID, while the pod runs.
+    That the kubelet offers ids, or leaves them out of `List`, does not prove the end: a kubelet that lost its checkpoint offers the ids
+    of running pods. The API server decides. The container runtime decides if the API server can't be reached, if the pod is being deleted
+    (the kubelet may report its end later than it offers the ids), or if the API server can't know the pod: an allocation without a UID
+    may belong to an earlier pod of that name, and the mirror pod of a static pod can be deleted, or get another UID, while the pod runs.
     """
 
     def __init__(self, pods: Pods, runtime: Runtime, *, node: str, clock: Callable[[], float]) -> None:
         self._pods, self._runtime, self._clock = pods, runtime, clock
-        #: How the kubelet ends the names of static pods, and so of their mirror pods.
+        #: The suffix that the kubelet gives to the names of static pods, and thus of their mirror pods.
         self._static_end = f"-{node.lower()}"
         self._waited: Mapping[AllocationId, float] = {}
 

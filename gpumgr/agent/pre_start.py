@@ -89,7 +89,7 @@ class PreStart:
             check_request(count(allocation.held("core")), count(allocation.held("memory")))
 
     def _refuse_second_profile(self, allocation: Allocation) -> None:
-        """The kubelet calls Allocate for each resource, and of one variable it takes one value: the container would miss MIG devices."""
+        """The kubelet calls Allocate once for each resource, and keeps one value of each variable: the container would miss MIG devices."""
         if allocation.container is None:
             return
         mine = self._agent_state.ledger.of(allocation.pod, allocation.uid)
@@ -112,7 +112,7 @@ class PreStart:
 
 
 def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:
-    """The allocations with exactly these ids; of an init container and a container that took over its ids, the latter is last."""
+    """The allocations with exactly these ids. A container that took over the ids of an init container is after it."""
     return sorted((a for a in ledger.holders(resource, masks) if a.held(resource) == masks), key=lambda a: not a.init)
 
 

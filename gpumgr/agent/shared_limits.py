@@ -1,6 +1,6 @@
-"""Reports a pod with a container that has two sets of limits, by claims that were prepared for other pods before.
+"""Reports a pod with a container that gets two sets of limits, because its claims were prepared for other pods before.
 
-The kubelet makes no Prepare call for it, so nothing can refuse the pod: its variables and files are those of one set. A module of its own,
+The kubelet makes no Prepare call for it, so nothing can refuse the pod: it gets the variables and files of one set. A module of its own,
 since an agent in mode plugin does not import `claims`.
 """
 

@@ -30,16 +30,16 @@ OPEN_SECONDS = 5.0
 #: The kubelet reads a ListAndWatch message within milliseconds. Only a pod that would be refused waits for it.
 PUBLISH_SECONDS = 0.1
 QUARANTINE_NOTE = "quarantine"
-#: "held" or `unattributed` (the unattributed ones) -> GPU -> processes.
+#: "held" (in quarantine) or "unattributed" -> GPU -> processes.
 _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 
 
 class AgentState:
     """All state of the agent. Each change needs `lock`.
 
-    `ledger` may be ahead of the disk by frees and reservations only; the next grant is committed with them. `before_offer` is awaited
+    `ledger` may be ahead of the disk by frees and reservations only; the next grant commits them, too. `before_offer` is awaited
     under `lock` whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that was removed
-    from the ledger. `inventory`: what is offered of GPUs, without any.
+    from the ledger. `inventory` has no GPUs yet, only the settings that decide what is offered of them.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class AgentState:
         return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks())
 
     async def node_with_pending_blocks(self) -> NodeView | None:
-        """The node with all blocks that can be offered, after sending them to the kubelet at once; None if it has them all.
+        """Sends all blocks that can be offered to the kubelet at once, and returns the node with them; None if the kubelet has them all.
 
-        For a request that fits nowhere else: if the kubelet does not receive them in time, it refuses the pod itself.
+        For a request that fits nowhere else: if the kubelet does not receive the blocks in time, it refuses the pod itself.
         """
         self.publish()
         if not self._device_lists.hurry():
@@ -224,7 +224,7 @@ class AgentState:
                 f"note {QUARANTINE_NOTE!r}"
             ) from error
         state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {}))
-        self._held_since = dict.fromkeys(state.held, float("-inf"))  # it is not known since when
+        self._held_since = dict.fromkeys(state.held, float("-inf"))  # the start of the quarantine is not known
         self._set_quarantine(quarantine.released(state, self._runs))
 
     async def note_quarantine(self) -> None:

@@ -1,6 +1,6 @@
 """The kubelet's calls, one at a time under one lock: collect the input, decide (pure), save, apply, respond.
 
-A call never waits for the API server, and for PodResources, the disk and the driver (which creates MIG devices) only within bounds. It is
+A call never waits for the API server. Its waits for PodResources, the disk and the driver (which creates MIG devices) are bounded. It is
 completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
 """
 
@@ -122,7 +122,7 @@ class Agent:
             raise
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
-        """Calls `decide` under the lock; again, from the beginning, as long as only `List` can show the caller and fails. The lock is free
+        """Calls `decide` under the lock, and calls it again while only `List` could identify the caller, but fails. The lock is free
         between two tries. Raises Refusal after LIST_AGAIN_SECONDS, or once the kubelet makes another call: it has restarted."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
@@ -314,7 +314,7 @@ class Agent:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a confirmed caller."""
+        """Adds mechanisms and exemption, which the first of the container's calls decides. An exemption needs a confirmed caller."""
         whole = allocation.whole or allocation.by_mig or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)

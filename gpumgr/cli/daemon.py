@@ -21,7 +21,7 @@ _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
     *("prometheus_client.exposition", "html.entities", "pickle", "aiohttp.tracing", "aiohttp.client_middleware_digest_auth"),
 )
-#: OpenSSL reads the system's certificates from the file that the first one names. The second makes frozenlist work without its extension,
+#: SSL_CERT_FILE: OpenSSL reads the system's certificates from this file. FROZENLIST_NO_EXTENSIONS: frozenlist works without its extension,
 #: which needs 1 MiB for the C++ library and speeds up nothing that gpumgr does.
 _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": "1"}
 

@@ -243,7 +243,7 @@ class _Wait:
     async def _poll(self) -> None:
         """The state is cheap; the drain is requested again only when the GPU seems to be empty."""
         state = read_state(await self._agent.get(STATE))
-        if state.at >= self._result.at and self._seems_empty(state):  # an older state has no information
+        if state.at >= self._result.at and self._seems_empty(state):  # an older state says nothing about this drain
             await self._request()
 
     async def _request(self) -> None:

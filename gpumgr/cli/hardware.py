@@ -10,8 +10,8 @@ from gpumgr.driver.hardware import Hardware
 
 @contextmanager
 def hardware_of(sim: str | None, library_path: Path | None = None, folder: Path | None = None) -> Iterator[Hardware]:
-    """`sim`: name or file of a simulated node; its files are in `folder`, and stay there, or in one that goes at the end. None: this
-    machine's, with the driver's library at `library_path` if that is set.
+    """`sim`: name or file of a simulated node. Its files stay in `folder`; without `folder` they are in a temporary one. None: this
+    machine, with the driver's library at `library_path` if that is set.
 
     Raises SettingsError if the node's description is wrong, InputError without a C compiler.
     """

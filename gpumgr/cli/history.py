@@ -22,9 +22,9 @@ from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry, What
 from gpumgr.ledger.pods import PodKey
 
-#: Without -n and --since.
+#: How many entries are shown without -n and --since.
 _SHOWN: Final = 20
-#: Requested in addition to the entries of a state: more may have been recorded in the meantime.
+#: How many more entries are requested than the last state counts: new ones may have been recorded since.
 _SPARE: Final = 50
 _COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
 _UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}

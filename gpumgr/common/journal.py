@@ -67,7 +67,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def encode(fields: Iterable[Field]) -> bytes:
-    """The datagram of an entry. Names of files that are no UTF-8 are shown as escapes."""
+    """The datagram of an entry. Names of files that are not UTF-8 are shown as escapes."""
     return b"".join(_encoded(name.encode(), value.encode(errors="backslashreplace")) for name, value in fields)
 
 

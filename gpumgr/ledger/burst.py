@@ -1,7 +1,7 @@
 """Burst: a container uses more GPU memory than it requested, up to a limit of its own (annotation `gpumgr.io/memory-limit`). Pure.
 
-A burst gets memory that no container was granted: what is granted and not used yet stays free for its holder. Memory in use can't be
-taken back, so nothing else could keep the promise of a request.
+A burst gets memory that no container was granted: memory that is granted but not used yet stays free for its holder. This keeps
+every request guaranteed, since memory in use can't be taken back.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ _K = TypeVar("_K")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerMemory:
-    """A container's memory on one GPU. `limit_bytes`: how far it may go; the request, if it has no burst. `used_bytes` None: not known."""
+    """A container's memory on one GPU. `limit_bytes`: the most that it may use; equal to the request without a burst.
+    `used_bytes` None: not known."""
 
     request_bytes: int
     limit_bytes: int
@@ -36,8 +37,8 @@ class ContainerMemory:
 
 
 def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes: Mapping[GpuName, int]) -> dict[GpuName, int]:
-    """GPU -> limit in MiB, as the pod demands it; empty if it demands none for this container. `memory_mebibytes`: what each GPU has.
-    Raises ValueError with the reason why it can't be so."""
+    """GPU -> the limit in MiB that the pod demands; empty if it demands none for this container. `memory_mebibytes`: what each GPU has.
+    Raises ValueError with the reason if the limit is not possible."""
     if view is None:
         return {}
     if view.memory_limits_ignored is not None:
@@ -58,9 +59,9 @@ def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes
 def limits_now(
     memories: Mapping[_K, ContainerMemory], *, free_bytes: int | None, granted_bytes: int, starting: bool
 ) -> dict[_K, int]:
-    """The limits in force now, in bytes, of all containers on one GPU: whole MiB, and never below a request. `free_bytes`: what no
-    process uses; None: not known. `granted_bytes`: the sum of what is granted on it. `starting`: a container starts there, so that no other
-    gets more than it uses."""
+    """The limits that all containers on one GPU have now, in bytes: whole MiB, and never below a request. `free_bytes`: memory that no
+    process uses; None: not known. `granted_bytes`: the sum of all requests on the GPU. `starting`: a container is about to start there, so
+    no container may go further above its request now."""
     unused = max(0, granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in memories.values()))
     room = 0 if starting or free_bytes is None else max(0, free_bytes - unused) // _MEBIBYTE * _MEBIBYTE
     return {
@@ -72,9 +73,9 @@ def limits_now(
 def obstacle_to_start(
     memories: Mapping[_K, ContainerMemory], own: ContainerMemory, *, free_bytes: int, slack_bytes: int
 ) -> tuple[int, _K] | None:
-    """Before a container starts that has `own`, beside those of `memories`: the bytes that are left for it, and which container holds most
-    above its request; None: it has its memory. What others were granted is not left for it. A container that holds no more than
-    `slack_bytes` above its request (contexts, rounding) is no obstacle."""
+    """Whether a container with the memory `own` can start beside the containers in `memories`. None: it can. Otherwise the bytes that are
+    left for it, and the container that holds most above its request. Memory that others were granted is not left. A container that holds
+    no more than `slack_bytes` above its request (contexts, rounding) is no obstacle."""
     left = max(0, free_bytes - sum(each.unused_bytes for each in memories.values()))
     holder = max(memories, key=lambda key: memories[key].burst_bytes, default=None)
     if own.unused_bytes <= left or holder is None or memories[holder].burst_bytes <= slack_bytes:

@@ -1,7 +1,7 @@
 """Identifies the container of a call. The kubelet names no pod, but it admits one pod, and one container, after another.
 
-PodResources `List`, called during GetPreferredAllocation, already has the pod under admission. It is a listed
-pod if its first container that lacks ids requests exactly this number of this resource.
+PodResources `List`, called during GetPreferredAllocation, already has the pod under admission. A listed pod can be the caller if
+its first container that lacks ids requests exactly this number of this resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +20,8 @@ FindPod = Callable[[PodKey], PodView | None]
 class Caller:
     """The container for which the kubelet calls; what is not known is None.
 
-    `unconfirmed`: `List` did not show its pod, the only one that is known to wait for the ids. `continues`: an allocation that this
-    call completes according to the order of calls, though it does not have the caller's name.
+    `unconfirmed`: `List` did not show the pod, but no other known pod waits for such ids. `continues`: an allocation that this call
+    completes, judged by the order of the calls, though the allocation does not name the caller.
     """
 
     pod: PodKey | None = None
@@ -63,8 +63,8 @@ UNKNOWN_CALLER = Caller()
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
     """First container, in the kubelet's order, that lacks a resource that it requests.
 
-    Containers before the last one that holds ids are done, also an init container without a name in its allocation because the pod
-    was not known at its grant.
+    Every container before the last one that holds ids is done. This includes an init container without a name in its
+    allocation (its pod was not known at the grant).
     """
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
@@ -90,8 +90,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod under admission: a listed pod that waits for this. If there are several, it is the pod with a container that is listed with
-    its other resource, or else the newest pod. None if no listed pod fits.
+    """The pod under admission: a listed pod that waits for this. If several wait, it is a pod with a container that already has ids of
+    the other resource, or else the newest pod. None if no listed pod fits.
 
     `seen` numbers the pods in the order in which they were first listed.
     """
@@ -119,7 +119,7 @@ def waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource, size: 
 
 
 def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
-    """The init container's allocation with these ids, which are taken over; None if they are new ones."""
+    """The init container's allocation with these ids, if this call takes them over; None if the ids are new."""
     holders = [a for a in ledger.holders(resource, masks) if a.init]
     for holder in holders:
         if common(masks, ledger.reusable(resource, holder.pod, holder.uid)):
@@ -128,7 +128,7 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """The ledger in which allocations without a name, of this pod or of none, that hold any of these ids belong to its init containers.
+    """Marks an allocation with any of these ids as an init container's, and as this pod's, if it has neither a container nor another pod.
 
     The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).
     """
@@ -167,7 +167,7 @@ def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]
 
 
 def unfollowed(caller: Caller, refusal: Refusal) -> Refusal:
-    """The refusal with the container and what to do."""
+    """The refusal, with the container's name and what to do added."""
     return Refusal(
         refusal.code,
         f"the scheduler's placement of container {caller.container} can't be followed: {refusal}; the pod must be created again",

@@ -31,8 +31,8 @@ Shares = Mapping[AllocationId, GpuShare]
 
 
 class Bursts:
-    """`obstacle`: why these mechanisms can't change the memory limit of a running container; None: they can. `allowed` and
-    `slack_bytes`: the settings; what is held above a request is tolerated up to the latter."""
+    """`obstacle` returns why these mechanisms can't change the memory limit of a running container; None: they can. `allowed`: the setting
+    enforcement.memory_burst. `slack_bytes`: a container that holds no more than this above its request stops no start."""
 
     def __init__(
         self,
@@ -47,20 +47,20 @@ class Bursts:
         self._records, self._pods, self._events, self._obstacle = records, pods, events, obstacle
         self.allowed, self.slack_bytes = allowed, slack_bytes
         self._ignored: dict[AllocationId, str] = {}
-        #: Where containers may hold more than their request: they have a limit above it, or had one and have not freed that memory.
+        #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
-        #: Allocations of pods that are not known, which may have a limit; none where the setting does not allow it.
+        #: Allocations of unknown pods: they may have had a limit above the request; empty if the setting allows no bursts.
         self._unknown: Collection[AllocationId] = ()
         self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
-        #: By start of a container: the GPUs on which no container may take more until it has its memory.
+        #: For each container that waits to start: its GPUs, on which no container may take more memory now.
         self._starting: dict[object, Collection[GpuName]] = {}
         #: Numbers of the last evaluation that began, and of the last one with limits that are in force.
         self.begun = self._enforced = 0
         self._news = asyncio.Event()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
-        """Both with the limits of bursts; once for each evaluation. They are of this ledger."""
+        """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
         limits = self._limits(ledger, gpus, shares)
         self._memories = _memories(ledger, use, limits) if limits or self._above or self._unknown else {}
@@ -79,8 +79,8 @@ class Bursts:
         return self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
 
     def _may_be_burst(self, place: AllocationOnGpu) -> bool:
-        """What a container without a limit above its request holds above it: it had a limit, or its pod is not known (the agent has
-        restarted, and the API server does not answer)."""
+        """Whether memory above a request may be a burst though the container has no higher limit now: it had one, or its pod is not
+        known (the agent has restarted, and the API server does not answer)."""
         return place in self._above or place[0] in self._unknown
 
     def enforced(self, number: int) -> None:
@@ -138,8 +138,8 @@ class Bursts:
     # -- before a container starts -----------------------------------------------------------------------------------------
 
     async def make_room(self, allocation: Allocation) -> None:
-        """Before a container with a share starts: where others may burst, their limits go down to what they use. Raises Refusal if its
-        memory is not free then."""
+        """Call it before a container with a share starts. Lowers the limits of others that may burst to what they use, and raises Refusal
+        if the memory of the starting container is not free then."""
         gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._others_burst(allocation, gpu)]
         if not gpus:
             return
@@ -148,7 +148,7 @@ class Bursts:
         try:
             async with asyncio.timeout(_ROOM_SECONDS):
                 await self._until(lambda: self._enforced > begun)
-                begun = self.begun  # of samples that may be older than the limits
+                begun = self.begun  # its samples may be older than the limits, so wait for the next
                 await self._until(lambda: self.begun > begun)
         except TimeoutError:
             raise Refusal(

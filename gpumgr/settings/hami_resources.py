@@ -29,12 +29,12 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
     core_resource: ResourceName = "nvidia.com/gpucores"
     #: The resource by which a container has its priority on a GPU.
     priority_resource: ResourceName = "nvidia.com/priority"
-    #: Memory of each GPU in MiB, and cores, of a container that requests none. 0: all memory; no limit of cores.
+    #: What a container that requests no memory, or no cores, gets of each GPU, in MiB and percent. 0: all memory; no limit of cores.
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
     #: MiB of one unit of memory_resource.
     memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
-    #: How many times its memory, and its cores, a GPU has for these requests. More than 1 oversubscribes it: each container keeps to what
+    #: How many times the memory, and the cores, of a GPU can be requested. More than 1 oversubscribes it: each container keeps to what
     #: it requests, but together they may need more than the GPU has.
     device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0

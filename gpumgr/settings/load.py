@@ -27,7 +27,7 @@ _MAX_SHOWN: Final = 60
 _MAX_SOCKET_PATH_BYTES: Final = 107
 #: Longest name of gpumgr's sockets in the device plugin folder, with its slash.
 _OUR_SOCKET_BYTES: Final = 24
-#: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr": no settings.
+#: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr". They are not settings.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 
 
@@ -166,7 +166,7 @@ def _absolute_path(kind: type, value: object) -> object:
     if isinstance(value, Path):
         value = str(value)
     if kind is not Path or not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        raise ValueError("no absolute path")
+        raise ValueError("not an absolute path")
     return Path(value)
 
 

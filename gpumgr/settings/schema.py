@@ -1,6 +1,6 @@
 """Every setting: name, type, bounds, default and meaning. `config/gpumgr.yaml` documents the same; a test compares them.
 
-What pods request by HAMi's resources has its keys from `gpumgr.settings.hami_resources`.
+The keys about the requests of HAMi's resources are in `gpumgr.settings.hami_resources`.
 """
 
 import socket
@@ -16,7 +16,7 @@ from gpumgr.settings.hami_resources import ReplicaResources
 
 _NODE_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
 
-#: Bounds of nvml.unreported_memory_mebibytes. Capacities of a ResourceSlice must have room for two blocks.
+#: Bounds of nvml.unreported_memory_mebibytes. The lower one is two blocks, the least capacity in a ResourceSlice.
 LEAST_UNREPORTED_MEBIBYTES: Final = 512
 MOST_UNREPORTED_MEBIBYTES: Final = 1 << 24
 
@@ -87,7 +87,7 @@ class HamiSettings(ReplicaResources, frozen=True, kw_only=True):
     device_split_count: Annotated[int, Meta(ge=1, le=1000)] = 10
     #: mig: each container gets MIG devices, which are created for it on GPUs that support MIG; other GPUs are shared as with hami-core.
     operating_mode: Literal["hami-core", "mig"] = "hami-core"
-    #: The profiles of these MIG devices, such as 1g.10gb. Empty: all that the GPU has.
+    #: The profiles of these MIG devices, such as 1g.10gb. Empty: all profiles of the GPU.
     mig_profiles: tuple[MigProfileName, ...] = ()
     #: current: the node's GPUs are registered for HAMi's scheduler, version 2.5 or newer (annotation hami.io/node-nvidia-register).
     scheduler: Literal["current", "none"] = "current"
@@ -102,7 +102,7 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
     plugins_dir: Path = Path("/var/lib/kubelet/plugins")
     #: With node.mode dra: the folder of the sockets of plugins to register.
     plugins_registry_dir: Path = Path("/var/lib/kubelet/plugins_registry")
-    #: The kubelet's topologyManagerPolicy. With another one than none the scheduler chooses only the node.
+    #: The kubelet's topologyManagerPolicy. Unless it is none, the scheduler chooses only the node.
     topology_manager_policy: Literal["none", "best-effort", "restricted", "single-numa-node"] = "none"
 
 
@@ -149,9 +149,9 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_kernel_modules: bool = False
     #: XID errors that an application causes and that leave the GPU healthy.
     ignored_xids: Annotated[tuple[Xid, ...], LIVE] = (13, 31, 43, 45, 68, 109)
-    #: Without a driver: how long until systemd is notified READY with a status that says so.
+    #: How long the agent waits for the driver before it notifies systemd READY, with a status that says that the driver is missing.
     ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    #: Memory of a GPU if the driver does not report it, as of GB10. Null: such a GPU is granted as a whole only.
+    #: Memory of a GPU for which the driver reports none, such as GB10. Null: such a GPU is granted as a whole only.
     unreported_memory_mebibytes: Annotated[int, Meta(ge=LEAST_UNREPORTED_MEBIBYTES, le=MOST_UNREPORTED_MEBIBYTES)] | None = None
     #: The driver's program that resets a GPU; a name is looked up in PATH.
     smi_program: Annotated[str, Meta(min_length=1)] = "nvidia-smi"
@@ -292,9 +292,8 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Which of the nodes and GPUs that fit are chosen: where the least is left without use, the fullest, the emptiest, or the GPUs with the
-    #: best links.
-    #: Pods may choose another policy.
+    #: Which nodes and GPUs are chosen among all that fit: the choice that strands the fewest free cores, the fullest, the emptiest, or the
+    #: GPUs with the best links. Pods may choose another policy.
     policy: Literal["least-fragmentation", "binpack", "spread", "topology"] = "least-fragmentation"
     #: CPUs that an average pod requests beside one GPU, for the policy least-fragmentation.
     cpus_per_gpu: Annotated[float, Meta(ge=0.1, le=1000)] = 8.0
@@ -302,7 +301,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
     #: After this time the API server is asked whether a pod with assumed GPUs is bound. If not, the GPUs are free again.
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
-    #: If the API server has sent nothing about nodes, pods or quotas for so long, and a list fails, too, no pod is placed. Its watches take
+    #: If the API server has sent nothing about nodes, pods or quotas for this long, and a list fails, too, no pod is placed. A watch lasts
     #: two thirds of this time.
     max_silence_seconds: Annotated[float, Meta(ge=15, le=600)] = 30.0
     #: Limit of the body of a request.
@@ -343,16 +342,16 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
     runtime_class: Annotated[str, Meta(pattern="^[a-z0-9.-]*$", max_length=253)] = ""
     #: The GPUs of a container that requests an amount without a number of GPUs (HAMi's defaultGPUNum).
     default_gpus: Annotated[int, Meta(ge=1, le=64)] = 1
-    #: Other than default: the variable GPU_CORE_UTILIZATION_POLICY of their containers (HAMi's gpuCorePolicy).
+    #: Unless it is default, the webhook sets GPU_CORE_UTILIZATION_POLICY to it in their containers (HAMi's gpuCorePolicy).
     core_policy: Literal["default", "force", "disable"] = "default"
-    #: NVIDIA_VISIBLE_DEVICES=none in those of their containers that request no GPU (HAMi's overwriteEnv, for these pods).
+    #: Set NVIDIA_VISIBLE_DEVICES=none in their containers without a GPU request (HAMi's overwriteEnv, for these pods).
     hide_gpus: bool = False
 
 
 class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: ResourceClaimTemplates that `gpumgr claims` keeps in a namespace, one for each shape of a vcuda pod.
     max_templates_per_namespace: Annotated[int, Meta(ge=1, le=100_000)] = 256
-    #: A template that no pod and no claim has used for so long is deleted.
+    #: A template that no pod and no claim has used for this long is deleted.
     template_idle_hours: Annotated[float, Meta(ge=0.01, le=8760)] = 24.0
     #: Port of /metrics and of the probes, on http.address and under the access rules of the section http. 0: any free port.
     http_port: Port = 5680

@@ -35,7 +35,7 @@ _MIG_PROFILES: Final = {
     4: (0, 7, 8, (0,)),
     9: (15, 1, 2, (0, 2, 4, 6)),
 }
-#: By how much the memory of a MIG device is smaller than its share, in units of 128 MiB, by its memory slices (as on H100 with 80 GB).
+#: Memory slices of a MIG device -> how much of their memory it lacks, in units of 128 MiB (as on H100 with 80 GB).
 _MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
@@ -82,8 +82,8 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole node. GPUs are in NVML's order of index; `nvlinks` are [GPU, GPU, number of links]; `without` lists NVML functions that this
-    driver lacks."""
+    """A whole node. GPUs are in the order of NVML's indices; `nvlinks` are [GPU, GPU, number of links]; `without` lists the NVML functions
+    that this driver lacks."""
 
     about: str
     driver_version: str
@@ -121,8 +121,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def mig_instances_of(self, index: int) -> tuple[MigInstance, ...]:
-        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere. Devices that have no place together, or no
-        known profile, have no memory slices."""
+        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere. Devices that do not fit together, or
+        have no known profile, have no memory slices."""
         profiles = {each.name: each for each in self.mig_profiles_of(index).values()}
         found = [profiles.get(re.sub(r"^\dc\.|\+.*", "", name)) for name in self.gpus[index].mig_instances]
         wanted = [[((1 << each.size) - 1) << start for start in each.starts] if each else [0] for each in found]
@@ -157,7 +157,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return NODE
         if shared == 1:
             return HOSTBRIDGE
-        # Below the last shared port each GPU may have one more port: its own on the same switch.
+        # Below the last shared port each GPU may have one more, its own port on the same switch.
         return SINGLE if max(len(one.pcie), len(other.pcie)) - shared <= 1 else MULTIPLE
 
 

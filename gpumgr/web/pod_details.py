@@ -86,7 +86,7 @@ def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[History
 
 
 def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry]) -> list[tuple[set[GpuName], float, float]]:
-    """The GPUs of each allocation, with its begin and end (unix seconds), where they are known."""
+    """The GPUs of each allocation, with its start and end (unix seconds), where they are known."""
     granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
     ended = [(granted[entry.id], entry.at) for entry in entries if entry.what == "freed" and entry.id in granted]
     return [
@@ -96,7 +96,7 @@ def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry])
 
 
 def _during(entry: HistoryEntry, periods: Sequence[tuple[set[GpuName], float, float]]) -> bool:
-    """The pod had the GPU at that time."""
+    """Whether the pod had the GPU at the time of the entry."""
     return any(not gpus.isdisjoint(entry.gpus) and since <= entry.at <= until for gpus, since, until in periods)
 
 
@@ -111,7 +111,7 @@ def _incarnations(
 ) -> list[str]:
     """The UIDs of all pods of the name, newest first: the API server's, then by the time when each was first seen.
 
-    A pod may end after the next one began, so its end has no influence on the order; a pod with a known end alone is last.
+    A pod may end after the next one began, so the order ignores the ends. A pod is last if only its end is known.
     """
     first = {holder[1]: -inf for entry, holder in entries if entry.what == "freed"}
     seen = [(entry.at, holder[1]) for entry, holder in entries if entry.what != "freed"]

@@ -1,4 +1,5 @@
-"""The node's mode. In mode dra: the driver's sockets, its ResourceSlice, the API server's version and gates, claims that it lacks."""
+"""The node's mode. In mode dra: the driver's sockets, its ResourceSlice, the API server's version and gates, and
+claims with GPUs that the API server does not have."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -101,7 +102,7 @@ def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[st
 
 
 async def look_at_claims(settings: Settings) -> CheckResult:
-    """Claims that hold GPUs in the checkpoint, and that the API server does not have."""
+    """Claims that hold GPUs in the checkpoint, but do not exist in the API server."""
     if not settings.kubernetes.enabled:
         return skipped(_STANDALONE)
     held = await aside(lambda: sorted(read_checkpoint(settings.checkpoint.dir).ledger.claims.values(), key=str))

@@ -15,7 +15,7 @@ from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.toolkit import Runtimes, driver_access
 from gpumgr.settings import Settings
 
-#: The kind in one of NVIDIA's specs, in JSON or YAML.
+#: Finds the kind of devices in one of NVIDIA's CDI specs, in JSON or YAML.
 _KIND: Final = re.compile(r"""^\s*["']?kind["']?\s*:\s*["']?((?:[a-z0-9.-]+\.)?nvidia\.com/[A-Za-z0-9_.-]+)""", re.MULTILINE)
 _MAKE_DEFAULT: Final = (
     "set container.driver_files to auto, or make NVIDIA's the default one (`nvidia-ctk runtime configure --set-as-default`), or give the "

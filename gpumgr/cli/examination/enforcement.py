@@ -128,7 +128,7 @@ class NodeBackends:
 
 
 async def look_at_bursts(settings: Settings, *, timeout_seconds: float) -> CheckResult:
-    """By how much the memory limits of containers exceed the GPUs, as the agent of this node answers."""
+    """By how much the memory limits of containers exceed the memory of the GPUs, according to the agent of this node."""
     if not settings.enforcement.memory_burst:
         return skipped("not used: enforcement.memory_burst is off")
     try:
@@ -164,7 +164,7 @@ def _listed(obstacles: Mapping[str, str]) -> str:
 
 
 def _version(library: Path) -> str:
-    """The version that was given when the library was installed; a library in another folder has none."""
+    """The version that `gpumgr install library` stored beside the library; empty for a library in another folder."""
     try:
         text = library.with_name(VERSION).read_text(errors="replace")
     except OSError:

@@ -75,7 +75,7 @@ def _driver(proc_root: Path) -> CheckResult:
 
 
 async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckResult:
-    """`mig_offered`: MIG devices are offered or created, so that the MIG mode is no trouble."""
+    """`mig_offered`: MIG devices are offered or created, so MIG mode is not reported as a fault."""
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:
@@ -140,7 +140,7 @@ async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated
 
 
 def _device_nodes(root: Path, minors: list[int | None] | None) -> CheckResult:
-    """`minors`: of the GPUs; None: NVML does not answer, so that at least one GPU's node must exist."""
+    """`minors`: the GPUs' minor numbers. None: NVML does not answer; then the node of at least one GPU must exist."""
     if minors and None in minors:
         node = root / WSL_NODE
         if node.is_char_device():

@@ -1,8 +1,8 @@
 """Publishes desired state and events to the API server, from one queue.
 
 Invariants:
-1. No caller waits: a call changes the desired state of an object and queues it. The objects that exist bound the memory and, for events, a
-   capacity does; what is dropped is counted.
+1. No caller waits: a call changes the desired state of an object and queues it. The number of objects
+   bounds the queue, and a capacity bounds the events in it; dropped events are counted.
 2. The latest desired state of an object is written before any event.
 3. Outages and errors of the API server are retried with growing, jittered pauses, or after its Retry-After. An answer that no retry
    changes is logged with its remedy, and the write is given up until its state changes or is wanted again after the resync interval.
@@ -48,7 +48,7 @@ _RETRIED: Final = frozenset({401, 408, 409, 429})
 _MAX_CONFLICTS: Final = 5
 #: A write that failed waits longer than the queue does, so that the others are written first.
 _FAILED_FACTOR: Final = 4.0
-#: While writes wait for their time, new ones are noticed within this time.
+#: How often the queue is checked for new writes while others wait for a retry.
 _POLL_SECONDS: Final = 0.25
 #: The longest pause of all writes that an API server can request by Retry-After.
 _LONGEST_PAUSE_SECONDS: Final = 120.0
@@ -256,7 +256,8 @@ class Publisher:
             _log.error("daemon_failed", daemon="publisher", error=repr(error), exc_info=error)
 
     async def _next(self) -> Desired:
-        """What to write next, as soon as it is due and the rate allows its request. It is chosen last: until then it may be cancelled."""
+        """What to write next, as soon as it is due and the rate allows its request. It is chosen last, since a write may be cancelled while
+        this waits."""
         while True:
             now = self._clock()
             if not self._queue:

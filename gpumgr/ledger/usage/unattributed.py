@@ -55,8 +55,8 @@ def update_unattributed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedContainers:
-    """`ended`: the allocations that were freed in the last EXPECTED_SECONDS, with the time in monotonic seconds. `live`: those at the last
-    sample. `processes`: the processes of both that were attributed to them."""
+    """`ended`: the allocations that were freed in the last EXPECTED_SECONDS, with the time in monotonic seconds. `live`: the
+    allocations at the last sample. `processes`: the processes that samples attributed to either."""
 
     live: Mapping[AllocationId, Allocation] = field(default_factory=dict)
     ended: Mapping[AllocationId, tuple[Allocation, float]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class EndedContainers:
         return replace(self, processes=before | now)
 
     def expected(self, use: NodeUse, started: Mapping[int, int], owners: Mapping[int, Container | None]) -> Iterator[Process]:
-        """The unattributed processes of ended containers: attributed to them before, or in their cgroups."""
+        """The unattributed processes that belong to ended containers: earlier samples attributed them, or they are in their cgroups."""
         index = AllocationIndex([each for each, _ in self.ended.values()])
         for gpu, pid in use.unattributed if self.ended else ():
             process, container = (pid, started.get(pid, 0)), owners.get(pid)

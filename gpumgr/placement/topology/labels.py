@@ -41,7 +41,7 @@ _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
     """Label -> value. `describe`: with the labels that describe the GPUs. `further` are the operator's "key=value", which take precedence.
 
-    The value of MODEL is always that of the GPU; without a GPU the label is left out.
+    An operator can request the label MODEL, but not set its value: that is the GPU's model. Without a GPU the label is left out.
     """
     models = Counter(gpu.model for gpu in snapshot.gpus)
     # max() takes the first of equals: the one with the lowest index.
@@ -53,20 +53,20 @@ def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str]
 
 
 def model_label(model: str | None) -> str:
-    """gpu-manager's rule: the second of three words or more ("Tesla M40 24GB" is M40). It has none for names of two words, which here
-    have the whole name."""
+    """The second word of a model of at least three words, as gpu-manager has it ("Tesla M40 24GB" gives M40). A shorter model, for which
+    gpu-manager has no rule, is the whole label."""
     words = (model or "").split()
     return clean(words[1]) if len(words) > 2 else clean(model or "")
 
 
 def clean(text: str) -> str:
-    """The part of a text that a label's value may have: letters, digits and "-_." without those at the ends, 63 characters at most."""
+    """The text as a label's value: only letters, digits and "-_.", no "-_." at the ends, 63 characters at most."""
     kept = "-".join(re.sub(r"[^A-Za-z0-9_.\s-]", "", text).split())
     return kept.lstrip("-_.")[:MAX_VALUE].rstrip("-_.")
 
 
 def capability_of(model: str | None) -> tuple[int, int] | None:
-    """Compute capability, of data centre and workstation models with an unambiguous name; "RTX 6000" and the like are several."""
+    """Compute capability of a model in the table. None for others, such as "RTX 6000": several models have that name."""
     words = re.split(r"[\s-]+", model or "")
     return next((_CAPABILITY_OF[word] for word in words if word in _CAPABILITY_OF), None)
 

@@ -208,7 +208,7 @@ class Script:
         last = await self._used(lambda used: all(used[place] != first[place] for place in granted))
         for used in (first, last):
             over = [place for place, bytes_used in used.items() if bytes_used > granted.get(place, 0)]
-            _expect(not over, f"more than the grant is reported of {over}")
+            _expect(not over, f"more memory than granted is reported for {over}")
         containers = {(pod, container) for pod, container, _ in granted}
         before, after, total = (f"{sum(amounts.values()) / (1 << 30):.1f}" for amounts in (first, last, granted))
         return f"{len(containers)} containers use {before}, then {after} of their {total} GiB; see {self._node.url}/"
