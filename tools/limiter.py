@@ -56,8 +56,10 @@ def compile_library(name: str, folder: Path, options: Sequence[str] = (), comman
     """Compiles one of our libraries into `folder`."""
     arbiter = SOURCES / "arbiter.c"
     sources = [arbiter] if name == ARBITER else [*(path for path in sorted(SOURCES.glob("*.[cS]")) if path != arbiter)]
+    # The sanitizers' libraries define some of the functions, too; with both the linker makes a library that can't be loaded.
+    old_glibc = name == LIBRARY and not any(option.startswith("-fsanitize") for option in options)
     with tempfile.TemporaryDirectory() as scratch:
-        old = _old_libraries(Path(scratch), command) if name == LIBRARY else []
+        old = _old_libraries(Path(scratch), command) if old_glibc else []
         compile_program(folder / name, [*sources, *old], (*SHARED, *options, *_LINKS[name]), command)
 
 
