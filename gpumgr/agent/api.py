@@ -1,6 +1,6 @@
 """The schema of the JSON API: the web server encodes these structs, and the commands decode them.
 
-Every field has a default where an agent of another version may leave it out. None means: not known.
+A field that an agent of another version may leave out has a default. None means: not known.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from gpumgr.ledger.history import HistoryEntry
 
 
 class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`since` in unix seconds."""
+    """`since` is in unix seconds."""
 
     reason: str = ""
     since: float = 0.0
@@ -21,16 +21,16 @@ class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
-    """How many processes of no container are on a GPU, and their memory."""
+    """The number of processes on a GPU that belong to no container, and their memory."""
 
     processes: int | None = None
     memory_bytes: int | None = None
 
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. `row` is its row in the topology, `index` NVML's index. `limits` are those of new shares; None: the driver does not list
-    the GPU. `limits_excess_bytes`: by how much the memory limits of its containers together exceed its memory, with bursts or
-    oversubscription."""
+    """One GPU. `row` is its row in the topology, `index` NVML's index. `limits`: how new shares are limited; None: the driver does not
+    list the GPU. `limits_excess_bytes`: by how much the memory limits of its containers together exceed its memory; 0 if no container
+    may burst."""
 
     uuid: str
     name: str
@@ -70,12 +70,12 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     memory_bytes: int | None = None
     whole: bool = False
-    #: How far it may go by the annotation gpumgr.io/memory-limit; None: no further than `memory_bytes`.
+    #: The memory that the annotation gpumgr.io/memory-limit lets it use; None: `memory_bytes`.
     memory_limit_bytes: int | None = None
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
     processes: int | None = None
-    #: With the limiter, the part of the last ten seconds in which it held the GPU, and in which a launch waited for the turn.
+    #: With the limiter: the part of the last ten seconds in which it held the GPU, and the part in which a launch waited for its turn.
     held_ratio: float | None = None
     waited_ratio: float | None = None
     over: bool = False
@@ -85,7 +85,7 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pod_name(self) -> str:
-        """namespace/pod, or what else is known."""
+        """namespace/pod; if that is not known, the UID or the allocation."""
         if self.pod is not None:
             return f"{self.namespace}/{self.pod}"
         return f"pod uid {self.uid}" if self.uid else f"allocation {self.allocation}"
@@ -136,7 +136,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries without their candidates, newest first.
     `mode` is the setting node.mode: plugin or dra.
 
-    In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is the text of all GPUs' limits; each has its own in `gpus`.
+    In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is one text about all GPUs; `gpus` has the limits of each.
     """
 
     node: str = ""
@@ -166,7 +166,7 @@ class PodRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one container of a pod requests; `kind` is init, sidecar or app. `replicas`: by nvidia.com/gpu, as a text."""
+    """What one container of a pod requests; `kind` is init, sidecar or app. `replicas`: its request of nvidia.com/gpu, as a text."""
 
     container: str
     kind: str = "app"
@@ -178,9 +178,9 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
     """/api/pods/{namespace}/{pod}: what is known of all pods that had this name.
 
-    `uid` is the newest pod's, `earlier_uids` are newest first. `phase`, `reason` and `message` are of the pod's status. `request` has the
-    containers that request GPUs, in the kubelet's order. `allocations` and `history` are oldest first; `gpus` are those of the
-    allocations.
+    `uid` is the UID of the newest pod, `earlier_uids` are newest first. `phase`, `reason` and `message` are from the pod's status.
+    `request` has the containers that request GPUs, in the kubelet's order. `allocations` and `history` are oldest first; `gpus`
+    are the GPUs of the allocations.
     """
 
     namespace: str
@@ -215,9 +215,9 @@ class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a maintenance request: the GPU's state at `at` (unix seconds), and who is on it.
+    """The response to a maintenance request: the GPU's state at `at` (unix seconds), and the containers and processes on it.
 
-    `changed`: the cordon was not so before. `said` is the output of the driver's program after a reset.
+    `changed`: the request changed the cordon. `said` is the output of the driver's program after a reset.
     """
 
     action: str = ""

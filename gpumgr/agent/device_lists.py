@@ -30,7 +30,7 @@ class DeviceListPublisher:
         self._listening = False
 
     def start(self) -> None:
-        """The servers that the kubelet watches have started; no earlier list was sent."""
+        """To be called when the servers that the kubelet watches have started. No list is sent before."""
         self._listening = True
         self._send()
 
@@ -55,7 +55,7 @@ class DeviceListPublisher:
         return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)
 
     def visible_blocks(self, settle_seconds: float = SETTLE_SECONDS) -> Masks:
-        """Memory blocks that were sent as Healthy `settle_seconds` ago or earlier, and still are."""
+        """Memory blocks that were sent as Healthy `settle_seconds` ago or earlier, and are still Healthy."""
         now = self._clock()
         result = {}
         for each in self._sent:
@@ -70,7 +70,7 @@ class DeviceListPublisher:
             self._timer = None
 
     def _urgent(self, new: NodeDevices) -> bool:
-        """A GPU is new or has more memory, or its Healthy cores, replicas or MIG devices have changed."""
+        """Whether a GPU is new or has other memory, or its Healthy cores, replicas or MIG devices have changed."""
         if len(new) != len(self._sent):
             return True
         return any(

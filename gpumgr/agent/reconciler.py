@@ -22,14 +22,14 @@ from gpumgr.ledger.sweep import sweep
 
 log = structlog.get_logger(__name__)
 
-#: No `List` between the kubelet's choice of ids and their entry in its table, which `List` rebuilds.
+#: `List` makes the kubelet rebuild its table of ids, so it is not called between the kubelet's choice of ids and their entry there.
 GAP_SECONDS = 0.5
 #: How long a container start waits until `List` is allowed.
 LEARN_SECONDS = 10.0
 #: An Allocate follows its GetPreferredAllocation within this time, or not at all.
 UNDER_WAY_SECONDS = 2.0
 SWEEP_SECONDS = 5.0
-#: After a start (ours or the kubelet's) `List` is incomplete until the kubelet's sources are ready.
+#: After a start of the agent or the kubelet, `List` is incomplete until the kubelet's sources are ready.
 INCOMPLETE_SECONDS = 30.0
 PATIENCE = 2
 PATIENCE_WHILE_INCOMPLETE = 6
@@ -99,7 +99,7 @@ class Reconciler:
             wait = GAP_SECONDS if not done else (1.0 if self._absent else SWEEP_SECONDS)
 
     async def sweep(self) -> bool:
-        """Frees the allocations of ended pods. False if it must wait because an Allocate is in progress, or was shortly before."""
+        """Frees the allocations of ended pods. False if it must wait because an Allocate is in progress, or ended shortly before."""
         agent_state = self._agent_state
         async with agent_state.lock:
             agent_state.expire_open()
@@ -140,8 +140,8 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them: their pods run, or are not known to have ended and are
-        listed or may be missing in an incomplete list. A kubelet that lost its checkpoint lists a pod without its ids."""
+        """The allocations that stay although the last `List` did not show them. Their pods run; or it is not known whether the pods have
+        ended, and the pods are listed, or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
@@ -150,8 +150,8 @@ class Reconciler:
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint).
 
-        `entries` are of the kubelet's checkpoint. Where the ledger has all of them, with their pods, `List` would add nothing: the offer
-        does not wait for it, and the next sweep calls it.
+        `entries` are from the kubelet's checkpoint. If the ledger has all of them, with their pods, `List` would add nothing. Then the
+        offer does not wait for `List`, and the next sweep calls it.
         """
         entries = tuple(entries)
         async with self._agent_state.lock:
@@ -168,8 +168,8 @@ class Reconciler:
             return rebuilt
 
     async def learn(self) -> None:
-        """Finds, by PodResources, the pod of a starting container with ids that have no known name. Waits until no other Allocate
-        is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
+        """Asks PodResources for the pod of a starting container if the ledger does not name the pod of its ids. Waits until no
+        other Allocate is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:
             await asyncio.sleep(min(GAP_SECONDS, max(0.0, self._quiet_until - self._clock())))
@@ -185,15 +185,15 @@ class Reconciler:
         ledger = self._agent_state.ledger
         listing = await self._admission.list_pods()
         if listing is not None:
-            # Only names: with this patience nothing is freed.
+            # This sweep only sets names: with this patience it frees nothing.
             ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger
         rebuilt = adopt(ledger, entries, listing, self._find_uid, new_id=self.new_id, now=self._wall_clock())
         await self._settle(rebuilt)
         return rebuilt
 
     async def migrate(self, plan: Callable[[Ledger, Mapping[int, GpuName]], Rebuilt]) -> Rebuilt:
-        """Commits the result of `plan` for the ledger and the device minors of its GPUs (records of gpu-manager). The caller holds the
-        agent state's lock."""
+        """Takes over gpu-manager's records: calls `plan` with the ledger and with device minor -> GPU, and commits the result. The caller
+        holds the agent state's lock."""
         gpus = self._agent_state.inventory.gpus(self._agent_state.ledger.gpu_registry)
         rebuilt = plan(self._agent_state.ledger, {gpu.minor: name for name, gpu in gpus.items() if gpu.minor is not None})
         await self._settle(rebuilt)
@@ -201,7 +201,7 @@ class Reconciler:
         return rebuilt
 
     async def name(self, pods: Mapping[str, PodKey]) -> None:
-        """Sets the pod of allocations that have only a UID (UID -> pod). The caller holds the agent state's lock."""
+        """Sets the pod of allocations that have only a UID. `pods`: UID -> pod. The caller holds the agent state's lock."""
         ledger = self._agent_state.ledger
         for a in ledger.allocations.values():
             if a.pod is None and a.uid is not None and a.uid in pods:

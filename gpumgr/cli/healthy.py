@@ -1,4 +1,4 @@
-"""`gpumgr healthy`: the health check of the agent's container. It imports little, so that it is quick."""
+"""`gpumgr healthy`: the health check of the agent's container. This module imports little, so that the check is quick."""
 
 import http.client
 import socket as sockets
@@ -18,7 +18,7 @@ _EXIT_CODES: Final = {0: "the agent is healthy", 1: "it is not", 2: "wrong usage
 
 
 def ask(socket: Path) -> tuple[int, str]:
-    """Status and text of the agent's /healthz. Raises GpumgrError without a response."""
+    """Status and text of the agent's /healthz. Raises GpumgrError if no agent responds."""
     connection = http.client.HTTPConnection("agent")
     try:
         connection.sock = sockets.socket(sockets.AF_UNIX)

@@ -14,7 +14,7 @@ from gpumgr.common.errors import TopologyError
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.placement.topology.matrix import ParsedTopology, parse_topology
 
-#: A file option: checked when it is parsed, opened when it is read; - is stdin.
+#: The type of a file option: click checks the path, and the command opens the file; - is stdin.
 FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -47,14 +47,14 @@ def source_options(command: _F) -> _F:
 
 
 def content(path: str) -> bytes:
-    """A file, - for stdin. Raises OSError."""
+    """The content of a file, or of stdin for -. Raises OSError."""
     with click.open_file(path, "rb") as file:
         read: bytes = file.read()
         return read
 
 
 def read_topology(path: str) -> ParsedTopology:
-    """Reads a file of topo -m text, - for stdin. Raises TopologyError that begins with the file's name."""
+    """Reads the text of topo -m from a file, or from stdin for -. Raises TopologyError, which begins with the file's name."""
     try:
         return parse_topology(content(path).decode())
     except (OSError, UnicodeDecodeError, TopologyError) as error:
@@ -62,10 +62,10 @@ def read_topology(path: str) -> ParsedTopology:
 
 
 def read_snapshot(sim: str | None) -> NodeSnapshot:
-    """The GPUs of a simulated node, or without a name those of this machine, through the same library calls.
+    """The GPUs of the simulated node `sim`, or of this machine if it is None. Both are read through the same library calls.
 
-    Raises NvmlAbsent without a driver, NvmlError if it fails or hangs; for a simulated node SettingsError if its description is wrong,
-    InputError without a C compiler.
+    Raises NvmlAbsent without a driver, and NvmlError if the driver fails or hangs. For a simulated node it raises SettingsError if the
+    description is wrong, and InputError without a C compiler.
     """
     from gpumgr.driver.driver import Nvml  # imported here, since a topology file needs no library of a driver
 

@@ -179,7 +179,7 @@ _received: list[_Trace] = []
 
 
 def _receive(trace: _Trace) -> None:
-    """Called once in each process, because a trace may be large."""
+    """Stores the trace in a process of simulations. Called once in each, because a trace may be large."""
     _received[:] = [trace]
 
 
@@ -230,7 +230,7 @@ _REPLAYED: Final = (
 
 
 def _as_json(found: Iterable[_Result]) -> str:
-    """{"results": [...]}; percentages have the text of the percentage of arrived demand as key."""
+    """{"results": [...]}. Where a field has a value for each percentage of arrived demand, the percentage is the key, as text."""
     entries = [{field: getattr(result, field) for field in result.REPORTED} for result in found]
     return msgspec.json.format(msgspec.json.encode({"results": entries}), indent=2).decode() + "\n"
 

@@ -1,4 +1,4 @@
-"""`gpumgr why`: what is known of a pod, from its request to its GPUs or its refusal, or why it waits."""
+"""`gpumgr why`: what is known about a pod: its request, its GPUs, why it was refused, or why it waits."""
 
 import asyncio
 import shutil
@@ -88,7 +88,7 @@ def command(
         token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {token_file} can't be read: {error}") from error
-    # Imported here, since it loads the API server's client, which the agent's answers do not need.
+    # Imported here: the module loads the API server's client, which a question to the agent does not need.
     from gpumgr.cli.client.cluster_why import SchedulerLocation, ask_scheduler, why_text
 
     place = SchedulerLocation(kubeconfig=cluster, pod=scheduler, token=token)
@@ -116,7 +116,7 @@ def _from_node(location: AgentLocation, name: PodName, output: str) -> None:
 
 
 async def _query(location: AgentLocation, name: PodName) -> tuple[Document, Document, bool]:
-    """The pod's details, the node's state, and whether both are the agent's. Raises GpumgrError if nothing is known of the pod."""
+    """The pod's details, the node's state, and whether both are from the agent. Raises GpumgrError if nothing is known of the pod."""
     async with open_node_data(location) as data:
         pod = await data.pod(name.namespace, name.name) if name.namespace is not None else None
         known = await data.pods() if pod is None else frozenset[PodKey]()

@@ -32,7 +32,7 @@ _shielded: set[asyncio.Task[Any]] = set()
 
 
 async def in_slices(steps: Iterable[object]) -> None:
-    """Runs all steps. Each step holds the event loop; after SLICE_SECONDS other tasks get their turn."""
+    """Runs all steps. A step holds the event loop; between steps, other tasks run each time SLICE_SECONDS have passed."""
     began = time.perf_counter()
     for _ in steps:
         if time.perf_counter() > began + SLICE_SECONDS:
@@ -41,7 +41,7 @@ async def in_slices(steps: Iterable[object]) -> None:
 
 
 class LatestValue(Generic[T]):
-    """The newest value of something, for any number of readers. `set` never blocks; equal values are no change."""
+    """The newest value of something, for any number of readers. `set` never blocks; an equal value is no change."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -63,7 +63,7 @@ class LatestValue(Generic[T]):
             subscription._wake.set()
 
     def end_readers(self) -> None:
-        """Closes all subscriptions; others may be made afterwards."""
+        """Closes all subscriptions; new ones may be made afterwards."""
         for subscription in self._subscriptions:
             subscription.close()
 
@@ -136,8 +136,8 @@ class DaemonCalls:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
-        """The result or error of `work`. Raises TimeoutError if that takes longer, or at once while an earlier call still hangs or the
-        system starts no further thread."""
+        """Returns the result of `work`, or raises its error. Raises TimeoutError if the call takes longer, or at once if an earlier call
+        still hangs or the system starts no further thread."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ class DaemonCalls:
         def run() -> None:
             try:
                 result = work()
-            except BaseException as error:  # every error is the caller's
+            except BaseException as error:  # every error goes to the caller
                 settle = partial(answer.set_exception, error)
             else:
                 settle = partial(answer.set_result, result)
@@ -223,7 +223,7 @@ class DaemonExitedError(RuntimeError):
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Runs a daemon under a task group. Its errors pass through; a return is an error too.
+    """Runs a daemon under a task group. Errors of `work` pass through, and a return is an error too.
 
     Raises DaemonExitedError if `work` returns.
     """
@@ -272,7 +272,7 @@ async def persistently(
 
 #: After this time a computing thread releases the GIL.
 _WORK_SECONDS: Final = 500e-6
-#: It sleeps for this time, which is enough for a waiting event loop to run.
+#: The thread then sleeps for this time, which is enough for a waiting event loop to run.
 _RELEASE_SECONDS: Final = 50e-6
 
 
@@ -283,7 +283,7 @@ async def report_event_loop_lag(
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
-    """Reports once a period by how many seconds the loop missed a timer. Runs until it is cancelled."""
+    """Once a period, reports by how many seconds a timer of the loop was late. Runs until it is cancelled."""
     while True:
         now = clock()
         due = next_tick(period_seconds, now)

@@ -8,9 +8,9 @@ from typing import NamedTuple, Self
 
 
 class FileIdentity(NamedTuple):
-    """Identifies one content of a file: a file that was replaced or written to differs, also one that reuses an inode's number.
+    """Identifies one content of a file: a file that was replaced or written to has another identity, even if it reuses the inode's number.
 
-    The change time is no part of it: a hard link or a chmod changes it.
+    The change time is not a part of it: a hard link or a chmod changes it.
     """
 
     device: int
@@ -41,9 +41,9 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o644, durable
 def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[int]:
     """Yields a descriptor (read and write) of a new file, which replaces `path` atomically when the body ends without an error.
 
-    A reader sees the old file or the new one, each complete. The file belongs to the user of this process and has `mode`, independent
-    of the umask. `durable`: content and name are on the disk when the context ends, also after a power loss. Without it only a crash of
-    the process is covered, which is enough on a tmpfs and for files that are written anew after a boot.
+    A reader sees the complete old file or the complete new one. The file belongs to the user of this process and has `mode`, independent
+    of the umask. `durable`: content and name are on the disk when the context ends, also after a power loss. If it is False, the
+    file survives only a crash of the process, which is enough on a tmpfs and for files that are written again after a boot.
 
     If the body raises, `path` stays as it was and the new file is removed. One writer of a path at a time. Raises OSError.
     """
@@ -77,7 +77,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def temporary_of(path: Path) -> Path:
-    """The file that `replacing` writes to. If the process is killed during that, it remains until the next replacement."""
+    """The file that `replacing` writes to. If the process is killed while it writes, the file remains until the next replacement."""
     return path.with_name(f".{path.name}.new")
 
 

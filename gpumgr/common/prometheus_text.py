@@ -1,7 +1,7 @@
 """Renders gauges and counters in Prometheus' two text formats.
 
-A series has the same line in both formats, so it is rendered once; only the heads differ: OpenMetrics writes a counter's name without
-`_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4, OpenMetrics 1.0.
+A series has the same line in both formats, so it is rendered once; only the head of a family differs: OpenMetrics writes a counter's name
+without `_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4, OpenMetrics 1.0.
 
 prometheus_client's own exposition of a custom collector takes 3 to 14 times as long, more than the scrape goals allow.
 """
@@ -33,7 +33,7 @@ def gauge(name: str, about: str, *labels: str) -> Family:
 
 
 def counter(name: str, about: str, *labels: str) -> Family:
-    """A counter of gpumgr, as `gauge`; `name` ends in `_total`."""
+    """A counter of gpumgr; `name` is without the prefix `gpumgr_` and ends in `_total`."""
     return Family(name=f"gpumgr_{name}", about=about, kind="counter", labels=labels)
 
 
@@ -55,12 +55,12 @@ def render(family: Family, series: Mapping[str, float]) -> RenderedFamily:
     """`series`: text of the labels (see `label_text`; "" = none) -> value. Booleans are rendered as 1 and 0."""
     name = family.name
     lines = [f"{name}{{{labels}}} {+value}\n" if labels else f"{name} {+value}\n" for labels, value in series.items()]
-    # A pod's name with half a surrogate pair must not make the page fail.
+    # A pod's name may contain half a surrogate pair, which must not make the page fail.
     return RenderedFamily(family, "".join(lines).encode("utf-8", "replace"))
 
 
 def render_all(families: Mapping[Family, Mapping[tuple[str, ...], float]]) -> Iterator[RenderedFamily]:
-    """`families`: values of the labels -> value, for each family."""
+    """`families`: family -> its series (values of the labels -> value)."""
     for family, series in families.items():
         yield render(family, {label_text(family.labels, values): value for values, value in series.items()})
 

@@ -1,4 +1,4 @@
-"""The two units that gpumgr deals in, and the names of the resources that carry them.
+"""The two units of gpumgr, and the names of the resources that count them.
 
 Source of the numbers: tkestack gpu-manager's resource contract (100 vcores a GPU, one memory block = 256 MiB).
 """
@@ -18,14 +18,14 @@ CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that was granted to no container.
 MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
 
-#: HAMi's resource, as the agent calls it inside: a device id is one replica of a GPU. Adapters translate another name of the settings.
+#: HAMi's resource, by the agent's internal name: a device id is one replica of a GPU. Adapters translate another name from the settings.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 
-#: All resources of MIG devices, as the agent calls them inside; the kubelet has one for each profile, with the profile added.
+#: The agent's internal name of all resources of MIG devices. The kubelet has one resource for each profile, with the profile added.
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
-#: Which resource a device id, a request or a server is about. Ids of cores and of memory stand for amounts, the others do not.
+#: Which resource a device id, a request or a server is about. An id of cores or memory is an amount, an id of the others is not.
 Resource = Literal["core", "memory", "replica", "mig"]
 #: The resources of a vcuda container.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
@@ -39,7 +39,7 @@ RESOURCE_NAMES: Final[dict[Resource, str]] = {
 RESOURCE_BY_NAME: Final[dict[str, Resource]] = {name: resource for resource, name in RESOURCE_NAMES.items()}
 VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
-#: Beginning of a GPU's UUID (8 hex digits or more); what a device id calls its GPU.
+#: Beginning of a GPU's UUID (8 hex digits or more); device ids name their GPU by it.
 GpuName = str
 #: (pid, start time in clock ticks since boot): together they are unique.
 Process = tuple[int, int]
@@ -47,8 +47,8 @@ Process = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """Amounts on one GPU: `cores` in percent of it, and memory. `replicas`, of HAMi's resource, are counted by the scheduler: in the ledger
-    they are device ids. `slices`: the memory slices of MIG devices, slice n as bit n; sums of amounts have the slices of both."""
+    """Amounts on one GPU: `cores` in percent of the GPU, and memory. Only the scheduler counts `replicas` of HAMi's resource: in the ledger
+    they are device ids. `slices`: the memory slices of MIG devices, slice n as bit n; a sum has the slices of both amounts."""
 
     cores: int = 0
     memory_mebibytes: int = 0
@@ -72,17 +72,17 @@ class Amounts:
 
     @property
     def whole(self) -> bool:
-        """The whole GPU."""
+        """Whether this is the whole GPU."""
         return self.cores >= CORES_PER_GPU
 
 
 def inner_name(resource: str, names: Mapping[str, str]) -> str:
-    """The agent's name of a resource in the kubelet's lists. `names` has the names that differ."""
+    """The agent's name of a resource in the kubelet's lists. `names`: the kubelet's name -> the agent's, where they differ."""
     return MIG_RESOURCE if resource.startswith(MIG_PREFIX) else names.get(resource, resource)
 
 
 def other_resource(resource: Resource) -> Resource:
-    """The resource of the container's other call; replicas and MIG devices have none beside them."""
+    """The resource of the container's other call; replicas and MIG devices have no other call."""
     return {"core": "memory", "memory": "core"}.get(resource, resource)  # type: ignore[return-value]
 
 

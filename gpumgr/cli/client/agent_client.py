@@ -40,8 +40,8 @@ class AgentUnavailable(GpumgrError):
 class AgentClient:
     """`async with AgentClient(socket) as agent`, on the running event loop.
 
-    All calls raise InputError for a 404, AgentUnavailable if a retry may succeed, and GpumgrError for a refusal or a missing permission,
-    with the agent's own sentence.
+    All calls raise InputError for a 404, AgentUnavailable if a retry may succeed, and GpumgrError for a refusal or a missing permission.
+    An error that the agent reports has the agent's own sentence.
     """
 
     def __init__(self, socket: Path) -> None:
@@ -133,7 +133,7 @@ def _timeout(total_seconds: float | None) -> aiohttp.ClientTimeout:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The data of each event. aiohttp's line reader has a length limit. Source: WHATWG HTML, server-sent events."""
+    """The data of each event. aiohttp's own line reader would limit their length. Source: WHATWG HTML, server-sent events."""
     rest, data = b"", list[str]()
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -149,7 +149,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
 async def follow_states(
     agent: AgentClient, on_unavailable: Callable[[str], None], *, retry_seconds: float = RETRY_SECONDS
 ) -> AsyncIterator[dict[str, Any]]:
-    """States as in /api/state, without end. `on_unavailable` is called once with the reason each time when the agent becomes unavailable.
+    """States as in /api/state, without end. Each time the agent becomes unavailable, `on_unavailable` gets the reason once.
 
     Raises GpumgrError if the first connection fails, since the socket may be the wrong one.
     """
@@ -173,7 +173,7 @@ async def follow_states(
 
 
 def report_unavailable(reason: str) -> None:
-    """On stderr, since a program may read stdout."""
+    """Writes to stderr, since a program may read stdout."""
     click.echo(f"gpumgr: {printable(reason)}; trying again", err=True)
 
 
@@ -181,7 +181,7 @@ def report_unavailable(reason: str) -> None:
 
 
 def read_state(document: Any) -> NodeState:
-    """Raises GpumgrError if it does not fit the schema, as the other functions do."""
+    """As the functions below, raises GpumgrError if the document does not fit the schema."""
     return _convert(cleaned(document), NodeState)
 
 

@@ -1,4 +1,4 @@
-"""Claims in a cluster (docs/dra.md): the DeviceClass, the admission policies of `gpumgr claims`, and the rights that it needs."""
+"""Checks of claims in a cluster (docs/dra.md): the DeviceClass, and the admission policies and rights of `gpumgr claims`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -21,7 +21,7 @@ _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
 
 
 def needed_by_claims() -> Iterator[Right]:
-    """The rights in all namespaces. The ConfigMap of the quotas is not included, since the settings name it."""
+    """The rights that it needs in all namespaces. The right to the ConfigMap of the quotas is not included, since a setting names it."""
     for group, resources, verbs in (
         ("", "nodes pods", "list watch"),
         ("", "pods", "patch"),
@@ -34,7 +34,8 @@ def needed_by_claims() -> Iterator[Right]:
 
 
 async def policies_in_force(server: ApiServer, kind: Literal["mutating", "validating"]) -> Sequence[Mapping[str, Any]] | None:
-    """The policies with a binding that refuses requests. None: the API server does not support policies of this kind."""
+    """The policies with a binding; if a binding has validation actions, Deny must be among them. None: the API server does not support
+    policies of this kind."""
     found = await server.find(f"{_ADMISSION}/{kind}admissionpolicies")
     bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings") or {}
     specs = [each["spec"] for each in bindings.get("items") or ()]

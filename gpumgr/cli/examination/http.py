@@ -1,4 +1,4 @@
-"""The web server as the agent would start it: its files and its address."""
+"""Checks the files and the address of the web server as the agent would use them."""
 
 import errno
 import socket

@@ -1,4 +1,4 @@
-"""The tables of all commands: without lines, in colours on a terminal, and as plain text elsewhere."""
+"""The tables of all commands: without ruled lines, in colours on a terminal, and as plain text elsewhere."""
 
 import sys
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from rich.table import Table
 
 #: The width for plain text, so large that nothing is folded or cut.
 UNBOUNDED: Final = 100_000
-#: A narrower terminal breaks the lines: columns of names would have no space.
+#: The least width of a table: on a narrower terminal its lines wrap, since columns of names would have no space.
 MIN_WIDTH: Final = 80
 
 
 def open_table(*columns: tuple[str, bool], header: bool = True) -> Table:
-    """Columns by heading; columns of numbers (True) are right-aligned and never cut."""
+    """A table with these columns: heading, and whether the column has numbers, which are right-aligned and never cut."""
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=header)
     for heading, number in columns:
         table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
@@ -23,7 +23,7 @@ def open_table(*columns: tuple[str, bool], header: bool = True) -> Table:
 
 
 def plain_text(content: RenderableType, *, width: int = UNBOUNDED) -> str:
-    """Without colours, and without blanks at the ends of lines."""
+    """The content as text without colours, and without blanks at the ends of lines."""
     console = Console(width=width, highlight=False, force_terminal=False, color_system=None)
     with console.capture() as printed:
         console.print(content)
@@ -31,7 +31,7 @@ def plain_text(content: RenderableType, *, width: int = UNBOUNDED) -> str:
 
 
 def show(content: Callable[[int], RenderableType]) -> None:
-    """Prints `content(width)`: in the width of the terminal; without a terminal as plain text, with one line for each row."""
+    """Prints `content(width)` in the width of the terminal, or without a terminal as plain text, one line for each row."""
     if sys.stdout.isatty():
         console = Console(width=max(Console().width, MIN_WIDTH), highlight=False)
         console.print(content(console.width))

@@ -20,8 +20,8 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedClaim:
-    """`containers`: what it asks for. `placed`: what is allocated, as if each device were a container of a pod. `owner`: the
-    UID of the pod that it was made for. `template`: of the shape that it was made from."""
+    """`containers`: what the claim requests. `placed`: what it holds, as if each device were a container of a pod. `owner`: the
+    UID of the pod that it was made for. `template`: the name of the template that it was made from."""
 
     uid: str
     key: Key
@@ -41,8 +41,8 @@ class WatchedTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnboundPod:
-    """A pod without a node. `gate`: the index of the quota's gate. `templates`, `claims`: the names that it refers to. `complete`: all its
-    claims have names. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
+    """A pod without a node. `gate`: the index of the quota's gate. `templates`, `claims`: the names that it refers to. `complete`: all
+    its claims have names. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
 
     uid: str
     key: Key
@@ -65,7 +65,7 @@ class WatchedSlice:
 
 
 def waits(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod has no node, and claims or the gate. Raises what `parse_unbound` raises."""
+    """Whether a pod without a node has claims or the quota's gate. Raises what `parse_unbound` raises."""
     spec = pod.get("spec") or {}
     return not spec.get("nodeName") and (bool(spec.get("resourceClaims")) or _gate(spec) is not None)
 
@@ -75,7 +75,7 @@ def parse_unbound(item: Mapping[str, Any], labels: QuotaLabels) -> UnboundPod:
     spec, metadata = item["spec"], item["metadata"]
     made = {each["name"]: each.get("resourceClaimName") for each in (item.get("status") or {}).get("resourceClaimStatuses") or ()}
     named = spec.get("resourceClaims") or ()
-    # A status without a name: the pod needs no claim there.
+    # A status without a name means that the pod needs no claim.
     claims = [each.get("resourceClaimName") or made.get(each["name"]) for each in named]
     selector = spec.get("nodeSelector") or {}
     return UnboundPod(
@@ -131,7 +131,7 @@ def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
 
 
 def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> PlacedPod:
-    """A device without amounts is used whole. Pools have the names of their nodes."""
+    """What the claim holds. A device without amounts is used as a whole. Each pool has the name of its node."""
     containers = [_container(each.get("consumedCapacity") or {}) for each in results]
     amounts = [Amounts(each.cores_per_gpu, each.memory_mebibytes) for each in containers]
     shares = tuple(((str(each["device"]), amount),) for each, amount in zip(results, amounts, strict=True))
@@ -140,7 +140,8 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
 
 
 def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
-    """The largest one of several alternatives. kube-scheduler never allocates more than MAX_DEVICES, so more are not counted one by one."""
+    """What the requests ask for; for alternatives, the largest. kube-scheduler allocates at most MAX_DEVICES, so the count is capped just
+    above."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [
@@ -161,7 +162,7 @@ def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
-    """Amounts on one GPU. An amount that is not named is the whole GPU's. A larger amount than the GPU's can't be allocated."""
+    """Amounts on one GPU. An amount that is not given is the whole GPU's; more than a GPU has can't be allocated."""
     cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))

@@ -1,7 +1,7 @@
 """The text of a rejection: groups of reasons with their counts, and the closest miss of each.
 
-kube-scheduler prints it after "1 " in "0/40 nodes are available: 1 ...", as the text of one node (`FailedAndUnresolvableNodes`): a text for
-each node would cost it much more. So the text itself carries the counts. A full stop follows it.
+kube-scheduler gets it as the text of one node (`FailedAndUnresolvableNodes`), since a text for each node would cost kube-scheduler much
+more. So the text itself has the counts. It is printed after "1 " in "0/40 nodes are available: 1 ...", and a full stop follows.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ class _Group:
 
 
 def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
-    """Takes (node, misfit) of each node that was offered, at least one."""
+    """The text for (node, misfit) of each offered node; at least one was offered."""
     return explain_counted((1, node, misfit) for node, misfit in misfits)
 
 
 def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
-    """Takes (count, node, misfit) of groups of nodes with one reason; the node is the one of the group that lacks least."""
+    """The text for (count, node, misfit) of each group of nodes with the same reason; `node` lacks least in its group."""
     groups: dict[tuple[object, ...], _Group] = {}
     for count, node, misfit in misfits:
         group = groups.setdefault(misfit.reason, _Group(0, node, misfit))

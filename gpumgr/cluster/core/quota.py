@@ -1,7 +1,7 @@
-"""Limits of namespaces, what their pods hold, and whether a pod may have more; the nodes that fit a pod within the quota, best first.
+"""Quotas: the limits of namespaces, what their pods hold, whether a pod may get more, and the nodes that fit a pod within the quota.
 
-What a pod holds is added when it is placed (assumed or bound) and subtracted when it ends, so a decision costs the same with any number of
-pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
+What a pod holds is added when it is placed (assumed or bound) and subtracted when it ends, so a decision takes the same time with any
+number of pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
 
 If every choice of GPUs on a node exceeds the quota, the node is left out. On a node with different GPUs the quota depends on the
 choice, so each such node is examined on its own.
@@ -26,7 +26,7 @@ from gpumgr.placement.evaluators.replicas import Scaling
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """GPUs that limits can't distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known."""
+    """GPUs that limits do not distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known."""
 
     model: str = ""
     label: str = ""
@@ -35,7 +35,7 @@ class GpuKind:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`gpus` counts the GPUs of containers that request whole ones."""
+    """What pods hold. `gpus` counts the GPUs of containers that request whole GPUs."""
 
     cores: int = 0
     memory_mebibytes: int = 0
@@ -49,16 +49,16 @@ class Held:
         )
 
 
-#: The number of kept rejections, about 2 kB each at 5,000 nodes. Many pods wait and ask again and again.
+#: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
 _MAX_REJECTIONS: Final = 12_000
-#: How often nodes that changed in the meantime are examined again in steps.
+#: The most times that nodes are examined in steps, if nodes change in the meantime.
 _MAX_ROUNDS: Final = 8
-#: The number of results that are kept for nodes that differ only by name. With thousands of them a garbage collection takes longer than a
+#: The most results that are kept for nodes that differ only by name. With thousands of results a garbage collection takes longer than a
 #: step.
 _MAX_ALIKE: Final = 256
-#: The number of nodes that are tried before all of them are put in order.
+#: The number of best nodes that are tried before all nodes are.
 _FIRST_NODES: Final = 32
-#: For so many requests the nodes are kept on which a quota denies them, about 1 MB each at 5,000 nodes with different GPUs.
+#: The most requests for which the denied nodes are kept, about 1 MB each at 5,000 nodes with different GPUs.
 _MAX_DENIED: Final = 16
 NONE_HELD: Final = Held()
 #: What a pod holds of each kind of GPU.
@@ -68,9 +68,9 @@ NO_HOLDING: Final[Holding] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What a namespace may hold of the GPUs that all given texts match; None: as much as there is.
+    """What a namespace may hold of the GPUs that match all given texts. An amount that is None is not limited.
 
-    `model` is part of the model's name, of the driver's or of the node's label, in any case. `label` is the node's label itself; None: any.
+    `model` is a part of the name that the driver or the node's label has, in any case. `label` is the node's whole label; None: any.
     """
 
     cores: int | None = None
@@ -94,7 +94,7 @@ class Limit:
         return (f" on {model}" if model else "") + (f" in pool {self.pool}" if self.pool else "")
 
     def exceeded(self, used: Held, wanted: Held) -> str | None:
-        """The first amount that would be too much, in words; nothing is too much of what is not wanted."""
+        """A text about the first amount that would exceed the limit, or None. An amount that the pod does not want never exceeds it."""
         if self.cores is not None and wanted.cores and used.cores + wanted.cores > self.cores:
             return f"{used.cores} of {self.cores} cores{self.where}; the pod needs {wanted.cores}"
         if self.gpus is not None and wanted.gpus and used.gpus + wanted.gpus > self.gpus:
@@ -115,7 +115,7 @@ class NamespaceQuota:
     pools: frozenset[str] | None = None
 
     def forbidden(self, kind: GpuKind) -> str | None:
-        """Why no pod of the namespace may have this kind of GPU, in words."""
+        """A text that says why no pod of the namespace may have this kind of GPU, or None."""
         if self.labels is not None and kind.label not in self.labels:
             return f"has no quota for {f'model {kind.label}' if kind.label else 'nodes without a model label'}; {_models(self.labels)}"
         if self.pools is not None and kind.pool not in self.pools:
@@ -123,13 +123,13 @@ class NamespaceQuota:
         return None
 
 
-#: What counts of a GPU: kind, memory in MiB, and see GpuState.scaling.
+#: What limits count of a GPU: its kind, its memory in MiB, and its scaling (see GpuState.scaling).
 CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
 @dataclass
 class _Class:
-    """Nodes with the same GPUs, as far as limits count. `uniform`: all their GPUs are like this one."""
+    """Nodes with the same GPUs, as far as limits distinguish them. `uniform`: the GPU that all of their GPUs equal, if they are equal."""
 
     gpus: frozenset[CountedGpu]
     uniform: CountedGpu | None
@@ -138,9 +138,9 @@ class _Class:
 
 @dataclass
 class Denied:
-    """The nodes on which a quota denies one request. `names`: by the reason; they are those of `checked`: the version of the index, the
-    state of the quota, the nodes and how many of them are needed. `best`: so many that are allowed; empty: all nodes were examined.
-    `nodes`: what was found of each node at `state`, "" if it is allowed."""
+    """The nodes on which a quota denies one request. `names`: reason -> nodes, as found for `checked` (the version of the index, the state
+    of the quota, the nodes, and how many of them are needed). `best`: as many allowed nodes as are needed; empty: all nodes were examined.
+    `nodes`: the reason for each node while the quota has this `state`; "": the node is allowed."""
 
     state: Hashable = None
     checked: Hashable = None
@@ -150,16 +150,16 @@ class Denied:
 
 
 class Quotas:
-    """Follows a ClusterIndex as its listener. `limits`: by namespace; others have none. `problem`: why no limits are known at all."""
+    """Follows a ClusterIndex as its listener. `limits`: by namespace; other namespaces have none. `problem`: why no limits are known."""
 
     def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
         self.problem: str | None = None
-        #: By the request's digest; with the state of index and limits, and the offered nodes. The least recently used one is first.
+        #: Key and state of RankWithinQuota._question: key -> (state, answer). The least recently used answer is first.
         self.rejections: OrderedDict[Hashable, tuple[Hashable, Rejection]] = OrderedDict()
         self._denied: OrderedDict[Hashable, Denied] = OrderedDict()
         self._used: dict[str, dict[GpuKind, Held]] = {}
-        #: By namespace with limits: how often a pod of it has ended.
+        #: Namespace with limits -> the number of its pods that have ended.
         self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
         self._classes: dict[frozenset[CountedGpu], _Class] = {}
@@ -177,7 +177,7 @@ class Quotas:
             self._count(*known, -1)
 
     def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
-        """A node without GPUs has been removed, perhaps for a moment: what its pods held there still counts."""
+        """A node without GPUs has been removed, perhaps for a moment: what its pods hold there still counts."""
         gpus = frozenset(gpus_of(node))
         found = self._classes.setdefault(gpus, _Class(gpus, next(iter(gpus)) if len(gpus) == 1 else None))
         before = self._class_of.get(node.name)
@@ -197,12 +197,12 @@ class Quotas:
             self._leave(known, name)
 
     def state(self, namespace: str) -> Hashable:
-        """A value that changes whenever the namespace may be allowed more; None: it has no limits."""
+        """A value that changes whenever the namespace may be allowed more; None: the namespace has no limits."""
         limits = self.limits.get(namespace)
         return None if limits is None else (limits, self._freed.get(namespace, 0))
 
     def denied(self, namespace: str, request: PodRequest, policy: Policy) -> Denied:
-        """What was found for this request; only the last requests are kept."""
+        """What was found for this request. Only the requests that were used last are kept."""
         key = namespace, request.gpu_digest, policy
         found = self._denied.setdefault(key, Denied())
         self._denied.move_to_end(key)
@@ -219,7 +219,7 @@ class Quotas:
         return known[1]
 
     def keep_rejection(self, key: Hashable, state: Hashable, rejection: Rejection) -> None:
-        """Displaces the least recently used one."""
+        """Keeps the answer. If there are too many, the least recently used one is dropped."""
         self.rejections[key] = state, rejection
         if len(self.rejections) > _MAX_REJECTIONS:
             self.rejections.popitem(last=False)
@@ -273,11 +273,11 @@ class Quotas:
     def choose(
         self, namespace: str, node: NodeState, used: Used, request: PodRequest, policy: Policy, freed: Holding = NO_HOLDING
     ) -> NodeChoice | Misfit | Rejection:
-        """The choice on this node among the GPUs that the quota allows. The quota's Rejection, if the pod has room on others only.
+        """The choice on this node among the GPUs that the quota allows. The quota's Rejection if only other GPUs have room for the pod.
 
         While a choice exceeds the quota, one of the GPUs that count against the limit is closed, and the next choice is tried. If the pod
-        needs one GPU only, all GPUs that count in the same way are closed with it. With several containers it may miss a choice that is
-        allowed: there are too many to try all.
+        needs only one GPU, all GPUs that count in the same way are closed with it. With several containers an allowed choice may be
+        missed: there are too many choices to try all.
         """
         refused: tuple[str, Set[GpuKind]] | None = None
         one = sum(each.gpus for each in request.containers) == 1
@@ -298,7 +298,7 @@ class Quotas:
             node = replace(node, gpus=tuple(offered))
 
     def without(self, namespace: str, uid: str) -> "Quotas":
-        """A copy of one namespace's quota and use, without what this pod holds. It follows no later change."""
+        """A copy of one namespace's quota and use, without what this pod holds. Later changes do not reach the copy."""
         made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
         made._used = {namespace: dict(self._used.get(namespace, {}))}
         owner, holding = self.held(uid)
@@ -311,7 +311,7 @@ class Quotas:
         return self._pods.get(uid, ("", NO_HOLDING))
 
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
-        """What the pod holds on this node. On a node with different GPUs, a pod with GPUs that are not known counts on the first ones."""
+        """What the pod holds on this node. On a node with different GPUs, a pod with unknown GPUs counts on the first ones."""
         known = self._class_of.get(node.name)
         uniform = (GpuKind(), 0, None) if known is None else known.uniform
         if uniform is not None:
@@ -367,7 +367,7 @@ def _sum(holding: Holding, limit: Limit) -> Held:
 
 
 def gpus_of(node: NodeState) -> list[CountedGpu]:
-    """The GPUs of a node by position; one without a model if the node has none."""
+    """The GPUs of a node by position. A node without GPUs counts as one GPU without a model."""
     gpus = [(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes, gpu.scaling) for gpu in node.gpus]
     return gpus or [(GpuKind("", node.model_label, node.pool), 0, None)]
 
@@ -379,12 +379,12 @@ def uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[Cont
 
 @lru_cache(maxsize=4096)
 def _on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """The choice has no influence: the kubelet reuses devices of init containers wherever they are."""
+    """What containers hold on equal GPUs, whichever GPUs they get: the kubelet reuses devices of init containers in any case."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 
 def _holding(gpus: Sequence[CountedGpu], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]) -> Holding:
-    """`places`: positions of the GPUs of each container; a position after the last one of `gpus` is like the last one."""
+    """`places`: the positions of each container's GPUs; a position beyond the end of `gpus` counts as its last."""
     use, whole = PodUse(), PodUse()
     for container, positions in zip(containers, places, strict=True):
         for gpu in positions:
@@ -402,9 +402,10 @@ def _holding(gpus: Sequence[CountedGpu], containers: Iterable[ContainerRequest],
 
 @dataclass(frozen=True, slots=True)
 class RankWithinQuota:
-    """`rank` answers as ClusterIndex.rank, without what the quota denies. `examine` does before, in steps, what takes long in it.
+    """`rank` answers as ClusterIndex.rank, without the nodes and GPUs that the quota denies. `examine` runs before it, and does the slow
+    part in steps.
 
-    `shape` as in ClusterIndex.rank. With `shape`, the denied nodes are kept in `denied`, and the rejection is not kept for later calls.
+    `shape` is that of ClusterIndex.rank. With it, the denied nodes are kept in `denied`, and the rejection is not kept for later calls.
     """
 
     index: ClusterIndex
@@ -450,7 +451,7 @@ class RankWithinQuota:
         return self.namespace in self.quotas.limits
 
     def _question(self, offered: NodeSet) -> tuple[Hashable, Hashable]:
-        """What is asked, and the state on which the answer depends."""
+        """The key of the question, and the state on which the answer depends."""
         limits = self.quotas.limits.get(self.namespace)
         key = self.namespace if limits is not None else None, self.request.gpu_digest, self.policy
         return key, (self.index.version, limits, offered)
@@ -493,7 +494,7 @@ class RankWithinQuota:
         return self.index.rank(self.request, self.policy, allowed, self.most, shape=self.shape)
 
     def _allowed(self, offered: NodeSet) -> tuple[dict[str, int], NodeSet]:
-        """The nodes on which any choice exceeds the quota, by the reason; and the others."""
+        """Reason -> the nodes on which every choice exceeds the quota; and the other nodes."""
         reasons = self.quotas.excluded(self.namespace, self.request)
         excluded = {text: self.index.node_set(nodes).nodes for text, nodes in reasons.items()}
         return excluded, reduce(NodeSet.without, excluded.values(), offered)
@@ -511,7 +512,7 @@ class RankWithinQuota:
         return node
 
     def _examine_each(self, allowed: NodeSet, denied: Denied) -> Iterator[None]:
-        """Fills `denied`, one choice a step: first for the best nodes, then for all, unless `most` of the best ones are allowed."""
+        """Fills `denied`, one choice a step: first for the best nodes; then for all nodes, unless `most` of the best are allowed."""
         version, state = self.index.version, self.quotas.state(self.namespace)
         if denied.state != state:
             denied.state, denied.nodes = state, {}
@@ -546,7 +547,7 @@ class RankWithinQuota:
             denied.best = best if len(best) == self.most else []
 
     def _denial(self, node: NodeState, used: Used, closed: Mapping[CountedGpu, str], alike: dict[Hashable, str]) -> str:
-        """Why the quota denies the pod the GPUs of the node that have room for it, or ""."""
+        """Why the quota denies the pod every GPU of the node that has room for it, or ""."""
         gpus = gpus_of(node)
         having = (
             [gpus[place] for place, gpu in enumerate(node.gpus) if _may_have(gpu, used[place], self.request)] if closed else []
@@ -573,6 +574,6 @@ def _rejection(excluded: dict[str, int], offered: NodeSet, others: int, text: st
 
 
 def _may_have(gpu: GpuState, used: Amounts, request: PodRequest) -> bool:
-    """False: it has room for no container of the pod. MIG devices are not examined."""
+    """Whether the GPU may have room for a container of the pod. True for a GPU with MIG devices, which are not examined."""
     wanted = (each.on(gpu.memory_mebibytes, gpu.scaling) for each in request.containers)
     return bool(gpu.mig) or any(gpu.has_room(used, each) for each in wanted)

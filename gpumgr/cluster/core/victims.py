@@ -1,7 +1,7 @@
 """The pods to evict from a node so that another pod fits on its GPUs.
 
 Sets are compared as kube-scheduler compares them: the best has the lowest highest priority, then the fewest pods, then the lowest sum of
-priorities. Few pods are tried in all sets. With more pods the search frees one GPU after another, and starts from each of 16 GPUs.
+priorities. With few pods all sets are tried. With more pods the search frees one GPU after another, starting from each of 16 GPUs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -17,12 +17,12 @@ from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
-#: All sets are tried for at most so many pods.
+#: All sets are tried for at most this many pods.
 _MAX_EXACT: Final = 6
-#: Smaller sets are tried in place of one with at most so many pods, and so many of them.
+#: For a set with at most this many pods, smaller sets are tried too: at most _MAX_TRIES of them.
 _MAX_IMPROVED: Final = 4
 _MAX_TRIES: Final = 32
-#: So many sets are grown: each from another GPU, those with the cheapest pods.
+#: The most GPUs from which a search starts: the GPUs with the cheapest pods.
 _MAX_FIRST: Final = 16
 #: The lowest highest priority, the number of pods, the sum of their priorities.
 Cost = tuple[int, int, int]
@@ -31,7 +31,7 @@ _NO_PRIORITY: Final = -(1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class Evictable:
-    """A pod that may be evicted. `gpus`: positions of its GPUs; `cores`: what it holds of all of them."""
+    """A pod that may be evicted. `gpus`: positions of its GPUs; `cores`: the sum of its cores on all of them."""
 
     uid: str
     priority: int
@@ -41,7 +41,7 @@ class Evictable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """`victims` are UIDs; `choice`: the GPUs that the pod gets once they have ended."""
+    """`victims` are UIDs; `choice`: the GPUs that the preemptor gets once the victims have ended."""
 
     victims: frozenset[str]
     choice: NodeChoice
@@ -50,8 +50,8 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemptor:
-    """The pod that needs room. `within_quota`: what its quota allows it on the node with this use, once these pods have ended; None: it has
-    no quota. `evicts`: the pods that it may evict, and pods that end anyway; None: all."""
+    """The pod that needs room. `within_quota` returns its choice within the quota, given the node's use and the pods that will have ended;
+    None: it has no quota. `evicts`: the pods that it may evict, and pods that end anyway; None: all pods."""
 
     request: PodRequest
     priority: int
@@ -71,9 +71,9 @@ def find_eviction(
 ) -> Eviction | None:
     """The best set of victims among `pods` of this node; it is empty if the pod fits without. None if no set helps.
 
-    `unbound` pods can't be evicted, so theirs is only what the preemptor may not take: what pods with a lower priority hold before they are
-    bound (freed for them by preemption) is there for it. `ending` pods end anyway. `proposed`: what kube-scheduler evicts, also pods
-    without GPUs. These victims stay, unless they are there because GPUs are short in total: then a better set may replace them.
+    `unbound` pods are not bound yet, so they can't be evicted. If their priority is lower, the GPUs that a preemption freed for them count
+    as free for the preemptor. `ending` pods end anyway. `proposed`: the pods that kube-scheduler evicts, also pods without GPUs. They stay
+    victims; only if kube-scheduler chose them because the node has too few cores in total, a better set may replace them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
     gone = (ending & pods.keys()) | (lower & unbound)
@@ -106,7 +106,7 @@ def find_eviction(
         proposed <= _uids(evictable) and _short(node, [preemptor.request, *(pod.request for pod in pods.values())])
     ):
         best = fewest(evictable, lambda uids: found(uids) is not None)
-        # If it waits only for pods that end anyway: with them as victims it is nominated, and their GPUs are kept for it.
+        # If the pod waits only for pods that end anyway, these are its victims: then it is nominated, and their GPUs are kept for it.
         sets += [_uids(best) or frozenset(lower & ending)] if best is not None else []
     by_uid = {each.uid: each for each in evictable}
     costs = {uids: _cost([by_uid[uid] for uid in uids & by_uid.keys()], len(uids - ending)) for uids in sets}
@@ -116,7 +116,7 @@ def find_eviction(
 
 
 def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...] | None:
-    """The best of `pods` to evict; none if it fits without, None if it does not fit even without all of them."""
+    """The best of `pods` to evict: () if the preemptor fits without evictions, None if it does not fit even without all of them."""
     if fits(frozenset()):
         return ()
     pool = next(
@@ -135,10 +135,10 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
     on = {gpu: frozenset(each for each in pool if gpu in each.gpus) for gpu in frozenset().union(*(each.gpus for each in pool))}
 
     def grown(first: int) -> frozenset[Evictable]:
-        """The pods of this GPU, then of the one that adds the fewest, and so on."""
+        """The pods of this GPU, then also of the GPU that adds the fewest pods, and so on until the preemptor fits."""
         chosen, left = on[first], on.keys() - {first}
         while left and not fits(_uids(chosen)):
-            # The highest priority of the pool is needed in any case, so the number of pods comes first.
+            # Every set needs a pod with the pool's highest priority, so the number of pods decides first.
             nearest = min(left, key=lambda gpu: (_cost(on[gpu] - chosen)[1:], gpu))
             chosen, left = chosen | on[nearest], left - {nearest}
         return chosen if left or fits(_uids(chosen)) else frozenset(pool)
@@ -149,7 +149,7 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
 
 
 def _reduced(pods: Collection[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
-    """A smaller set of `pods`, without pods that can stay. It tries to keep the pods with the fewest cores first."""
+    """A smaller set of `pods`, without the pods that can stay. Pods with the fewest cores are the first to be left out."""
     by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
     left = tuple(by_priority)
     for each in sorted(pods, key=lambda each: (each.cores, -each.priority, each.uid)):
@@ -176,13 +176,13 @@ def _uids(pods: Iterable[Evictable]) -> frozenset[str]:
 
 
 def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
-    """Whether the node certainly has not enough cores in total, as kube-scheduler counts."""
+    """Whether the node certainly has too few cores in total, as kube-scheduler counts them."""
     asked = sum(container.cores for request in requests for container in request.containers if container.kind != "init")
     return asked > CORES_PER_GPU * sum(gpu.healthy for gpu in node.gpus)
 
 
 def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
-    """What each pod holds on each GPU, and what is used in all."""
+    """What each pod holds on each GPU, and what all pods together use."""
     empty = used_on(node, ())
     known = [pod for uid, pod in sorted(pods.items()) if uid in node.other or pod.shares is not None]
     taken = {

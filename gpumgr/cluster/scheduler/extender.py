@@ -1,6 +1,6 @@
-"""The verbs of the extender. Each asks the index, and answers in the format of kube-scheduler.
+"""The verbs of the extender. Each verb asks the index, and answers in kube-scheduler's format.
 
-Between reading the index and changing it there is no `await`, so verbs that overlap need no lock.
+A verb has no `await` between reading the index and changing it, so verbs that overlap need no lock.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class Extender:
         return self.problem is None
 
     async def answer_filter(self, args: FilterArgs) -> FilterResult:
-        """Decodes the request, has the index compute what is new in it without holding the event loop for long, and calls `filter`."""
+        """Decodes the request, lets the index compute what is new in it without holding the event loop for long, and calls `filter`."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE as error:
@@ -121,7 +121,7 @@ class Extender:
                 await in_slices(self._question(pod, offered).examine())
         if not self.answers:
             return FilterResult(error=NOT_LEADING)
-        if self._index.node_set(offered).numbering != offered.numbering:  # it has all nodes now
+        if self._index.node_set(offered).numbering != offered.numbering:  # nodes have got other numbers
             offered = self._index.node_set(names)
         result = self.filter(pod, names, offered)
         if result.node_names is not None and not (args.by_name or result.failed_nodes or result.failed_and_unresolvable_nodes):
@@ -198,7 +198,7 @@ class Extender:
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
-        """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
+        """The best node gets MAX_SCORE, the others less by their rank. After an error, or for a pod without GPUs, all nodes get 0."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE:
@@ -226,7 +226,7 @@ class Extender:
         return BindResult()
 
     async def retryable(self) -> WatchedPod | None:
-        """A pod that was rejected and fits by now."""
+        """A rejected pod that fits now, if there is one."""
         if not (self.ready and self.answers):
             return None
         await self._preemption.keep_nominated()
@@ -239,7 +239,7 @@ class Extender:
             await self.look_up_assumed()
 
     async def look_up_assumed(self) -> None:
-        """Asks the API server about the pods that have been assumed for long.
+        """Asks the API server about the assumed pods that are due.
 
         The GPUs of a bound pod stay assumed until the watch shows the pod. A pod that is not bound, has ended or is deleted loses them.
         """
@@ -249,7 +249,7 @@ class Extender:
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
     def prepare(self) -> None:
-        """To be called between verbs: computes what the next ones need."""
+        """To be called between verbs: computes what the next verbs need."""
         if self.ready:
             self._index.settle()
 

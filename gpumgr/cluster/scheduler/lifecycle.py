@@ -40,7 +40,7 @@ _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/na
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """The address and port of "127.0.0.1:12345" or "[::1]:12345"; port 0 takes a free one. Raises InputError."""
+    """The address and port of "127.0.0.1:12345" or "[::1]:12345"; port 0 takes a free port. Raises InputError."""
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
@@ -53,7 +53,8 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: bool) -> Certificates | None:
-    """None: plain HTTP. Raises InputError unless clients need certificates, or plain HTTP is wanted and reaches this machine only."""
+    """The certificates; None: plain HTTP. Raises InputError if neither clients need certificates nor `insecure_loopback` is set for an
+    address that only this machine reaches."""
     cert_file, key_file, client_ca_file = settings.tls_cert_file, settings.tls_key_file, settings.client_ca_file
     if insecure_loopback:
         if cert_file is not None:
@@ -74,15 +75,15 @@ def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: b
 def verb_server(
     application: web.Application, listen: tuple[str, int], tls: Certificates | None, *, stop_seconds: float
 ) -> HttpServer:
-    """For the requests of the control plane."""
-    # Go's client keeps two idle connections only, so a burst of binds opens many.
+    """The server for the requests of the control plane."""
+    # Go's client keeps only two idle connections, so a burst of binds opens many new ones.
     limits = Limits(connections=4096, backlog=1024, request_seconds=30.0, stop_seconds=stop_seconds)
     host, port = listen
     return HttpServer(application, host=host, port=port, tls=tls, limits=limits)
 
 
 def webhook(settings: Settings, host: str) -> HttpServer | None:
-    """None: the setting webhook.port is 0. Raises InputError."""
+    """The webhook's server; None if the setting webhook.port is 0. Raises InputError."""
     wanted, hami = settings.webhook, replica_resources(settings)
     if not wanted.port:
         return None
@@ -96,7 +97,8 @@ def webhook(settings: Settings, host: str) -> HttpServer | None:
 
 
 def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "scheduler") -> Replica:
-    """From the settings and the pod's environment (downward API). Raises InputError if the namespace is not known."""
+    """This process as a candidate for the Lease, from the settings and the pod's environment (downward API). Raises InputError if the
+    namespace is not known."""
     namespace = settings.lease_namespace or _pod_namespace()
     if namespace is None:
         raise InputError(f"outside of a pod, set {section}.lease_namespace to the namespace of the Lease")
@@ -119,7 +121,7 @@ def _pod_namespace() -> str | None:
 async def run_scheduler(
     settings: Settings, kubeconfig: Path | None, listen: tuple[str, int], *, insecure_loopback: bool, stop: asyncio.Event
 ) -> None:
-    """Serves until `stop` is set. Requests that run then are finished, and the Lease is given up.
+    """Serves until `stop` is set. Then it finishes the requests that still run, and gives up the Lease.
 
     Raises InputError for credentials, certificates or an address that can't be used.
     """
@@ -170,8 +172,8 @@ async def run_scheduler(
 
 
 async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
-    """One for the Lease alone: bindings that wait for a slow API server may use up all connections of the other. A leader has less time
-    than Retry-After may ask for; its writes keep to the pauses of the election. Raises SettingsError."""
+    """Two clients. The second is only for the Lease: bindings that wait for a slow API server may use up all connections of the first. It
+    ignores Retry-After, which may ask for a longer pause than a leader has. Raises SettingsError."""
     lease_server = await ApiServer.connect(kubeconfig, remedy=REMEDY, max_retry_after_seconds=0.0)
     return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
 

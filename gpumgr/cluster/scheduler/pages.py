@@ -1,6 +1,6 @@
 """What the scheduler shows to people and to Prometheus: the cluster page, its data, the reasons of a pod, metrics and probes.
 
-Every replica serves it, from its own index. Access rules are those of the node's page.
+Every replica serves them, from its own index. The access rules are the same as for the node's page.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ from gpumgr.web.responses import accepts_gzip, failure, json_response, on_respon
 _log = structlog.get_logger(__name__)
 
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
-#: Waiting pods that the page lists.
+#: The most waiting pods that the page lists.
 MAX_PENDING: Final = 1000
-#: The kinds of reasons of all waiting pods are computed once in this time, however many clients ask.
+#: The kinds of reasons of all waiting pods are computed at most once in this time, however many clients ask.
 _KEPT_SECONDS: Final = 1.0
-#: Questions about single pods that are answered at a time: each examines all nodes.
+#: The most questions about single pods that are answered at a time: each examines all nodes.
 _MAX_QUESTIONS: Final = 4
 #: Shorter answers are not compressed.
 _LONG_BYTES: Final = 4096
-#: Path -> who may read it, and what answers.
+#: Path -> who may read it, and its handler.
 Routes = Mapping[str, tuple[Scope, Handler]]
 
 
@@ -64,7 +64,7 @@ class ClusterPages:
         self._server, self._watches, self._overview = server, watches, overview
         self._reasons, self._metrics, self._leader = reasons, metrics, leader
         self._page = IndexPage(PAGE)
-        #: Versions of the overview are those of this run.
+        #: Identifies this run: versions of the overview are valid only within it.
         self._run = secrets.token_hex(4)
         self._questions = 0
         self._computing = asyncio.Lock()
@@ -83,7 +83,7 @@ class ClusterPages:
         return self._watches.problem is None
 
     async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Reasons.kinds of all waiting pods; the overview is refreshed."""
+        """Refreshes the overview, and returns Reasons.kinds of all waiting pods."""
         async with self._computing:
             await self._overview.refresh()
             now = asyncio.get_running_loop().time()
@@ -102,7 +102,7 @@ class ClusterPages:
         )
 
     async def _cluster(self, request: web.Request) -> web.Response:
-        """With `?run=RUN&since=VERSION` of an earlier answer only the nodes that have changed."""
+        """The cluster. With `?run=RUN&since=VERSION` of an earlier answer, only the nodes that have changed since."""
         since = request.query.get("since", "0")
         known = request.query.get("run") == self._run and since.isascii() and since.isdigit() and len(since) < 16
         waiting = await self._waiting()
@@ -123,7 +123,7 @@ class ClusterPages:
         )
 
     async def _why(self, request: web.Request) -> web.Response:
-        """?namespace=NAMESPACE&name=NAME; with `&nodes=1` each node is listed in its group."""
+        """The reasons of the pod in `?namespace=NAMESPACE&name=NAME`; with `&nodes=1` each node is listed in its group."""
         namespace, name = request.query.get("namespace", ""), request.query.get("name", "")
         if not (namespace and name):
             return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")
@@ -214,7 +214,7 @@ def page_server(pages: Pages, settings: Settings, port: int) -> PageServer:
 
 
 async def serve_pages(server: PageServer, *, lost: str) -> None:
-    """The process works without its pages if the port is taken. `lost`: what is missing then."""
+    """Starts the server. If the port is taken, the process works without its pages; `lost`: what is missing then."""
     try:
         await server.start()
     except ListenError as error:

@@ -19,9 +19,9 @@ from gpumgr.common.aio import in_slices
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 
-#: Nodes that are examined before the event loop serves others.
+#: The number of nodes that are examined before other tasks of the event loop run.
 _SLICE: Final = 20
-#: Different requests of waiting pods that are examined.
+#: The most different requests of waiting pods that are examined.
 MAX_REQUESTS: Final = 48
 
 
@@ -58,7 +58,8 @@ class Reasons:
         return kind, ""
 
     async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
-        """The index examines the request only if it may fit: in-tree shortages are many, and do not reach the verbs."""
+        """The kind of reason without the quota. The index examines only a request that may fit by its sums: most waiting pods lack
+        resources in total, and kube-scheduler never passes them to the verbs."""
         await asyncio.sleep(0)
         wanted = in_total(request)
         if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
@@ -69,7 +70,7 @@ class Reasons:
         return "fragmentation" if await self._allowed_in_total(request) else "resources"
 
     async def _examined(self, request: PodRequest, policy: Policy) -> tuple[Sequence[str], Shape]:
-        """In slices, and without an effect on what the index keeps for the verbs."""
+        """Lets the index examine the request in slices, with a shape of its own: what the index keeps for the verbs does not change."""
         names, shape = list(self._overview.names), self._index.shape(request, policy)
         await in_slices(self._index.examine(request, policy, names, shape=shape))
         return names, shape
@@ -104,7 +105,7 @@ class Reasons:
         return found
 
     async def of(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
-        """The groups of nodes, the largest one first."""
+        """Why the pod waits, with the groups of nodes, the largest first."""
         await self._overview.refresh()
         kind, limit = await self.kind(pod)
         waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
@@ -126,7 +127,7 @@ class Reasons:
         return waiting
 
     def _on(self, name: str, pod: WatchedPod) -> tuple[str, str, float]:
-        """The reason, what the node has, and how much it lacks: the lowest lacks least."""
+        """The reason, what the node has, and a number that is lower the less the node lacks."""
         sums, wanted = self._overview.sums(name), in_total(pod.request)
         if not covers(sums, wanted):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
@@ -145,7 +146,7 @@ class Reasons:
 
 
 def request_text(request: PodRequest) -> str:
-    """Such as "50 cores and 8 GiB of one GPU; init: 2 GPUs"."""
+    """The request in words, such as "50 cores and 8 GiB of one GPU; init: 2 GPUs"."""
     texts = [f"{'' if each.kind == 'app' else f'{each.kind}: '}{_container_text(each)}" for each in request.containers]
     constraints = request.constraints
     return "; ".join(texts) + constraints.text + (" on one NUMA node" if constraints.same_numa_node else "")

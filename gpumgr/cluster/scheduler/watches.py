@@ -35,7 +35,7 @@ from gpumgr.settings.schema import SchedulerSettings
 _log = structlog.get_logger(__name__)
 
 NOT_SYNCED: Final = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
-#: Ended pods hold nothing: for this watch they are deleted.
+#: Ended pods hold nothing. With this selector the watch reports them as deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
@@ -53,16 +53,17 @@ class _NodeStatus(TypedDict, total=False):
 
 
 class _Node(TypedDict, total=False):
-    """The parts of a node that are used: not its images and managed fields, which are most of it."""
+    """The parts of a node that are used. Its images and managed fields, which are the largest, are not decoded."""
 
     metadata: _NodeMetadata
     status: _NodeStatus | None
 
 
 class ClusterWatches:
-    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
-    node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
-    `synced`: all objects have been listed once. A subclass may add to `_watched`, override `_complete`, and keep more of a pod.
+    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` the pods among
+    them with a nominated node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas`
+    follows the index and gets its limits here.
+    `synced`: everything has been listed once. A subclass may add to `_watched`, override `_complete`, and keep more of a pod.
     `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds.
     """
 
@@ -135,7 +136,7 @@ class ClusterWatches:
 
     @property
     def silences(self) -> Mapping[str, float]:
-        """Resource -> seconds since the API server has last sent something about it."""
+        """Resource -> seconds since the API server last sent something about it."""
         found: dict[str, float] = {}
         for each in self._watched:
             found[each.resource] = max(found.get(each.resource, 0.0), each.silent_seconds)
@@ -143,7 +144,7 @@ class ClusterWatches:
 
     @property
     def unreadable(self) -> int:
-        """How many objects can't be read."""
+        """The number of objects that can't be read."""
         return sum(each.unreadable for each in self._watched)
 
     async def run(self) -> NoReturn:
@@ -172,7 +173,7 @@ class ClusterWatches:
             await in_slices(self._index.settling())
             if not self.synced:
                 gc.collect()
-                gc.freeze()  # a full collection over what has been listed would delay a filter by hundreds of milliseconds
+                gc.freeze()  # a full collection of all listed objects would delay a filter by hundreds of milliseconds
             self.synced = True
             if not self._list_again.is_set():
                 self._listed.set()
@@ -220,7 +221,7 @@ class ClusterWatches:
             _log.warning("placement_unusable", pod=f"{after.namespace}/{after.name}", pod_uid=after.uid, reason=after.problem)
         if after.placed is not None:
             self._index.bind(after.placed)
-        elif after.node is not None:  # it can hold no GPU
+        elif after.node is not None:  # the pod can hold no GPU
             self._index.remove(after.uid)
             self._index.use_cpu(after.uid, after.node, after.request.cpu_milli)
         if after.node is None and after.wants_gpu:

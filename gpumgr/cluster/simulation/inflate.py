@@ -1,7 +1,7 @@
-"""The method inflate: the test of FGD (USENIX ATC '23). Pods arrive once each, in random order, until they ask for 130 % of the GPUs.
+"""The method inflate, the test of FGD (USENIX ATC '23). Pods arrive once each, in random order, until they ask for 130 % of the GPUs.
 
-Pods are shuffled; then pods that are drawn with replacement are added, or pods are left out, until the demand is reached. No pod ends, and
-none is tried twice.
+Pods are shuffled. To reach the demand, pods that are drawn with replacement are added, or pods are left out. No pod ends, and no pod is
+tried twice.
 """
 
 from collections import Counter
@@ -25,7 +25,8 @@ MAX_PODS: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Percentages by percentages of arrived demand: granted of all GPU-milli, and fragmented of idle GPU-milli."""
+    """Two measures, each by the percentage of arrived demand: the percentage of all GPU-milli that is granted, and the percentage of idle
+    GPU-milli that is fragmented."""
 
     policy: str
     seed: int
@@ -38,7 +39,7 @@ class Result:
 
 
 def inflated(pods: Sequence[Pod], capacity_milli: int, random: Random) -> list[Pod]:
-    """Pods that ask for the demand. Raises InputError if the pods of the trace never reach it."""
+    """Pods that together ask for the demand. Raises InputError if the pods of the trace never reach it."""
     if not any(pod.shape.gpus for pod in pods):
         raise InputError("no pod of the trace requests a GPU, so the method inflate has nothing to measure")
     target = capacity_milli * DEMAND_PERCENT // 100
@@ -64,8 +65,8 @@ def run(
     random: Callable[[int], Random],
     cpu_per_gpu_milli: int = 8000,
 ) -> Result:
-    """One policy and one seed. `random` makes a source of random numbers from a seed; `cpu_per_gpu_milli`: the scheduler's setting
-    cpus_per_gpu, in thousandths."""
+    """One policy and one seed. `random` makes a source of random numbers from a seed; `cpu_per_gpu_milli`: the
+    scheduler's setting cpus_per_gpu, in thousandths."""
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     arriving = inflated(pods, cluster.capacity_milli, random(seed))
@@ -95,7 +96,7 @@ def by_kind(pods: Counter[str]) -> dict[str, int]:
 
 
 class _Marks:
-    """`measured`: granted and fragmented percent by the percentage of arrived demand."""
+    """`measured`: percentage of arrived demand -> granted and fragmented percentages, as in Result."""
 
     def __init__(self, cluster: Cluster, fragmentation: Fragmentation) -> None:
         self._cluster, self._fragmentation = cluster, fragmentation

@@ -21,7 +21,7 @@ _SAID: Final = {
 
 
 def refusal(pod: Json, name: str, labels: Mapping[str, str], taints: Iterable[Json]) -> str | None:
-    """Why a pod with this spec can't be on the node, with any amount of free resources."""
+    """Why a pod with this spec can't be on the node, with any amount of free resources; None: it can."""
     for taint in taints:
         if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(each, taint) for each in pod.get("tolerations") or ()):
             value = f"={taint['value']}" if taint.get("value") else ""
@@ -37,7 +37,7 @@ def refusal(pod: Json, name: str, labels: Mapping[str, str], taints: Iterable[Js
 
 
 def selects(selector: Json | None, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector selects an object; None selects nothing, an empty one everything."""
+    """Whether a label selector selects an object; None selects nothing, an empty selector everything."""
     return (
         selector is not None
         and all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())
@@ -72,7 +72,7 @@ def _value_tolerated(operator: str | None, wanted: str, value: str) -> bool:
 
 
 def _term(term: Json, labels: Mapping[str, str], fields: Mapping[str, str]) -> bool:
-    """An empty term matches nothing."""
+    """Whether a term matches; an empty term matches nothing."""
     wanted = [(each, labels) for each in term.get("matchExpressions") or ()]
     wanted += [(each, fields) for each in term.get("matchFields") or ()]
     return bool(wanted) and all(_met(*each) for each in wanted)

@@ -25,10 +25,10 @@ from gpumgr.common.aio import wait_at_most
 from gpumgr.common.rpc.channel import PeerConnection, WireCodec
 from gpumgr.common.rpc.grpclib_private import OpenServer, h2_of, replace_flush, replace_request_received
 
-#: How long clients may take at the end to close their connections, and then to read what was sent to them.
+#: How long clients may take at the end to close their connections, and then to read what was sent.
 _CLOSE_SECONDS: Final = 0.5
 _FLUSH_SECONDS: Final = 2.0
-#: A call that ended so recently may be the first of two.
+#: A call that ended less than this ago may be the first of two.
 _PAIR_SECONDS: Final = 0.05
 _PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 
@@ -50,7 +50,7 @@ class DrainingServer(OpenServer):
         super().__init__(services, codec=WireCodec(), config=config)
         self._flush_seconds = flush_seconds
         self.connections: set[ServedConnection] = set()
-        #: How many connections there have been.
+        #: The number of connections so far.
         self.accepted = 0
         self._none_connected = asyncio.Event()
         self._none_connected.set()
@@ -71,7 +71,7 @@ class DrainingServer(OpenServer):
         return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
 
     async def listen_on(self, sock: socket) -> None:
-        """Listens on the bound `sock`, and no longer on an earlier one; connections and calls stay."""
+        """Listens on the bound `sock` in place of an earlier socket; connections and calls stay."""
         earlier, self.listener = self.listener, None
         try:
             await self.start(sock=sock)
@@ -116,9 +116,9 @@ class DrainingServer(OpenServer):
         await self.close_now()
 
     async def close_now(self) -> None:
-        """Ends every connection; calls that still run are cancelled. Clients close their connections once they have read everything. One
-        that does not is disconnected after `_CLOSE_SECONDS`; one that does not read `flush_seconds` later, since its transport would keep
-        what it holds, and stay open."""
+        """Ends every connection; calls that still run are cancelled. Clients close their connections once they have read everything. A
+        client that does not is disconnected after `_CLOSE_SECONDS`. If it does not read either, its transport still holds data and stays
+        open, so the connection is aborted `flush_seconds` later."""
         self.draining = True
         if self.listener is None:
             return
@@ -148,7 +148,7 @@ class DrainingServer(OpenServer):
         return ServedConnection(self, made, made.h2_config)
 
     def _counted(self, method: Method) -> Method:
-        """The same method; while a call of it runs, the server has the call's task."""
+        """The same method, but the server records the task of each call while the call runs."""
         streaming = method.cardinality is Cardinality.UNARY_STREAM
         calls = self._stream_calls if streaming else self._unary_calls
 
@@ -174,10 +174,10 @@ async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None
 
 
 class ServedConnection(PeerConnection):
-    """One client's connection, listed by its server.
+    """One client's connection; its server lists it.
 
-    grpclib writes headers, message and trailers of an answer one after the other; here one write sends all that a step of the event loop
-    has made, which saves both sides most of their system calls.
+    grpclib writes headers, message and trailers of an answer one after the other. Here one write sends everything that one step of the
+    event loop has produced, which saves both sides most of their system calls.
     """
 
     def __init__(self, server: DrainingServer, made: H2Protocol, h2_config: H2Configuration) -> None:
@@ -200,7 +200,7 @@ class ServedConnection(PeerConnection):
             super().data_received(data)
 
     def _request_received(self, event: RequestReceived) -> None:
-        """A malformed request is an error of its stream (RFC 9113, section 8.1.1); the others of the connection go on."""
+        """A malformed request is an error of its stream (RFC 9113, section 8.1.1); other streams of the connection go on."""
         if _is_well_formed(event.headers):
             self._accept(event)
             return
@@ -212,7 +212,7 @@ class ServedConnection(PeerConnection):
         super().connection_lost(exc)
 
     def end(self) -> None:
-        """Sends GOAWAY, after what the transport holds. If a call runs, the connection is closed and the call cancelled.
+        """Sends GOAWAY after the data that the transport still holds. If a call runs, it is cancelled and the connection closed.
 
         Otherwise only the sending side is closed, and the client closes the connection: a client that writes to a closed socket gets an
         error, and may then drop the last answers.
@@ -244,7 +244,7 @@ def _is_well_formed(headers: Any) -> bool:
     names = [name for name, _ in headers]
     try:
         decode_metadata(headers)
-    except ValueError:  # a name with the suffix -bin, and no base64
+    except ValueError:  # a name with the suffix -bin has a value that is not base64
         return False
     return all(names.count(each) == 1 for each in _PSEUDO_HEADERS)
 
