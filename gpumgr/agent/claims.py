@@ -1,12 +1,13 @@
 """ResourceClaims (DRA): prepares and unprepares them for the kubelet, on the same ledger as the calls of the device plugin.
 
-* A prepared claim gets the same answer again; its CDI specs and limits are restored. It is read again, since it may have been allocated
-  anew after an Unprepare that never came. If the API server does not answer, the ledger alone decides while a pod that holds it is there.
+* A prepared claim gets the same answer again; its CDI specs and limits are restored. The claim is read again, since it may have been
+  allocated anew without an Unprepare in between. If the API server does not answer, the ledger alone decides while a pod that holds the
+  claim exists.
 * A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
   the agent's lock, then its limits are put in place.
-* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. Nor does a
-  later one, if the claim is reserved only for pods that have ended, are being deleted, or do not exist; of a pod that the watch has not
-  shown in time, the API server is asked.
+* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. A later Prepare
+  grants nothing either, if the claim is reserved only for pods that have ended, are being deleted, or do not exist; about a pod that the
+  watch has not shown in time, the API server is asked.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ log = structlog.get_logger(__name__)
 POD_SECONDS: Final = 2.0
 #: How long the API server is asked whether a prepared claim was allocated anew.
 AGAIN_SECONDS: Final = 1.0
-#: For so many unprepared claims a late Prepare is recognised.
+#: How many unprepared claims are remembered, to recognise a late Prepare.
 MAX_UNPREPARED: Final = 1000
 
 
@@ -47,12 +48,12 @@ class ClaimReader(Protocol):
         """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
-        """Whether the API server has this incarnation of the pod, and it neither has ended nor is being deleted. Otherwise as `read`."""
+        """Whether the API server has the pod with this UID, and it neither has ended nor is being deleted. Retries and raises as `read`."""
 
 
 class NodeClaims:
-    """Implements gpumgr.kubelet.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are
-    prepared."""
+    """Implements gpumgr.kubelet.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared,
+    if so."""
 
     def __init__(
         self,
@@ -71,18 +72,18 @@ class NodeClaims:
         self._batch = CommitBatch(agent_state)
         #: The calls of Prepare in progress that no Unprepare has overtaken, with their claims.
         self._preparing: dict[object, str] = {}
-        #: Unprepared claims, the oldest first -> their pods that no longer need them.
+        #: UIDs of unprepared claims, the oldest first -> UIDs of the pods that no longer need the claim.
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
         #: The claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
-        #: The claims that were prepared since this process runs.
+        #: The claims that this process has prepared.
         self._answered: set[str] = set()
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
-        """Durable before it returns. `deadline` (monotonic, in seconds): until then API server and pods are waited for. `adopted`: its
-        pods may run with it, so it may be on a GPU that accepts no new ones. Raises Refusal."""
+        """The allocations are durable when this returns. `deadline` (monotonic, in seconds) ends the waits for API server and pods.
+        `adopted`: pods may run with the claim already, so it may be on a GPU that accepts no new pods. Raises Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
             if not held or self._closed is None:
@@ -98,7 +99,7 @@ class NodeClaims:
         return held
 
     async def unprepare(self, claim: ClaimRef) -> None:
-        """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
+        """Frees the claim, without the API server. An unknown claim is no error. Raises Refusal."""
         self._preparing = {call: uid for call, uid in self._preparing.items() if uid != claim.uid}
         self._answered.discard(claim.uid)
         self._bury(claim)
@@ -107,10 +108,10 @@ class NodeClaims:
     async def reclaim(
         self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
     ) -> None:
-        """Frees the claims that hold shares which the API server has not allocated to them on this node, and that the kubelet does not
-        list, each in two calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them.
+        """Frees claims that a kubelet never unprepares because it was replaced or lost its state: the API server has not allocated their
+        shares to them on this node, and the kubelet does not list them. A claim is freed if two calls in a row find it so.
 
-        `find` returns the UID of the present claim of a name ("": there is none), and its shares on this node; None: that is not known."""
+        `find` returns the UID of the claim that has the name now ("": none has), and its shares on this node; None if that is not known."""
         gone = set[str]()
         for ref in self._agent_state.ledger.claims.values():
             held, listed = self._agent_state.ledger.of_claim(ref.uid), (ref.namespace, ref.name) in listing.claims
@@ -119,9 +120,9 @@ class NodeClaims:
             if (found := await find(ref)) is None:
                 continue
             if ref.uid in self._preparing.values() or self._agent_state.ledger.of_claim(ref.uid) != held:
-                continue  # it was allocated in the meantime
+                continue  # a call prepares it, or has changed it in the meantime
             uid, shares = found
-            # The kubelet lists names: another claim of this name may be meant.
+            # The kubelet lists names only, so it may mean another claim of this name.
             if (uid == ref.uid and shares_of(held) <= set(shares)) or (listed and uid in ("", ref.uid)):
                 continue
             gone.add(ref.uid)
@@ -131,8 +132,8 @@ class NodeClaims:
         self._gone = gone
 
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
-        """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
-        container makes no Prepare call."""
+        """Puts the limits and CDI specs of prepared claims in place again, since a restart of a container makes no Prepare call. The
+        allocations `unless` have theirs already."""
         failed = dict[AllocationId, str]()
         for allocation in list(self._agent_state.ledger.allocations.values()):
             if allocation.claim is None or allocation.id in unless:
@@ -146,21 +147,21 @@ class NodeClaims:
         self._not_restored = failed
 
     def held(self) -> Mapping[tuple[str, str], bool]:
-        """Namespace and name of the claims that hold GPUs, and whether they were prepared since this process runs: the kubelet may have
-        had no answer from a former one."""
+        """(Namespace, name) of each claim that holds GPUs -> whether this process has prepared it. The kubelet may have received no answer
+        from an earlier process."""
         names = {claim.uid: (claim.namespace, claim.name) for claim in self._agent_state.ledger.claims.values()}
         answered = {name for uid, name in names.items() if uid in self._answered}
-        return {name: name in answered for name in names.values()}  # a name may recur
+        return {name: name in answered for name in names.values()}  # two claims may have the same name, one after the other
 
     async def _start(self, allocation: Allocation) -> bool:
-        """False: it was freed in the meantime. Raises Refusal."""
+        """Puts the limits in place. False: the allocation was freed in the meantime. Raises Refusal."""
         if allocation.id in self._agent_state.ledger.allocations:
             self._starts.make_folders([allocation])
             await self._starts.start(allocation)
         return allocation.id in self._agent_state.ledger.allocations
 
     def _bury(self, claim: ClaimRef) -> None:
-        """Records the pods that no longer need the claim. One that is Pending may only be about to use it."""
+        """Records the pods that no longer need the claim, without Pending pods: they may be about to use it."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
@@ -188,7 +189,7 @@ class NodeClaims:
         return any(view is not None and not view.ended for view in views)
 
     async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
-        """None: the API server does not answer, and what is `held` stays in force. Raises Refusal."""
+        """None: the API server does not answer, and the allocations `held` stay in force. Raises Refusal."""
         lasting = held and (self._has_holder(held) or not self._pods.synced)
         if lasting:
             deadline = min(deadline, time.monotonic() + AGAIN_SECONDS)
@@ -200,7 +201,7 @@ class NodeClaims:
             raise
 
     async def _grant(self, claim: ClaimRef, before: Sequence[Allocation], deadline: float, adopted: bool) -> Sequence[Allocation]:
-        """`before`: what it holds. Raises Refusal."""
+        """`before`: the allocations that the claim holds. Raises Refusal."""
         if self._closed is not None and not adopted:
             raise Refusal("conflict", self._closed)
         call = object()
@@ -209,7 +210,7 @@ class NodeClaims:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
                 return before
-            if before:  # also if the new ones are refused: the API server no longer allocates them
+            if before:  # even if the new shares are refused: the API server no longer allocates the old ones
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             await self._enforcement.settle()
@@ -236,13 +237,13 @@ class NodeClaims:
     def _granted(
         self, claim: AllocatedClaim, pods: Sequence[ClaimPod], call: object, adopted: bool, ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
-        """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
+        """Also returns the allocations, and whether they are new: False if a call that ran at the same time made them. Raises Refusal."""
         if call not in self._preparing:
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
             if shares_of(held) == _shares(claim):
                 return ledger, (), (held, False)
-            ledger = ledger.free(a.id for a in held)  # of a call that read it before it was allocated anew
+            ledger = ledger.free(a.id for a in held)  # made by a call that read the claim before it was allocated anew
         if all(view is not None and view.ended for _, _, view in pods):
             raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()
@@ -287,7 +288,7 @@ def _shares(claim: AllocatedClaim) -> set[Share]:
 
 
 _T = TypeVar("_T")
-#: Takes the ledger with the decisions before it; returns the ledger with its own, history entries, and its result. Raises Refusal.
+#: Takes the ledger with all earlier decisions; returns the ledger with this one, history entries, and a result. Raises Refusal.
 Decision = Callable[[Ledger], tuple[Ledger, Sequence[HistoryEntry], _T]]
 
 
@@ -297,7 +298,8 @@ class CommitBatch:
         self._waiting: list[tuple[Decision[Any], asyncio.Future[Any]]] = []
 
     async def add(self, decision: Decision[_T]) -> _T:
-        """The decision's result, once it is durable and applied. Raises its Refusal, or one if it can't be saved."""
+        """Returns the decision's result once it is durable and applied. Raises the decision's Refusal, or a Refusal if it can't be
+        saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         # The error is read here, since a cancelled caller does not read it, and asyncio would log that.
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -307,7 +309,7 @@ class CommitBatch:
 
     async def _save(self, result: asyncio.Future[Any]) -> None:
         async with self._agent_state.lock:
-            if not result.done():  # else it was in the batch of an earlier one
+            if not result.done():  # else an earlier call saved it in its batch
                 waiting, self._waiting = self._waiting, []
                 try:
                     await self._commit(waiting)

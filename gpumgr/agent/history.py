@@ -1,4 +1,4 @@
-"""The newest history entries in memory, and those of them that are not on disk yet.
+"""Keeps the newest history entries in memory, and writes them to disk.
 
 A grant's entry is saved in the grant's transaction, a cordon's in the cordon's. All other entries are saved within a second, and are
 lost if the process is killed before. No call waits for them.
@@ -38,7 +38,7 @@ def _content(entry: HistoryEntry) -> HistoryEntry:
 
 
 def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
-    """The entry with the id and the container of `holder`, and with its pod and its GPUs where the entry has none."""
+    """The entry with the id and the container of `holder`, and with the holder's pod and GPUs where the entry has none."""
     return replace(
         entry,
         id=holder.id,
@@ -50,8 +50,8 @@ def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
 
 
 class History:
-    """The newest `capacity` entries, and of the older ones the grants of existing allocations. `latest` holds the newest number, for
-    clients that wait for new entries."""
+    """The newest `capacity` entries, and older entries that granted existing allocations. `latest` holds the newest number, for clients
+    that wait for new entries."""
 
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
         self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity
@@ -87,7 +87,7 @@ class History:
         return self._wall_clock()
 
     def numbered(self, entry: HistoryEntry) -> HistoryEntry:
-        """The entry with the next number, and with the present time if it has none; `add` it once its change is made."""
+        """The entry with the next number, and with the present time if it has none; the caller adds it once the change is made."""
         self._number += 1
         return replace(entry, number=self._number, at=entry.at or self._wall_clock())
 
@@ -149,7 +149,7 @@ class History:
 
 @dataclass(slots=True, kw_only=True)
 class CallRecord:
-    """Completed while the call is decided. `id`: the allocation that the call concerns, or the one that it would make."""
+    """The facts of one call, filled in while it is decided. `id`: the allocation that the call concerns, or would make."""
 
     call: Call
     resource: Resource

@@ -21,7 +21,7 @@ def container_row(
     use: ContainerUse | None = None,
     over: bool = False,
 ) -> ContainerRow:
-    """What the allocation holds on this GPU, and what it uses. `pod` is a better name than the allocation's own."""
+    """What the allocation holds on this GPU, and what it uses. `pod`, if given, replaces the pod that the allocation names."""
     key, uid = pod or (holder.pod, holder.uid)
     namespace, name = key or (None, None)
     amounts = holder.limits.get(gpu) or holder.amounts_on(gpu)

@@ -2,8 +2,9 @@
 
 `install systemd` writes the unit and, where there is none, the settings file, as they are shipped, and starts nothing.
 
-The result of `install library` is that of the init container of config/image/hami-core (install.sh there): the library in a folder named by
-its SHA-256, and a link that selects it. Older copies stay, because a container that restarts mounts the copy with which it was created.
+`install library` does the same as the init container of config/image/hami-core (install.sh there): it puts the library into a folder named
+by its SHA-256, and makes a link that selects it. Older copies stay, because a container that restarts mounts the copy with which it was
+created.
 """
 
 import fcntl
@@ -76,7 +77,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def installing() -> Iterator[None]:
-    """Raises GpumgrError unless the user is root, and in place of OSError."""
+    """Raises GpumgrError if the user is not root, and turns an OSError of the block into a GpumgrError."""
     if os.geteuid() != 0:
         raise GpumgrError("only root may install: run it with sudo")
     try:
@@ -160,7 +161,7 @@ def systemd(away: bool) -> None:
 
 
 def install_library(place: Installation, source: Path, *, sha256: str | None, version: str) -> list[str]:
-    """Tries, installs and selects the library; returns the next steps for the user. Raises GpumgrError, OSError; then the former
+    """Checks, installs and selects the library; returns the next steps for the user. If it raises GpumgrError or OSError, the former
     selection stays."""
     settings = place.settings()
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:

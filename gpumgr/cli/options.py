@@ -61,8 +61,8 @@ kubeconfig_option = click.option(
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLocation:
-    """Where commands find the agent, by --config and --socket. The settings are read when they are first needed, so that they do not fail a
-    command that only asks another process. The properties raise InputError, which names every mistake in the settings."""
+    """Where commands find the agent, by --config and --socket. The settings are read when they are first needed, so that a mistake in them
+    does not fail a command that only asks another process. The properties raise InputError, which names every mistake in the settings."""
 
     file: Path | None
     given_socket: Path | None
@@ -137,7 +137,7 @@ def effective_settings(
 
 
 def default_kubeconfig() -> Path | None:
-    """The default file, only if it exists."""
+    """The default kubeconfig; None if it does not exist."""
     named = os.environ.get("KUBECONFIG", "").partition(":")[0]
     path = Path(named) if named else Path.home() / ".kube" / "config"
     return path if path.is_file() else None

@@ -102,7 +102,7 @@ def defrag(cluster: LiveCluster, pod: LivePod, most_moves: int) -> Answer:
 
 
 def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: Any) -> None:
-    """Options about a snapshot may also be those of the group."""
+    """The options for the source of the snapshot may also be given to the command's group."""
     context = click.get_current_context()
     before: Json = context.obj
     document = document_of(**{name: given.pop(name) or of_group for name, of_group in before.items()})

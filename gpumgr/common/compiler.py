@@ -17,8 +17,8 @@ _TIMEOUT_SECONDS: Final = 120
 def compiled(
     source: Path, flags: Sequence[str], *, folder: Path, suffix: str = "", what: str, needs: str = "a C compiler", remedy: str
 ) -> Path:
-    """The result of `cc` (or $CC) for `source` and `flags`, readable and executable by all users: in `folder` (made if missing), under
-    a name with the hash of its inputs.
+    """Compiles `source` with `cc` (or $CC) and `flags`. Returns the result's path in `folder` (made if missing); its name has the hash of
+    the inputs, and all users may read and execute it.
 
     Blocks for about a second the first time. Raises InputError if there is no compiler, if compiling fails, or if the folder can't be
     written. The message names the result `what`, the prerequisite `needs` and the alternative `remedy`.

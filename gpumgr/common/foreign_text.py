@@ -23,7 +23,7 @@ _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: A string or a bracket. A string without an end reaches to the end of the text, and no part is tried twice: the time is linear in every
 #: text.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-#: An object of the API server with more bytes is parsed on a thread; with as many it takes up to 20 ms.
+#: An object of the API server with more bytes is parsed on a thread; to parse so many takes up to 20 ms.
 _LONG_BYTES: Final = 1 << 16
 #: PyYAML needs quadratic time for numbers to base 60, such as 1:30:00.
 _MAX_SEXAGESIMAL: Final = 100
@@ -38,7 +38,7 @@ class UnreadableText(ValueError):
 
 
 class WrongStructure(UnreadableText):
-    """The text is JSON or YAML, and its values are not of the expected types."""
+    """The text is JSON or YAML, but its values are not of the expected types."""
 
 
 @overload
@@ -107,9 +107,9 @@ def decode_stored(text: bytes | msgspec.Raw) -> Any: ...
 @overload
 def decode_stored(text: bytes | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes an object that the API server stored, also where the decoder refuses a part: values that are nested deeper than MAX_DEPTH are
-    read as null, and so are NaN and Infinity, which are not valid JSON; halves of surrogate pairs are read as "?". So no user can hide an
-    object by a part of it that gpumgr does not need.
+    """Decodes an object that the API server stored, even if the decoder refuses a part of it: values that are nested deeper than MAX_DEPTH
+    are read as null, and so are NaN and Infinity, which are not valid JSON; halves of surrogate pairs are read as "?". So no user can hide
+    an object from gpumgr by a fault in a part that gpumgr does not need.
 
     Raises UnreadableText.
     """
@@ -137,7 +137,7 @@ async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:
-    """As `decode_stored`, but runs on a thread what takes long, so the text may have any length."""
+    """As `decode_stored`, but a text that the decoder refuses is mended on a thread, since that takes long."""
     try:
         return decode_json(text, kind)
     except WrongStructure:

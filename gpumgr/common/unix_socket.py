@@ -1,7 +1,7 @@
-"""The file of a unix socket that a server listens on: bound with its mode, recognised, and removed.
+"""Makes, recognises and removes the file of a unix socket that a server listens on.
 
-Invariants: only an abandoned socket is replaced (unless the caller says otherwise), never another kind of file; a file that another
-process has put in place of ours is not removed; there is no moment in which the file has another mode than the one that is wanted.
+Invariants: only an abandoned socket is replaced (unless the caller says otherwise), never another kind of file; a file that another process
+has put in place of ours is not removed; clients can never connect while the file has another mode than the wanted one.
 """
 
 import errno
@@ -34,10 +34,11 @@ class UnixSocket:
         return self._inode is not None and _inode(self.path) == self._inode
 
     def bind(self, *, replace_served: bool = False) -> socket.socket:
-        """A bound socket that does not listen yet. With `replace_served` a socket is replaced even if a process listens on it.
+        """Returns a bound socket that does not listen yet. With `replace_served` an existing socket is replaced even if a process listens
+        on it.
 
-        Raises OSError with a sentence as its strerror: ENAMETOOLONG for a path that is too long, EADDRINUSE if a process listens
-        there, EEXIST if the file is no socket; others as the system has them.
+        Raises OSError with a sentence as its strerror: ENAMETOOLONG for a path that is too long, EADDRINUSE if a process listens there,
+        EEXIST if the file is no socket. Other errors are the system's.
         """
         if problem := path_problem(self.path):
             raise OSError(errno.ENAMETOOLONG, problem)
@@ -66,14 +67,14 @@ class UnixSocket:
 
 
 def is_served(path: Path) -> bool:
-    """Whether a process listens there. Never waits. Raises OSError if that can't be found out."""
+    """Whether a process listens at this path. Never waits. Raises OSError if that can't be found out."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(os.fsencode(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # its backlog is full, so a process listens
+        except BlockingIOError:  # the backlog of the socket is full, so a process listens
             pass
     return True
 

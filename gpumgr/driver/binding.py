@@ -33,7 +33,7 @@ INSUFFICIENT_RESOURCES: Final = 23
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
 
-#: The driver, GPU or user lacks this capability: the answer is unknown, which is no failure.
+#: The driver, GPU or user lacks the capability that the call needs: the answer is unknown, which is no failure.
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
@@ -54,7 +54,7 @@ EVENT_DOUBLE_BIT_ECC: Final = 0x2
 EVENT_XID: Final = 0x8
 FIELD_RECOVERY_ACTION: Final = 230
 
-#: How often to fetch a list that grows between the query of its size and its fetch.
+#: How often to try to fetch a list that grows between the query of its size and the fetch.
 _LIST_TRIES: Final = 3
 _SYSTEM_NAME: Final = "libnvidia-ml.so.1"
 
@@ -104,8 +104,8 @@ class Binding:
         self._initialised += 1
 
     def close(self) -> None:
-        """Shuts NVML down, unless the driver is gone. NVML counts initialisations: one that is not ended (because of a hang) keeps the GPUs
-        open until this process ends.
+        """Shuts NVML down, unless the driver is gone. NVML counts initialisations: an initialisation that is not ended (because of a hang)
+        keeps the GPUs open until this process ends.
         """
         count, self._initialised = self._initialised, 0
         with contextlib.suppress(DriverDown):
@@ -121,7 +121,7 @@ class Binding:
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Like `call`, but None where this driver, GPU or user can't do that."""
+        """Like `call`, but None if this driver, GPU or user lacks the capability."""
         try:
             return self.call(function, *arguments)
         except CallError as exc:
@@ -130,7 +130,7 @@ class Binding:
             raise
 
     def structure(self, name: str, **fields: Any) -> Any:
-        """An argument for `call`. Raises CallError if this version of the binding does not have the structure."""
+        """Makes a structure of the binding, as an argument for `call`. Raises CallError if this version of the binding does not have it."""
         return _known(name)(**fields)
 
     def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:

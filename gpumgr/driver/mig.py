@@ -1,4 +1,4 @@
-"""Reads the MIG mode, the MIG devices and the MIG profiles of a GPU. Synchronous functions for the worker's thread."""
+"""Reads the MIG mode, the MIG devices and the MIG profiles of a GPU. The functions are synchronous; the worker's thread calls them."""
 
 import ctypes
 import re
@@ -10,11 +10,12 @@ from gpumgr.driver.binding import INVALID_ARGUMENT, NOT_FOUND, Binding, CallErro
 from gpumgr.placement.topology.devices import MigInstance, MigProfile
 
 _GIB: Final = 1 << 30
-#: Memory of a GPU that supports MIG is cut into eight slices.
+#: The memory of a GPU that supports MIG is divided into eight slices.
 _MEMORY_SLICES: Final = 8
 #: NVML_GPU_INSTANCE_PROFILE_COUNT of driver 615; a driver refuses the numbers that it does not know.
 _GPU_INSTANCE_PROFILES: Final = 18
-#: NVML's numbers of the profiles without additional or missing engines: of 1, 2, 3, 4, 7, 8 and 6 slices, and of 1 with more memory.
+#: NVML's numbers of the profiles without additional or missing engines: with 1, 2, 3, 4, 7, 8 and 6 slices, and with 1 slice and more
+#: memory.
 _PLAIN_PROFILES: Final = frozenset({0, 1, 2, 3, 4, 5, 6, 9})
 _PLAIN_NAME: Final = re.compile(r"\d+g\.\d+gb")
 
@@ -135,9 +136,9 @@ def _read_places(nvml: Binding, gpu: Handle, profile: int) -> list[Placement]:
 
 
 def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, total_bytes: int) -> str:
-    """The profile's name from its sizes. Its memory is the profile's share of the GPU's, rounded up to eighths, times the GPU's memory in
-    whole GiB. If `total_bytes` is 0 (not known), the name has the profile's own memory. Source: go-nvlib, which NVIDIA's device plugin
-    uses.
+    """The profile's name from its sizes. The memory in the name is the profile's part of the GPU's memory, rounded up to eighths, times the
+    GPU's memory in whole GiB. If `total_bytes` is 0 (not known), the name has the profile's own memory. Source: go-nvlib, which NVIDIA's
+    device plugin uses.
     """
     total_bytes = total_bytes or memory_bytes
     eighths = -(-memory_bytes * _MEMORY_SLICES // total_bytes)

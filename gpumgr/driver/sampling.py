@@ -1,7 +1,7 @@
-"""Reads the use and the health of a GPU. Synchronous functions for the worker's threads.
+"""Reads the use and the health of a GPU. The functions are synchronous; the worker's threads call them.
 
 The utilization of each process is computed from the driver's samples. The driver returns samples newer than a given instant (microseconds
-of the wall clock), and none for a process that ran nothing. Its sampling period is a sixth of a second to a second (NVML's reference) and
+of the wall clock), but none for a process that ran nothing. Its sampling period is a sixth of a second to a second (NVML's reference) and
 differs between processes of one GPU. A process without a new sample is either idle or was sampled just before, so its last value stays
 valid for one such period. Drivers are known to pad answers with entries of no process, to report percentages of billions, and to repeat
 entries; the wall clock may be set back. Only plausible and new entries count.
@@ -39,18 +39,20 @@ Sample = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtilizationState:
-    """One GPU: the instant of its newest sample, and by pid the mean ratio and when it was read; in microseconds."""
+    """The state of one GPU. `newest`: the instant of its newest sample. `values`: pid -> the mean ratio, and when it was read. Times are in
+    microseconds."""
 
     newest: int
     values: Mapping[int, tuple[float, int]] = field(default_factory=dict)
 
     def since(self, now: int) -> int:
-        """The instant after which samples are new. If the clock was set back, an instant in its future must not hide new samples."""
+        """The instant after which samples are new. If the clock was set back, an instant that is now in the future must not hide new
+        samples."""
         return min(self.newest, now)
 
 
 def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> UtilizationState:
-    """The state after these samples: each process's mean over its new ones, or its last value if that is not older than a period."""
+    """The state after these samples. A process has the mean of its new samples, or its last value if that is not older than a period."""
     since = state.since(now)
     new = {(pid, instant): percent for pid, instant, percent in samples if instant > since and 0 <= percent <= 100}
     percents: dict[int, list[int]] = {}
@@ -101,7 +103,7 @@ Listed = dict[int, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """What was read of a GPU; an error where the driver answered with it. `sample` None: only the health was read."""
+    """What was read of a GPU, or the error with which the driver answered. `sample` None: only the health was read."""
 
     uuid: str
     health: HealthReading | CallError
@@ -109,7 +111,8 @@ class GpuReading:
 
 
 def read_gpu(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuReading:
-    """The health of the GPU and one sample. `utilization` None: that of processes is not read. Raises CallError if the GPU fails."""
+    """The health of the GPU and one sample. `utilization` None: the utilization of processes is not read. Raises CallError if the GPU
+    fails."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     uuid = nvml.call("nvmlDeviceGetUUID", handle)
     return GpuReading(
@@ -127,7 +130,7 @@ def _or_error(read: Callable[[], T]) -> T | CallError:
 
 
 def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
-    """Each value that the driver answers with an error is unknown. Raises CallError if the GPU is lost."""
+    """A value for which the driver answers with an error is unknown. Raises CallError if the GPU is lost."""
     used, reserved = unless_failed(lambda: _read_memory(nvml, handle)) or (None, None)
     rates = unless_failed(lambda: nvml.ask("nvmlDeviceGetUtilizationRates", handle))
     milliwatts = unless_failed(lambda: nvml.ask("nvmlDeviceGetPowerUsage", handle))
@@ -154,7 +157,7 @@ def unless_failed(read: Callable[[], T | None]) -> T | None:
 
 
 def _read_memory(nvml: Binding, handle: Handle) -> tuple[int, int | None] | None:
-    """Used and reserved bytes. The first version of the call counts what the driver reserves as used."""
+    """Used and reserved bytes. The first version of the call counts the bytes that the driver reserves as used."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
     if memory is not None:
         return int(memory.used), int(memory.reserved)
@@ -170,8 +173,8 @@ def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
 
 
 def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | None:
-    """All processes with a context on the GPU, by pid, without their utilization; None if the driver doesn't list them, or if the list
-    grew too fast to be read. Raises CallError, also if only the list of MPS clients or of graphics processes fails."""
+    """All processes with a context on the GPU, by pid, without their utilization; None if the driver doesn't list them, or if the list grew
+    too fast to be read. Raises CallError, even if only the list of MPS clients or of graphics processes fails."""
     lists = [_read_list(nvml, functions, handle) for functions in (_COMPUTE, _MPS_CLIENTS, _GRAPHICS)]
     return _processes(lists, lambda _: None)
 
@@ -179,10 +182,10 @@ def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | No
 def _read_busy_processes(
     nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None
 ) -> tuple[GpuProcess, ...] | None:
-    """As `read_processes`, with the utilization unless `utilization` is None. A list that fails is left out, except that of compute
-    processes, which raises its CallError.
+    """As `read_processes`, with the utilization unless `utilization` is None. A list that fails is left out, but a failure of the list of
+    compute processes is raised.
 
-    The driver reports the utilization of an MPS server instead of its clients, so that of a client is unknown.
+    The driver reports the utilization of an MPS server instead of its clients, so the utilization of a client is unknown.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
     clients, graphics = (unless_failed(partial(_read_list, nvml, functions, handle)) for functions in (_MPS_CLIENTS, _GRAPHICS))
@@ -197,7 +200,7 @@ def _read_busy_processes(
 
 
 def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
-    """Joins the lists. A process in several lists gets its memory from the first of them. None without the first list."""
+    """Joins the lists. A process in several lists gets its memory from the first of them. None if the first list is None."""
     if lists[0] is None:
         return None
     found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
@@ -220,7 +223,7 @@ def read_health(nvml: Binding, index: int) -> GpuReading:
 
 
 def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
-    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, also if it does not support this call
+    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, even if it does not support this call
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
         mig_enabled=mig_enabled,

@@ -23,8 +23,8 @@ BackendName = Literal["limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-
 
 class Backend:
     """One mechanism. A subclass overrides the methods that it needs. No method blocks the event loop for longer than reading or writing a
-    small file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container.
-    `limits`: what it limits on this node, and how strongly; it may change with each `unavailable`. `bursts`: `observe` or `adjust` can
+    small file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what
+    the mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `bursts`: `observe` or `adjust` can
     change the memory limit of a running container."""
 
     name: BackendName
@@ -36,7 +36,7 @@ class Backend:
         return None
 
     async def settle(self) -> bool:
-        """Waits until a try of the mechanism that `unavailable` has begun ends; returns whether there was one."""
+        """Waits for the end of a trial of the mechanism that `unavailable` started; returns whether there was one."""
         return False
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
@@ -45,20 +45,21 @@ class Backend:
         return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
-        """Writes the container's files again, before each start of it. Raises Refusal; the kubelet retries."""
+        """Writes the container's files again, before each start of the container. Raises Refusal; the kubelet retries."""
 
     async def vacate(self, uuids: Collection[str]) -> None:
         """Ends this backend's use of these GPUs, before a container gets them exclusively. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
-        """Checks the running containers of this backend, and changes no limit before it was compared with what was granted."""
+        """Checks the running containers of this backend. It compares each limit with what was granted, before anything changes that
+        limit."""
         return ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         """Restores limits that differ from what was granted."""
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
-        """How its containers used their turns; none for a mechanism without turns."""
+        """How the containers of this backend used their turns; empty for a mechanism without turns."""
         return {}
 
     def remains(self) -> Collection[AllocationId]:
@@ -72,8 +73,8 @@ class Backend:
         """Takes over the state of these containers after a start of the agent. All of them have this backend."""
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:  # noqa: ARG002
-        """Ends what no container needs. Called after each end of a container, and when it is due. `known` returns the allocations that
-        exist at present. Returns the seconds until it is due again, None if nothing waits."""
+        """Ends what no container needs. Called after each end of a container, and when the returned time has passed. `known` returns the
+        allocations that exist at present. Returns the seconds until it must be called again, None if nothing waits."""
         return None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:  # noqa: ARG002
@@ -90,7 +91,7 @@ ReportUnlimited = Callable[[GpuShare, str], None]
 
 
 class Unlimited(Backend):
-    """No limits, which is reported. The operator chose it, or the node can use no other mechanism."""
+    """Sets no limits, and reports that. The operator chose this backend, or the node can use no other."""
 
     name: BackendName = "none"
     limits: Mapping[Resource, Strength] = {}
@@ -134,6 +135,6 @@ def finding(tenant: GpuShare, code: FindingCode, message: str) -> Finding:
 
 
 def listed(found: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few texts, and how many more there are."""
     more = len(found) - _NAMED
     return ", ".join(found[:_NAMED]) + (f" and {more} more" if more > 0 else "")

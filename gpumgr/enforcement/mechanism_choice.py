@@ -18,7 +18,8 @@ NO_MECHANISM: Mechanisms = ("none",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MechanismChoice:
-    """The mechanisms of this node. `obstacles`: why it can't use the others, by name. `strengths`: the limits of all of them."""
+    """The mechanisms of this node. `obstacles`: name of another mechanism -> why the node can't use it. `strengths`: the limits of all
+    mechanisms."""
 
     mechanisms: Mechanisms = NO_MECHANISM
     obstacles: Mapping[str, str] = field(default_factory=dict)
@@ -34,20 +35,21 @@ class MechanismChoice:
         return gpu_limits(gpu, self.mechanisms, self.strengths, self.obstacles)
 
     def describe(self, gpus: Iterable[Gpu]) -> str:
-        """For the log, the node's annotation and `gpumgr doctor`; without GPUs only the mechanisms."""
+        """The text for the log, the node's annotation and `gpumgr doctor`; without GPUs it names only the mechanisms."""
         return describe_limits((gpu.index, self.limits(gpu)) for gpu in gpus) or "+".join(self.mechanisms)
 
 
 def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengths: Strengths) -> MechanismChoice:
-    """`obstacles`: for each backend, why this node can't use it, or None if it can. A backend that the operator names is chosen even
-    then: containers are refused with that reason instead of running without limits."""
+    """`obstacles`: for each backend, why this node can't use it, or None if it can. A backend that the operator names is chosen even if the
+    node can't use it: containers are refused with that reason instead of running without limits."""
     named = {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None}
     node = MechanismChoice(obstacles=named, strengths=strengths)
     return replace(node, mechanisms=expand(setting, node.able))
 
 
 def expand(setting: str, able: Strengths) -> Mechanisms:
-    """The mechanisms for one value of enforcement.backend, first a mechanism for memory alone. `able`: what the node can use."""
+    """The mechanisms for one value of enforcement.backend; a mechanism for memory alone is first. `able`: the mechanisms that the node can
+    use."""
     if setting not in ("auto", "nvml-memory"):
         return (setting,)
     memory = ["nvml-memory"] if setting == "nvml-memory" or able.get("nvml-memory") else []
@@ -64,7 +66,7 @@ def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, st
 
 
 def mechanisms_for(setting: str, able: Strengths, node: Mechanisms) -> Mechanisms:
-    """The mechanisms of a share with an override. A GPU of MPS gives contexts through its daemon only, so a container without limits
-    uses the daemon without limits."""
+    """The mechanisms of a share with an override. On a node with MPS, programs get contexts only through the GPU's daemon, so a container
+    without limits uses the daemon without limits."""
     mechanisms = expand(setting, able)
     return ("mps-open",) if mechanisms == NO_MECHANISM and "mps" in node else mechanisms

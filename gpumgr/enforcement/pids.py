@@ -1,10 +1,10 @@
-"""Pids in a container and on the host."""
+"""Maps pids on the host to pids in a container, and back."""
 
 from collections.abc import Callable, Collection, Sequence
 
 #: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if it is gone.
 NspidOf = Callable[[int], int | None]
-#: The host's pids, of the container's processes that have a given pid in their pid namespace.
+#: Maps a pid in a container to the host's pids of the processes that have this pid in their pid namespace.
 HostsOf = Callable[[int], Sequence[int]]
 
 

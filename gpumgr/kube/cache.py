@@ -44,7 +44,7 @@ class PodCache:
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
         self._annotations: dict[str, Mapping[str, str]] = {}
-        #: Pod -> who waits for it, and for which incarnation (None: any).
+        #: Pod -> the futures that wait for it, with the UID that each waits for (None: any).
         self._waiting: defaultdict[PodKey, dict[asyncio.Future[PodView], str | None]] = defaultdict(dict)
         self._listeners: list[OnChange] = []
         self._changed = asyncio.Event()
@@ -63,7 +63,7 @@ class PodCache:
 
     @property
     def reachable(self) -> bool:
-        """All pods are known, and the API server has answered the last request."""
+        """Whether all pods are known, and the API server has answered the last request."""
         return self.synced and self._reflector.answered and not self.unreadable
 
     @property
@@ -79,14 +79,14 @@ class PodCache:
         await self._reflector.run()
 
     def get(self, pod: PodKey) -> PodView | None:
-        """The pod that has this name now; of two incarnations the later one."""
+        """The pod that has this name now; of two pods with this name the later one."""
         return self._by_key.get(pod)
 
     def by_uid(self, uid: str) -> PodView | None:
         return self._by_uid.get(uid)
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """The agent's annotations that this incarnation of a pod has, and that of HAMi's MIG devices. Listeners are not called for their
+        """The agent's annotations of the pod with this UID, and the annotation with HAMi's MIG devices. Listeners are not called for their
         changes."""
         return self._annotations.get(uid, {})
 
@@ -94,7 +94,7 @@ class PodCache:
         return self._by_uid.values()
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """The pod, with `uid` only that incarnation, as soon as it is in the cache; None after the timeout."""
+        """The pod as soon as it is in the cache, with `uid` only if it has this UID; None after the timeout."""
         known = self.get(pod)
         if uid not in (None, known.uid if known else None):
             known = None
@@ -128,7 +128,7 @@ class PodCache:
             listener(None, known)
 
     async def delete_pod(self, pod: PodView) -> bool:
-        """Deletes this incarnation of the pod (its UID is a precondition). False: it is deleted already, or another pod has its name.
+        """Deletes the pod, with its UID as a precondition. False: it is deleted already, or another pod has its name.
 
         Raises AnswerError if the API server refuses, aiohttp.ClientError, TimeoutError or OSError if it does not answer.
         """
@@ -205,8 +205,8 @@ class NoPods:
 class FailedPods:
     """Deletes pods that the kubelet failed because the agent refused them (setting kubernetes.delete_failed_pods).
 
-    Their owner then creates new ones at once instead of after its back-off. A deletion that the API server does not carry out is tried
-    again until the pod has gone, in pauses that grow from the first to the second number of `pause_seconds`."""
+    Their owner then creates new ones at once instead of after its back-off. A deletion that fails is tried again until the pod has gone,
+    after pauses that grow from the first to the second number of `pause_seconds`."""
 
     def __init__(self, pods: PodCache, *, pause_seconds: tuple[float, float] = (1.0, 60.0)) -> None:
         self._pods, self._pause_seconds = pods, pause_seconds

@@ -45,7 +45,7 @@ def replica_request(
     memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
-    # HAMi's webhook sets the cores of such a container; pods that it did not see get the same.
+    # HAMi's webhook sets the cores of such a container to 100; pods that it did not see are treated alike.
     whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
     cores = amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores
     return ReplicaRequest(
@@ -59,7 +59,7 @@ def replica_request(
 
 
 def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
-    """What `placed_by_hami` reads: the GPUs of each container of a pod, also of those without GPUs."""
+    """The text that `placed_by_hami` reads: the GPUs of each container of a pod. A container without GPUs has an entry, too."""
     return "".join(
         "".join(f"{uuid},NVIDIA,{amounts.memory_mebibytes},{amounts.cores}:" for uuid, amounts in gpus) + ";"
         for gpus in containers
@@ -69,10 +69,11 @@ def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
 def placed_by_hami(
     text: str, containers: Sequence[ContainerSpec], slices: Mapping[tuple[int, int], int] = MappingProxyType({})
 ) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
-    """Container -> its GPUs. A device is `UUID,type,MiB,cores:`, a container its devices and `;`. Raises ValueError for another text.
+    """Container -> its GPUs. In the text a device is `UUID,type,MiB,cores:`, and a container is its devices and `;`. Raises ValueError for
+    another text.
 
-    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the others count, in their order. `slices`: the memory
-    slices of MIG devices, by the positions of the container and of the device in the text.
+    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the entries with devices count, in their order. `slices`:
+    the memory slices of MIG devices, by the positions of the container and of the device in the text.
     """
     if not re.fullmatch(rf"(({_DEVICE.pattern})*;)*", text):
         raise ValueError(f"{text[:64]!r} is no list of devices as HAMi writes it")
@@ -111,7 +112,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 class MigAllocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`container`: its position among all containers of the pod, init containers first. `device`: the position among its GPUs. The last
-    three are known once the MIG device is there."""
+    three fields are known once the MIG device exists."""
 
     container: _Position = msgspec.field(name="containerIndex")
     device: _Position = msgspec.field(name="deviceIndex")
@@ -134,7 +135,7 @@ class RegisteredProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def allocation_of(gpu: str, place: MigPlace, *, container: int, device: int) -> MigAllocation:
-    """Without the driver's ids."""
+    """The allocation of a MIG device at this place, without the driver's ids."""
     placement = Placed(start=place.start, size=place.profile.size)
     return MigAllocation(container=container, device=device, gpu=gpu, profile=place.profile.name, placement=placement)
 
@@ -155,7 +156,8 @@ def decode_allocations(text: str) -> Sequence[MigAllocation]:
 
 
 def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
-    """The allocations with the ids of the MIG devices at their places; `devices` have the UUIDs of their GPUs. Raises ValueError."""
+    """The allocations of `text`, each with the ids of the MIG device at its place. `devices`: (UUID of the GPU, MIG device). Raises
+    ValueError."""
     ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
 
     def completed(each: MigAllocation) -> MigAllocation:
@@ -175,7 +177,7 @@ def slices_in(text: str) -> Mapping[tuple[int, int], int]:
 
 
 def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfile, ...]:
-    """As the annotation of the node has them."""
+    """The profiles in the form of the node's annotation."""
     return tuple(
         RegisteredProfile(
             name=each.name,
@@ -191,15 +193,16 @@ def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfi
 
 REGISTER: Final = "hami.io/node-nvidia-register"
 SCORES: Final = "hami.io/node-nvidia-score"
-#: Its scheduler binds no other pod to the node while this is there.
+#: HAMi's scheduler binds no other pod to the node while the node has this annotation.
 LOCK: Final = "hami.io/mutex.lock"
-#: UUIDs, separated by commas, of GPUs that get no new pods. People write it; other texts have no effect.
+#: UUIDs, separated by commas, of GPUs that get no new pods. Operators write it; a text of another form has no effect.
 DEVICE_CORDON: Final = "hami.io/device-cordon"
 _Unsigned = Annotated[int, Meta(ge=0)]
 
 
 class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`count`: how many containers may share it. `cores` in percent. An unhealthy GPU gets no new pods. `mig_profiles`: of mode mig.
+    """`count`: how many containers may share the GPU. `cores` in percent. An unhealthy GPU gets no new pods. `mig_profiles`: only in mode
+    mig.
 
     In JSON, fields that are 0, false or empty are left out.
     """
@@ -219,7 +222,7 @@ class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 def describe_lock(text: str) -> str:
     """For which pod the node is locked, and since when, from the annotation LOCK: a time of RFC 3339, and namespace and name of the pod,
-    which an old scheduler does not write. Raises ValueError."""
+    which old schedulers leave out. Raises ValueError."""
     time, *pod = text.split(",")
     since = datetime.fromisoformat(time)
     if since.tzinfo is None or len(pod) not in (0, 2) or not all(pod):

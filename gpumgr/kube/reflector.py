@@ -1,13 +1,11 @@
 """A local copy of a list of API objects, kept up to date by a watch: the contract of client-go's reflector, on plain JSON.
 
-Invariants:
-1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what is
-   missing there counts as deleted.
-2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered
-   pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch that brings nothing proves nothing: with
-   `list_seconds` a list follows.
-3. Only the result of `parse` is kept. Each object is decoded on its own: one that can't be read is named in the log and in an event, its
-   last result is kept, and the others are not affected. It never counts as deleted.
+Invariants: 1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what
+is missing there counts as deleted. 2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is
+retried with growing, jittered pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch without events
+does not prove that nothing has changed: with `list_seconds` a list follows. 3. Only the result of `parse` is kept. Each object is decoded
+on its own: an object that can't be read is named in the log and in an event, keeps its last result, and never counts as deleted. The others
+are not affected.
 
 The API has no option to leave out `metadata.managedFields`; the decoders skip them.
 """
@@ -33,7 +31,7 @@ from gpumgr.kube.publisher.events import Event, EventSeries, ObjectRef
 _log = structlog.get_logger(__name__)
 
 _PAGE = "500"
-#: The limit of a page's request is at least this, in seconds; and the duration of a watch after a list that failed.
+#: In seconds: the shortest timeout of the request for a page, and the requested duration of a watch after a list that failed.
 _SHORTEST_LIST = 5.0
 _SHORTEST_WATCH = 5
 #: Reason of the event of an object that can't be read.
@@ -60,7 +58,7 @@ class _PageMetadata(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    """A part of a list. Objects are decoded one after another, since a decoded one is many times larger than its text."""
+    """A part of a list. Its objects are decoded one after another, since a decoded object is many times larger than its text."""
 
     metadata: _PageMetadata
     items: list[msgspec.Raw] | None = None
@@ -103,13 +101,13 @@ T = TypeVar("T", bound=Keyed)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchTimes:
-    """`watch_seconds`: the limits of the requested duration of a watch. `silence_seconds`: how much later than that it may end.
+    """`watch_seconds`: the shortest and the longest requested duration of a watch. `silence_seconds`: how much later the watch may end.
 
     `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
     `pause_seconds`; Retry-After is kept to up to `max_retry_after_seconds`.
 
     `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long, nor ended a watch in time.
-    `outdated_seconds`: the copy is outdated if it has not for so long, and a list has failed, too.
+    `outdated_seconds`: the copy is outdated if the server has done nothing of this for so long, and a list has failed, too.
     """
 
     watch_seconds: tuple[int, int] = (240, 300)
@@ -122,10 +120,10 @@ class WatchTimes:
 
 
 def prompt_watches(outdated_seconds: float) -> WatchTimes:
-    """Times by which a server that is silent is noticed within `outdated_seconds`, 15 or more. The API server sends a bookmark once a
-    minute, and about 2 s before the requested end of a watch (storage/cacher), unless the resource has not changed since the watch began;
-    then only the end shows that it works. So watches are short: of 30 s they take 18 to 20, their end may be 2 s late, and 8 s are left
-    for a list."""
+    """Times with which a silent server is noticed within `outdated_seconds` (15 or more). The API server sends a bookmark once a minute,
+    and about 2 s before the requested end of a watch (storage/cacher), unless the resource has not changed since the watch began; then only
+    the end of the watch shows that the server works. So watches are short: if `outdated_seconds` is 30, they take 18 to 20 s, their end may
+    be 2 s late, and 8 s are left for a list."""
     return WatchTimes(
         watch_seconds=(int(0.6 * outdated_seconds), int(outdated_seconds * 2 / 3)),
         silence_seconds=outdated_seconds / 15,
@@ -144,9 +142,8 @@ class ExpiredError(GpumgrError):
 class Watched(Generic[T]):
     """The objects of a path that the query selects, and what is kept of each.
 
-    `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None. For long
-    objects both run on a thread.
-    `write_events`: an object that can't be read gets an event.
+    `decode` takes the JSON of an object, and `parse` takes its result. If `decode` returns None, nothing is kept of the object. For long
+    objects both run on a thread. `write_events`: an object that can't be read gets an event.
     """
 
     path: str
@@ -198,7 +195,7 @@ class _UnreadableObjects:
 
 class Reflector(Generic[T]):
     """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
-    `on_list` is called after every list: events before it may be lost, such as the creation and deletion of an object.
+    `on_list` is called after every list: changes before the list may have been missed, such as the creation and deletion of an object.
 
     `sleep`, `jitter` (0.0 to 1.0) and `clock` (monotonic, in seconds) are replaced in tests.
     """
@@ -219,14 +216,14 @@ class Reflector(Generic[T]):
         self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
         self._unreadable = _UnreadableObjects(server, watched.path, write_events=watched.write_events)
-        #: None: list first.
+        #: The resource version to watch from; None: list first.
         self._version: str | None = None
         self._watching_since: float | None = None
         self._logged: str | None = None
         self._clock, self._heard_at = clock, clock()
-        #: The time of the last list, if nothing has been received since.
+        #: Why the last list failed; None if the server has sent something since.
         self._list_error: str | None = None
-        #: From this time of `clock` on the copy is outdated, unless the server sends something before.
+        #: From this time of `clock` on the copy is outdated, unless the server sends something first.
         self.outdated_at = math.inf
         self._list_refused = False
         self._reported = False
@@ -234,7 +231,7 @@ class Reflector(Generic[T]):
 
     @property
     def answered(self) -> bool:
-        """The last request succeeded."""
+        """Whether the last request succeeded."""
         return self._logged is None
 
     @property
@@ -244,12 +241,12 @@ class Reflector(Generic[T]):
 
     @property
     def silent_seconds(self) -> float:
-        """Since the last event, bookmark or end of a watch in time, or the begin of the last list that succeeded."""
+        """The seconds since the last event, bookmark or end of a watch in time, or since the start of the last list that succeeded."""
         return self._clock() - self._heard_at
 
     @property
     def outdated(self) -> str | None:
-        """Why the copy may lack changes that are long past, in words; None: it does not."""
+        """Why the copy may lack changes of long ago, in words; None if it is not outdated."""
         if self._clock() < self.outdated_at:
             return None
         return (
@@ -262,7 +259,7 @@ class Reflector(Generic[T]):
         return self._watched.path.rpartition("/")[2]
 
     def expire(self) -> None:
-        """The next `run` begins with a list. Must not be called while `run` runs."""
+        """Makes the next `run` begin with a list. Must not be called while `run` runs."""
         self._version = None
         self.synced.clear()
 
@@ -272,7 +269,7 @@ class Reflector(Generic[T]):
         while True:
             self._watching_since, wanted = None, 0.0
             try:
-                # Where lists are refused, a watch may work: it is tried next.
+                # If the server refuses lists, a watch may still work, so it is tried next.
                 refused, self._list_refused = self._list_refused, False
                 if self._version is None or (self.silent_seconds >= self._pace.list_seconds and not refused):
                     await self._list_or_note()
@@ -298,7 +295,7 @@ class Reflector(Generic[T]):
             pause = min(pause * 2, self._pace.pause_seconds[1])
 
     def _log_once(self, text: str) -> None:
-        """A transient error, once for each text until a request succeeds."""
+        """Logs a transient error, once for each text until a request succeeds."""
         if text != self._logged:
             self._logged = text
             _log.warning("api_server_retries", path=self._watched.path, error=text)
@@ -338,7 +335,7 @@ class Reflector(Generic[T]):
             if not page.metadata.following:
                 break
             query = {**self._watched.query, "limit": _PAGE, "continue": page.metadata.following}
-        if "" in unreadable:  # it may be any object that is missing now
+        if "" in unreadable:  # it may be any object that the list lacks
             found = {**self._objects, **found}
         self._unreadable.listed(unreadable)
         gone: dict[str, T | None] = dict.fromkeys(self._objects.keys() - found.keys())
@@ -352,7 +349,7 @@ class Reflector(Generic[T]):
         self.synced.set()
 
     async def _page(self, query: Mapping[str, str]) -> bytes:
-        # A list that hangs fails before the copy is outdated; later ones have their time.
+        # A list that hangs fails before the copy is outdated; later lists have the usual timeout.
         left = self._pace.outdated_seconds - self.silent_seconds
         timeout = aiohttp.ClientTimeout(total=max(_SHORTEST_LIST, left), sock_connect=10) if 0 < left < 60 else REQUEST_TIMEOUT
         async with self._server.request("GET", self._watched.path, query, timeout) as response:
@@ -360,7 +357,7 @@ class Reflector(Generic[T]):
             return await response.read()
 
     def _metadata(self, item: msgspec.Raw) -> _Metadata:
-        """Without a UID if they can't be read."""
+        """The object's metadata; without a UID if they can't be read."""
         try:
             return decode_stored(item, _Item).metadata
         except UnreadableText:
@@ -391,7 +388,7 @@ class Reflector(Generic[T]):
     # -- watch -------------------------------------------------------------------------------------------------------------
 
     async def _watch(self, version: str) -> None:
-        """Until the server ends the stream. Raises what `run` catches."""
+        """Watches until the server ends the stream. Raises what `run` catches."""
         low, high = self._pace.watch_seconds
         seconds = low + round((high - low) * self._jitter()) if self._list_error is None else _SHORTEST_WATCH
         query = {
@@ -407,7 +404,7 @@ class Reflector(Generic[T]):
             self._logged, self._watching_since = None, self._clock()
             async for line in _lines(response.content):
                 await self._event(await _decoded(line, _Event))
-            if self._clock() - self._watching_since >= seconds - 1:  # as asked for, so there was nothing to send
+            if self._clock() - self._watching_since >= seconds - 1:  # the watch lasted as requested, so there was nothing to send
                 self._heard(self._clock())
 
     async def _event(self, event: _Event) -> None:

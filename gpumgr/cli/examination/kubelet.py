@@ -15,12 +15,12 @@ from gpumgr.kubelet.deviceplugin.other_plugins import answering, problem_and_rem
 from gpumgr.kubelet.deviceplugin.podresources import lacks_v1, pod_resources_error
 
 IF_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
-#: A constant in Kubernetes' kubelet (pkg/kubelet/cm/devicemanager); kubelets of some distributions use another folder.
+#: The folder is a constant in Kubernetes' kubelet (pkg/kubelet/cm/devicemanager); kubelets of some distributions use another folder.
 _FOLDER: Final = (
     "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
 )
-#: Unlike List, Get has no effect on the kubelet, so it disturbs no admission beside a running agent. Called without a pod, every kubelet
-#: answers with an error; kubelets before 1.27 answer that the method does not exist.
+#: Unlike List, Get has no effect on the kubelet, so it disturbs no admission beside a running agent. A call that names no pod gets an error
+#: from every kubelet; kubelets before 1.27 answer that the method does not exist.
 _GET: Final = "/v1.PodResourcesLister/Get"
 
 

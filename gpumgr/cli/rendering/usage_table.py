@@ -101,7 +101,7 @@ def _model(model: str | None) -> str:
 
 def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: bool) -> Table:
     """A narrow table shows pod and container in one column, and limits and mechanisms in one column. If the limiter limits one of the
-    containers, HELD has the cores too, and WAITED takes the room of the processes."""
+    containers, a narrow table shows the cores only in HELD, and WAITED in place of PROCS."""
     names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
     ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
     turns = any(row.held_ratio is not None for row in rows)
@@ -133,7 +133,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: boo
 
 
 def _memory(row: ContainerRow) -> str:
-    """The request, and how far the container may go by a burst."""
+    """The request, and the limit up to which the container may burst now."""
     if row.memory_bytes is None:
         return "-"
     return _used(row.memory_bytes) + ("" if row.memory_limit_bytes is None else f"..{_used(row.memory_limit_bytes)}")

@@ -1,4 +1,4 @@
-"""Writes what follows from the watches: templates that pods name, gates that the quotas allow to remove, events about the others."""
+"""Creates the templates that pods name, removes the gates of pods that the quotas allow, and sends events about the other pods."""
 
 import asyncio
 import random
@@ -21,18 +21,18 @@ from gpumgr.settings.schema import ClaimsSettings
 
 _log = structlog.get_logger(__name__)
 
-#: The API server answers within this time, or another replica may lead.
+#: The timeout of a write. A write starts only if this process surely leads for so long.
 _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
-#: Between two looks: each examines all claims while pods have the gate.
+#: The pause between two steps: each examines all claims while pods have the gate.
 _PAUSE_SECONDS: Final = 0.1
 #: The first and the longest pause after a refused write, for each object; Retry-After may be longer.
 _PAUSES_SECONDS: Final = (0.5, 60.0)
-#: Between two events about one pod.
+#: The shortest time between two events about one pod.
 _EVENT_SECONDS: Final = 60.0
-#: Events of one look; the others follow with the next one, after templates and gates.
+#: The most events of one step; the next step sends the others, after templates and gates.
 _MAX_EVENTS: Final = 50
-#: For the UID of a template that was created, until the watch shows it, or the next sweep.
+#: Takes the place of the UID of a created template, until the watch shows the template or the next sweep begins.
 _UNSEEN: Final = ""
 OBJECTS: Final = ("template", "gate", "event", "sweep")
 OUTCOMES: Final = ("ok", "error")
@@ -59,9 +59,9 @@ class ClaimsController:
         self._leader, self._clock, self._jitter, self._period = leader, clock, jitter, period_seconds
         self.writes: Counter[tuple[str, str]] = Counter()
         self.refused = 0
-        #: What was refused -> when it may be written again, and the pause after the next refusal.
+        #: (Kind, key) of a refused or failed write -> when it may be tried again, and the pause after the next refusal.
         self._paused: dict[Hashable, tuple[float, float]] = {}
-        #: Pods without the gate that was removed, until the watch shows it.
+        #: UIDs of the pods that have lost the gate, until the watch shows that.
         self._opened: set[str] = set()
         #: The last event of each pod, and when it was sent.
         self._said: dict[str, tuple[str, float]] = {}
@@ -82,7 +82,7 @@ class ClaimsController:
                 await asyncio.sleep(min(_PAUSE_SECONDS, self._period))
 
     async def step(self) -> None:
-        """One look at everything that is known."""
+        """Does all that is due now: creates templates, removes gates, sends events, deletes unused templates."""
         self._events_left = _MAX_EVENTS
         refused = await self._create_templates()
         await self._open_gates()
@@ -97,7 +97,7 @@ class ClaimsController:
     # -- templates ---------------------------------------------------------------------------------------------------------
 
     async def _create_templates(self) -> list[tuple[UnboundPod, str]]:
-        """Returns the pods with templates that are not created, and the reasons."""
+        """Returns the pods that name templates which can't be created, with the reasons."""
         known = self._watches.templates
         counts = Counter(key[0] for key, each in known.items() if each.managed)
         missing: dict[Key, UnboundPod] = {}
@@ -118,7 +118,7 @@ class ClaimsController:
         return refused
 
     def _shape(self, key: Key, count: int) -> Shape:
-        """The content of the template. Raises ValueError, for the pod's event, if it is not to be created."""
+        """The content of the template. Raises ValueError, with the text of the pod's event, if it is not to be created."""
         try:
             shape = parse(key[1])
         except ValueError as error:
@@ -170,7 +170,7 @@ class ClaimsController:
             await self._tell(pod, _QUOTA_EXCEEDED, text)
 
     async def _open(self, pod: UnboundPod) -> None:
-        """The tests refuse the patch if the pod is another one by now, or has other gates."""
+        """Removes the pod's gate. The tests make the API server refuse the patch if the pod was replaced or has other gates by now."""
         gate = f"/spec/schedulingGates/{pod.gate}"
         patch = [
             {"op": "test", "path": "/metadata/uid", "value": pod.uid},
@@ -185,7 +185,7 @@ class ClaimsController:
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     async def _tell(self, pod: UnboundPod, reason: str, text: str) -> None:
-        """An event about the pod, once for each text."""
+        """Sends an event about the pod, unless its last event has the same text or is recent."""
         said = self._said.get(pod.uid)
         waits = self._clock() < self._paused.get(("event", pod.uid), (0.0, 0.0))[0]
         if (
@@ -211,8 +211,9 @@ class ClaimsController:
         but: tuple[int, ...],
         patch: PatchKind = "merge",
     ) -> bool | None:
-        """False: it was refused, with one of `but` because of what another client did. None: it failed, which is logged once for each text,
-        or must wait. `key`: of the object; after each refusal and failure nothing is sent about it for a pause, which grows."""
+        """False: the API server refused the write with one of the statuses `but`, because of another client's change. None: the write
+        failed, which is logged once for each text, or must wait. `key` identifies the object: after each refusal and failure nothing is
+        sent about the object for a pause, which grows."""
         due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
         if not self.leads or self._clock() < due:
             return None

@@ -1,4 +1,4 @@
-"""The shape of a vcuda pod, the template's name that spells it, and the template itself. Pure.
+"""The shape of a vcuda pod, the template's name that encodes it, and the template itself. Pure.
 
 The admission policy (config/claims/admission-policies.yaml) writes the same names: for each request the container's place (`c0` is
 spec.containers[0], `i1` is spec.initContainers[1]), its cores and its blocks of 256 MiB, as in `vcuda-c0-30-20-c2-200-0`.
@@ -15,7 +15,7 @@ from gpumgr.placement.evaluators.select import check_request
 
 DRIVER: Final = "gpu.gpumgr.io"
 DEVICE_CLASS: Final = DRIVER
-#: A claim's template.
+#: The annotation of a claim with the name of its template.
 TEMPLATE_ANNOTATION: Final = "gpumgr.io/claim-template"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "gpumgr")
 PREFIX: Final = "vcuda-"
@@ -28,7 +28,7 @@ MAX_BLOCKS: Final = 1 << 20
 
 _NUMBER: Final = "(0|[1-9][0-9]{0,6})"
 _REQUEST: Final = re.compile(f"-([ci]){_NUMBER}-{_NUMBER}-{_NUMBER}")
-#: The ladder of several whole GPUs: the name of the alternative, and the attribute that all of them have in common.
+#: The alternatives for several whole GPUs, the best first: (name, attribute that all the GPUs have in common).
 _TOGETHER: Final = (("island", f"{DRIVER}/island"), ("numa", "resource.kubernetes.io/numaNode"))
 
 
@@ -56,7 +56,7 @@ Shape = tuple[ShapeRequest, ...]
 
 
 def parse(name: str) -> Shape:
-    """The shape that this name of a template spells. Raises ValueError: why the name is no shape that can be served."""
+    """The shape that this name of a template encodes. Raises ValueError, with the reason, if it encodes none that can be served."""
     text = name.removeprefix(PREFIX.removesuffix("-"))
     found = list(_REQUEST.finditer(text)) if len(name) <= MAX_NAME else []
     if name == text or not found or "".join(each[0] for each in found) != text:

@@ -1,7 +1,7 @@
-"""All nodes with their free amounts, and per request the nodes that fit. One writer; nothing in here waits.
+"""All nodes with their free amounts, and the nodes that fit a request. The index has one writer; none of its methods waits.
 
-The state is derived: nodes, bound pods, and assumed placements that have not been bound yet. An index that is filled with the same nodes
-and bound pods in any order gives the same answers.
+The state is derived from nodes, bound pods, and assumed placements that have not been bound yet. An index that is filled with the same
+nodes and bound pods in any order gives the same answers.
 """
 
 from collections import defaultdict
@@ -58,14 +58,14 @@ class Listener(Protocol):
     def node_removed(self, name: str) -> None: ...
 
 
-#: Sets of nodes that were asked about, of 700 bytes each at 5,000 nodes.
+#: How many sets of nodes are kept; each takes 700 bytes at 5,000 nodes.
 _KEPT_NODE_SETS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSet:
-    """Nodes that are offered: those of the index as a number (see `gpumgr.cluster.core.profiles`), which is small, and the names of
-    others. It holds for one `numbering`."""
+    """Nodes that are offered. `nodes`: the nodes of the index, as the bits of a number (see `gpumgr.cluster.core.profiles`), which is
+    small; `others`: names of other nodes. It is valid for one `numbering`."""
 
     nodes: int
     others: frozenset[str] = frozenset()
@@ -94,7 +94,7 @@ class _Node:
 
     @property
     def empty(self) -> bool:
-        """Nothing is known of it."""
+        """Whether nothing is known of the node."""
         return not (self.pods or self.state.gpus or self.cpu_milli or self.state.cpu_milli)
 
     @property
@@ -103,8 +103,8 @@ class _Node:
 
 
 class ClusterIndex:
-    """Assumed placements were answered, and are not known to be bound yet. They last until they are bound or removed.
-    `cpu_per_gpu_milli`: what an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
+    """An assumed placement was decided, but is not known to be bound yet. It lasts until it is bound or removed. `cpu_per_gpu_milli`: what
+    an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
 
     def __init__(self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000) -> None:
         self._listeners, self._cpu_per_core = tuple(listeners), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
@@ -120,7 +120,7 @@ class ClusterIndex:
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
         self._version = 0
-        #: Names of nodes that have changed; who follows the index clears it. And those since `take_changed`.
+        #: Names of nodes that have changed; the follower of the index clears it. `_taken`: the same since the last `take_changed`.
         self.changed: set[str] = set()
         self._taken: set[str] = set()
 
@@ -180,7 +180,7 @@ class ClusterIndex:
             self._count_cpu(node, cpu_milli)
 
     def free_cpu(self, uid: str) -> None:
-        """The pod has ended. It need not be one of them."""
+        """The pod has ended. A pod that `use_cpu` has not counted is no error."""
         if (known := self._cpu_pods.pop(uid, None)) is not None:
             node, cpu_milli = known
             self._count_cpu(node, -cpu_milli)
@@ -188,7 +188,7 @@ class ClusterIndex:
                 self._drop(node)
 
     def settle(self) -> None:
-        """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
+        """Brings the profiles up to date with all changes. Queries do this first, so a query takes long after many changes."""
         for _ in self.settling():
             pass
 
@@ -231,8 +231,8 @@ class ClusterIndex:
         return node.used
 
     def node_set(self, names: Names) -> NodeSet:
-        """The set of these names of nodes, or the present one: a node that has become known since is one of `nodes`. A set that was made
-        before nodes were numbered again has all nodes."""
+        """The set of the nodes with these names. A given set is brought up to date: a node that has become known since is in `nodes`, and a
+        set that was made before nodes were numbered again has all nodes."""
         self.settle()
         numbering = self._profiles.numbering
         if isinstance(names, NodeSet):
@@ -242,7 +242,7 @@ class ClusterIndex:
                 return names
             return NodeSet(nodes & self._profiles.all | self._profiles.nodes_of(there), names.others.difference(there), numbering)
         names = tuple(names)
-        # The same names come in another order each time. Their hashes are secret, so that no two sets have one sum.
+        # Each call has the same names in another order. Python salts their hashes, so no client can craft two sets with the same sum.
         content = numbering, self._profiles.memberships, len(names), sum(map(hash, names))
         if (known := self._node_sets.get(content)) is not None:
             return known
@@ -257,13 +257,14 @@ class ClusterIndex:
         return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))
 
     def take_changed(self) -> NodeSet:
-        """The nodes with a change of what is free on their GPUs since the last call. Only one caller may use it. CPU does not count."""
+        """The nodes on which the free amounts of GPUs have changed since the last call, not those of CPU. Only one caller may use it."""
         taken = self.node_set(self._taken)
         self._taken.clear()
         return taken
 
     def names(self, offered: NodeSet) -> list[str]:
-        """The names of the nodes in a set. The list is empty if nodes were numbered again since: then it is not known which ones it had."""
+        """The names of the nodes in a set. The list is empty if nodes were numbered again since the set was made: its nodes are then not
+        known."""
         found = self.node_set(offered)
         if offered.numbering != found.numbering:
             return []
@@ -272,8 +273,8 @@ class ClusterIndex:
     def rank(
         self, request: PodRequest, policy: Policy, names: Names, most: int = 1, *, shape: Shape | None = None
     ) -> list[tuple[str, NodeChoice]] | Rejection:
-        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name. `shape`: that
-        of the request, if results are kept there and not for later calls."""
+        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name. `shape`: the
+        shape of the request if the caller has one; otherwise the results are kept for later calls."""
         shape = shape or self.shape(request, policy, keep=True)
         found = self._fitting(shape, names, most)
         if isinstance(found, Rejection):
@@ -303,28 +304,28 @@ class ClusterIndex:
         return Rejection(explain_counted((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
 
     def shape(self, request: PodRequest, policy: Policy, *, keep: bool = False) -> Shape:
-        """For questions that must not displace what is kept for the verbs."""
+        """The shape of a request. Without `keep`, its results do not displace the results that are kept for the verbs."""
         return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
 
     def any_fits(self, shape: Shape, names: Names) -> bool:
-        """Whether one of these nodes fits: `order` without the reasons, which cost the most."""
+        """Whether one of these nodes fits. It leaves out the reasons, which take most of the time of `order`."""
         named, nodes = self._named(shape.request, self.node_set(names))
         return bool(shape.fitting(nodes, 1, enough=1)) or any(isinstance(self._found(name, shape), NodeChoice) for name in named)
 
     def examine(
         self, request: PodRequest, policy: Policy, names: Names, most: int | None = 1, *, shape: Shape | None = None
     ) -> Iterator[None]:
-        """What takes long in `rank` and `order`, in steps of less than a millisecond. Afterwards they take a few milliseconds."""
+        """Does the slow part of `rank` and `order` in steps of less than a millisecond. Afterwards they take a few milliseconds."""
         nodes = self._named(request, self.node_set(names))[1]
         return (shape or self.shape(request, policy, keep=True)).examine(nodes, most, reasons=True)
 
     def examine_any(self, shape: Shape, names: Names) -> Iterator[None]:
-        """The same for `any_fits`."""
+        """Does the slow part of `any_fits`, as `examine`."""
         return shape.examine(self._named(shape.request, self.node_set(names))[1], 1, enough=1, reasons=False)
 
     @property
     def version(self) -> int:
-        """Differs after every change that may let a request fit: not after those of CPU by pods without GPUs."""
+        """Differs after every change that may let a request fit, so not after a pod without GPUs has taken or freed CPU."""
         return self._version
 
     @property
@@ -337,7 +338,7 @@ class ClusterIndex:
         return len(self._assumed)
 
     def fits(self, pod: PlacedPod) -> bool:
-        """Whether a placement with known GPUs has its room, on GPUs that are offered."""
+        """Whether the known GPUs of a placement are offered and have room for it."""
         node = self._nodes.get(pod.node)
         taken = _taken(node.state, pod) if node is not None else None
         if node is None or taken is None:
@@ -420,7 +421,8 @@ def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]
 
 
 def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
-    """What the node reports, then the pods with known GPUs, then a likely choice for the others; the order of `pods` has no influence."""
+    """Adds up what the node reports, then what pods with known GPUs take, then a likely choice for the other pods. The order of `pods` has
+    no influence."""
     used: Used = (NOTHING,) * len(node.gpus)
     for shares in node.other.values():
         used = added(used, _summed(shares))
@@ -436,11 +438,11 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
     for pod in unknown:
         if (
             len(pod.request.containers) > MAX_GPU_CONTAINERS
-        ):  # a choice would take long: it has all GPUs until its agent reports them
+        ):  # a choice would take long: the pod counts on all GPUs until the agent reports them
             full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for gpu in node.gpus)
             used = added(used, dict(enumerate(full)))
             continue
-        # The agent, which has chosen, follows the constraints; gpu-manager does not read them.
+        # If an agent has chosen, it has followed the constraints; gpu-manager does not read them.
         anywhere = PodRequest(pod.request.containers)
         for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
             choice = choose(node, used, wanted, "binpack")
@@ -458,7 +460,7 @@ def _summed(shares: Shares) -> Mapping[int, Amounts]:
 
 
 def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
-    """None: its GPUs are not known, or no longer on this node."""
+    """None: the GPUs of the pod are not known, or no longer on this node."""
     if pod.shares is None or len(pod.shares) != len(pod.request.containers):
         return None
     positions = node.positions

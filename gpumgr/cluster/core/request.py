@@ -101,8 +101,8 @@ class PodRequest:
 
     @cached_property
     def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
-        """For each container: the request that its GPUs must fulfil for it and for the containers that reuse them, and their cores in
-        all."""
+        """For each container: the request that its GPUs must fulfil for it and for the containers that reuse them, and the sum of the
+        cores."""
         return [_together(self.containers[place:]) for place in range(len(self.containers))]
 
     @cached_property
@@ -128,7 +128,7 @@ class PodUse:
             memory = min(pool.memory_mebibytes, wanted.memory_mebibytes)
             slices = pool.slices & wanted.slices
             again = Amounts(min(pool.cores, wanted.cores), memory, min(pool.replicas, wanted.replicas), slices)
-            if slices != wanted.slices:  # a MIG device of its own; the other one stays until the pod ends
+            if slices != wanted.slices:  # the container gets a MIG device of its own; the reusable one stays until the pod ends
                 again = Amounts(replicas=again.replicas)
             fresh = wanted - again
             self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh

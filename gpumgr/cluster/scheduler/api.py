@@ -5,14 +5,14 @@ from typing import Final, Literal, get_args
 import msgspec
 
 #: Why a pod waits. "refused": no agent grants the request. "quota": its namespace is at its limit. "resources": no node has enough in
-#: total. "fragmentation": a node has enough in total, and no node has it on GPUs that the pod can use. "elsewhere": GPUs are free, so
+#: total. "fragmentation": a node has enough in total, but no node has it on GPUs that the pod can use. "elsewhere": GPUs are free, so
 #: kube-scheduler has not tried yet, or rejects these nodes itself.
 Kind = Literal["refused", "quota", "resources", "fragmentation", "elsewhere"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
 class NodeGroup(msgspec.Struct, kw_only=True):
-    """Nodes with the same reason. `closest`: the one that lacks least, and what it has. `nodes`: (name, what it has), if asked for."""
+    """Nodes with the same reason. `closest`: the node that lacks least, and what it has. `nodes`: (name, what it has), if asked for."""
 
     reason: str
     count: int
@@ -21,7 +21,7 @@ class NodeGroup(msgspec.Struct, kw_only=True):
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """`request` in words. `limit`: the obstacle on every node (its request, or a quota)."""
+    """`request` in words. `limit`: the obstacle that does not depend on the node (the request itself, or a quota)."""
 
     kind: Kind
     request: str
@@ -31,7 +31,7 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`gpus` of a bound pod: container -> (GPU's UUID, or its index; cores; MiB). `condition`: the text of the pod's condition
-    PodScheduled. `waiting`: of a pod that is not bound."""
+    PodScheduled. `waiting`: only for a pod that is not bound."""
 
     namespace: str
     pod: str

@@ -19,16 +19,16 @@ from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 
 PATH: Final = "/hami/pods"
-#: The limit of one body, and of all together: any client that reaches the port may send some. A larger pod is refused at its creation.
+#: The limit of one body, and of all together: any client that reaches the port may send bodies. A larger pod is refused at its creation.
 MOST_BYTES: Final = 1 << 20
 TOTAL_BYTES: Final = 16 << 20
 _NONE: Final = ("", "0")
-#: A container with such a limit has GPUs from a device plugin, also if none of HAMi's.
+#: A container with a limit of such a name gets GPUs from a device plugin, even if it uses none of HAMi's resources.
 _OTHER_GPUS: Final = ("nvidia.com/", "tencent.com/vcuda-")
 
 
 def refusal(pod: Mapping[str, Any], hami: ReplicaResources) -> str | None:
-    """Why no node can grant it: amounts outside 0 to 100 %, too many containers. Raises what `patches` raises."""
+    """Why no node can grant the pod: amounts outside 0 to 100 %, or too many containers. Raises what `patches` raises."""
     spec, asking = pod["spec"], 0
     for container in [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]:
         limits = (container.get("resources") or {}).get("limits") or {}
@@ -59,7 +59,7 @@ def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSet
         if asking[path] and not cores and hami.core_resource not in requests and not part:
             added[hami.core_resource] = "100"
         for name, amount in added.items():
-            # The API server has copied limits to requests before.
+            # The API server copied limits to requests before it called this webhook.
             made += [
                 _add(f"{path}/resources/{kind}/{name.replace('~', '~0').replace('/', '~1')}", amount)
                 for kind in ("limits", "requests")
@@ -77,7 +77,7 @@ def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSet
 def _env(
     container: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSettings, *, asks: bool, wanted: bool
 ) -> Iterator[tuple[str, str]]:
-    """Variables that the container gets, unless it has them. `asks`: for GPUs; `wanted`: a container of the pod does."""
+    """Variables that the container gets, unless it has them. `asks`: it requests GPUs; `wanted`: a container of the pod requests GPUs."""
     resources = container.get("resources") or {}
     limits = resources.get("limits") or {}
     if wanted and hami.priority_resource in limits:

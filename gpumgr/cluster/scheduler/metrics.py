@@ -25,11 +25,11 @@ from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, r
 VERBS: Final = ("filter", "prioritize", "bind", "preempt")
 #: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
 OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
-#: Models with series of their own, those with the most GPUs; all others are "other".
+#: How many models have series of their own: the models with the most GPUs. All others are "other".
 MAX_MODELS: Final = 32
 #: Key of a response under which the server leaves its outcome.
 OUTCOME: Final = web.ResponseKey("outcome", str)
-#: From an answer from memory to kube-scheduler's timeout.
+#: From the time of an answer from memory up to kube-scheduler's timeout.
 _BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0)
 
 _SECONDS: Final = Family(
@@ -136,12 +136,13 @@ class SchedulerMetrics:
         return measured
 
     def answered(self, verb: str, outcome: str, seconds: float) -> None:
-        """Other verbs are ignored."""
+        """Counts an answer. A verb outside VERBS is ignored."""
         if (verb, outcome) in self._seconds:
             self._seconds[verb, outcome].observe(seconds)
 
     def page(self, waiting: Counter[Kind | None]) -> bytes:
-        """The body of a scrape. `waiting`: how many pods wait for each reason; None: not examined. Refresh the overview before."""
+        """The body of a scrape. `waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the overview
+        first."""
         return page([*self._gauges(waiting), *map(render_metric, self._registry.collect())], openmetrics=False)
 
     def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
@@ -182,7 +183,7 @@ def outcome_of(result: object) -> str:
 
 
 def _by_model(totals: Totals, what: str, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[tuple[str, ...], float]:
-    """(Model, part) -> amount; all parts of each model, so that a first one shows as an increase."""
+    """(Model, part) -> amount. Each model has all parts, if need be at 0, so that the first amount of a part shows as an increase."""
     series: Counter[tuple[str, ...]] = Counter()
     for counted, model, part in totals:
         if counted == what:

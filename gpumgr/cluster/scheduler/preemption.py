@@ -1,7 +1,8 @@
 """The verb preempt, and GPUs that are kept for the pods that preempt.
 
 kube-scheduler evicts the victims and nominates their node for the pod (status.nominatedNodeName). Until the pod is bound, other pods of the
-same or a lower priority must not take the GPUs: they are assumed for it, beyond what is free, so they stay taken as the victims end.
+same or a lower priority must not take the GPUs: they are assumed for it while the victims still hold them, so they stay taken when the
+victims end.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
-#: Nodes that are examined in one call, and GPUs x pods of all but the last one. A node with 8 GPUs and 80 pods takes 20 ms, one with 16
-#: and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
+#: The most nodes that one call examines, and the most GPUs x pods on all of them but the last one. A node with 8 GPUs and 80 pods takes 20
+#: ms, one with 16 and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
 _MAX_NODES: Final = 32
 _MAX_WORK: Final = 20_480
 #: A node as it was examined. The positions of a choice are those of this state.
@@ -66,8 +67,8 @@ class Preemption:
     # -- kept GPUs ---------------------------------------------------------------------------------------------------------
 
     async def keep_nominated(self) -> None:
-        """Keeps GPUs for nominated pods that the watch has shown for the first time. Before each verb, which waits until they are kept. A
-        thread examines the nodes; one that changes in the meantime is examined again before the next verb."""
+        """Keeps GPUs for nominated pods that the watch has shown for the first time. Each verb first waits for this. A thread examines the
+        nodes; one that changes in the meantime is examined again before the next verb."""
         async with self._keeping:
             self.refresh()
             nominated = self._watches.nominated
@@ -106,7 +107,8 @@ class Preemption:
         self._index.remove(uid)
 
     def restore(self, uid: str) -> None:
-        """After a rejected filter, which began by removing what was assumed: the victims have not ended yet."""
+        """Assumes the kept GPUs again after filter has rejected the pod because its victims have not ended yet: filter first removes what
+        was assumed."""
         if (kept := self.kept.get(uid)) is not None:
             self._index.assume(kept.pod)
 
@@ -141,9 +143,9 @@ class Preemption:
     async def preempt(
         self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]], rejected: Sequence[str]
     ) -> PreemptResult:
-        """At most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have passed
-        kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; one that changes in the meantime is not
-        taken."""
+        """Proposes at most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have
+        passed kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; one that changes in the meantime
+        is not taken."""
         found: list[tuple[int, Cost, int, str, Eviction, _There]] = []
         for name in self._examined(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))
@@ -173,7 +175,7 @@ class Preemption:
         return self._index.node(name), dict(self._index.pods_on(name))
 
     def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]) -> list[str]:
-        """Nodes with pods of a lower priority, the most promising ones."""
+        """The most promising nodes that have pods of a lower priority."""
         lowest = {
             name: min((each.priority for each in self._index.pods_on(name).values()), default=pod.priority)
             for name in {*proposed, *rejected}
@@ -186,8 +188,8 @@ class Preemption:
         return [name for name, before in zip(ordered, work, strict=False) if before < _MAX_WORK]
 
     def _examination(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Callable[[], Eviction | None]:
-        """The victims on the node as it is now, without what is kept for the pod itself; it may run on a thread. A pod above its quota
-        evicts pods of its namespace only, which make enough of the quota free."""
+        """Returns a function that finds the victims on the node as it is now, without what is kept for the pod itself; it may run on a
+        thread. A pod above its quota evicts only pods of its own namespace, which free enough of the quota."""
         node = self._index.node(name)
         if node is None:
             return lambda: None
@@ -206,7 +208,7 @@ class Preemption:
             held = added_holdings(holdings[uid][1] for uid in uids & freed)
             return quotas.choose(pod.namespace, node, used, pod.request, policy, held)
 
-        # Without what victims free of the quota; what ends anyway is free.
+        # The first does not count on quota that victims would free, only on quota of pods that end anyway.
         first = replace(preemptor, within_quota=partial(within_quota, own & (ending | unbound)))
         second = replace(preemptor, within_quota=partial(within_quota, own), evicts=own)
         return lambda: find(first) or find(second)

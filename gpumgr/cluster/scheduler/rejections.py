@@ -35,15 +35,16 @@ RETRIED_ANNOTATION: Final = "gpumgr.io/waiting-pods-retried"
 #: reject a pod that fits here.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
-#: One look works so long at most; the next one goes on where it has stopped.
+#: The longest time of one look; the next look goes on where it stopped.
 _LOOK_SECONDS: Final = 0.4
-#: Looks for which the changes before them are kept.
+#: For how many looks the changes before each of them are kept.
 _REMEMBERED: Final = 100
 
 
 @dataclass(slots=True)
 class _Rejected:
-    """`offered`: by kube-scheduler. The pod did not fit at the look with this number, with this state of its quota."""
+    """`offered`: the nodes that kube-scheduler offered. The pod did not fit at the look with number `look`, when its quota had the state
+    `quota`."""
 
     pod: WatchedPod
     policy: Policy
@@ -62,7 +63,7 @@ class Rejections:
     ) -> None:
         self._index, self._quotas, self._watches, self._clock = index, quotas, watches, clock
         self.pods: dict[str, _Rejected] = {}
-        #: What changed since the look before, for each of the last looks.
+        #: For each of the last looks, the nodes that had changed since the look before it.
         self._changed: deque[NodeSet] = deque(maxlen=_REMEMBERED)
         self._looks = 0
 

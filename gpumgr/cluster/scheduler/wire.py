@@ -11,7 +11,8 @@ _NONE: Final = msgspec.Raw(b"null")
 
 
 class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
-    """The arguments of filter and prioritize. `node_names` with nodeCacheCapable, else `nodes` with whole Node objects in "items"."""
+    """The arguments of filter and prioritize. With nodeCacheCapable they have `node_names`, else `nodes` with whole Node objects in
+    "items"."""
 
     pod: msgspec.Raw
     nodes: dict[str, Any] | None = None
@@ -27,7 +28,7 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
 
     @property
     def by_name(self) -> bool:
-        """The answer has names instead of whole nodes."""
+        """Whether the answer has names instead of whole nodes."""
         return bytes(self.node_names) != bytes(_NONE)
 
     def items(self) -> Mapping[str, Any]:
@@ -63,7 +64,7 @@ class BindResult(msgspec.Struct, rename="pascal"):
 
 
 class Victims(msgspec.Struct):
-    """`pods`: objects with a "UID", or whole pods. `violations`: of PodDisruptionBudgets."""
+    """`pods`: objects with a "UID", or whole pods. `violations`: how often PodDisruptionBudgets are violated."""
 
     pods: list[dict[str, Any]] | None = msgspec.field(name="Pods", default=None)
     violations: int = msgspec.field(name="NumPDBViolations", default=0)
@@ -87,6 +88,6 @@ class PreemptArgs(msgspec.Struct, rename="pascal", kw_only=True):
 
 
 class PreemptResult(msgspec.Struct):
-    """UIDs in any case. A node without victims would fail the whole attempt."""
+    """Names victims by UID in any case. A node without victims would fail the whole preemption."""
 
     victims: dict[str, Victims] = msgspec.field(name="NodeNameToMetaVictims", default_factory=dict)

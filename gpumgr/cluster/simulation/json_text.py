@@ -44,7 +44,7 @@ class JsonText:
             raise InputError(f"{file}: it is not JSON that can be read: it is nested too deeply") from error
 
     def place(self, at: int) -> str:
-        """File and line of a position. It counts lines from the previous position, if this position is behind it."""
+        """File and line of a position. It counts lines from the previous position if that is before this one."""
         start, line = self._counted if self._counted[0] <= at else (0, 1)
         self._counted = (at, line + self._text.count("\n", start, at))
         return f"{self._file}, line {self._counted[1]}"

@@ -27,7 +27,7 @@ _GPU_SCALE: Final = 8_000
 _NO_FIT: Final = -1
 #: The score of a node on which the request fits; the highest is the best.
 Score = Callable[[Node, Shape], float]
-#: The order of equal nodes, the lowest first: from the position of a node and the value of the node that was taken last.
+#: Orders equal nodes, the lowest value first. The arguments are the node's position, and the value of the node that was taken last.
 Order = Callable[[int, float], float]
 #: The GPUs of a node for a request that fits.
 Choice = Callable[[Node, Shape], Gpus]
@@ -117,7 +117,8 @@ def dot_product(node: Node, shape: Shape) -> float:
 
 
 def clustering(node: Node, shape: Shape) -> float:
-    """Prefers nodes that have pods of the same kind: these only, then among others, then no pods with GPUs, then other kinds."""
+    """Prefers nodes with pods of only the same kind, then of this and other kinds, then without pods with GPUs, then of only other
+    kinds."""
     if not shape.gpus:
         return 0
     kinds = {kind for kind, count in node.kinds.items() if count and kind != "none"}

@@ -1,4 +1,4 @@
-"""What every unary call of a service needs: its request as bytes, and a gRPC status with a sentence for each failure."""
+"""Serves unary calls: reads the request as bytes, and answers each failure with a gRPC status and a sentence."""
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,15 +27,15 @@ Observe = Callable[[str, str, float], None]
 
 @dataclass(slots=True)
 class Call:
-    """A running call. `outcome` is a bounded label: "ok", a RefusalCode, or "cancelled" until it has another one."""
+    """A running call. `outcome` is a bounded label: "ok", a RefusalCode, or "cancelled" until another outcome is set."""
 
     outcome: str = "cancelled"
 
 
 @contextmanager
 def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterator[Call]:
-    """Around the work of a call, which sets the outcome at its end: errors become GRPCErrors, a bug is logged to `log` and ends nothing
-    but this call."""
+    """Encloses the work of a call; the block sets the outcome at its end. Errors become GRPCErrors. A bug is logged to `log` and ends only
+    this call."""
     started = time.perf_counter()
     call = Call()
     try:
@@ -70,7 +70,7 @@ def unary(rpc: str, answer: Callable[[bytes], Awaitable[bytes]], log: Any, obser
 
 
 def failed_inside(rpc: str, error: Exception) -> str:
-    """The sentence for a bug."""
+    """The sentence that answers a call that failed by a bug."""
     return f"gpumgr failed inside {rpc} ({type(error).__name__}: {error}); its log has the details"
 
 

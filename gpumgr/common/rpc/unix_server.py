@@ -1,4 +1,4 @@
-"""Services on a unix socket: binds it, detects that others removed its file, binds it again, drains, removes it."""
+"""Serves gRPC on a unix socket: binds the socket, detects that others removed its file, binds it again, drains, removes the file."""
 
 import errno
 from collections.abc import Callable, Collection
@@ -25,7 +25,7 @@ class UnixServer:
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket file is still that of this server. Others may have deleted it, while the socket stays open."""
+        """Whether the socket file is still the file of this server. Others may have deleted the file; the socket stays open then."""
         return self._socket.in_place
 
     @property
@@ -59,7 +59,7 @@ class UnixServer:
         return self._server.idle
 
     async def wait_idle(self, timeout_seconds: float) -> None:
-        """Waits until it is idle, at most `timeout_seconds`."""
+        """Waits until the server is idle, at most `timeout_seconds`."""
         await self._server.wait_idle(timeout_seconds)
 
     async def drain(self, grace_seconds: float) -> None:
@@ -70,7 +70,8 @@ class UnixServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """A registration. `registrations` counts the successful attempts, `error` says what is wrong since, or now, and what to do."""
+    """The state of a registration with the kubelet. `registrations` counts the successful attempts. `error`: the present problem, and what
+    to do."""
 
     registered: bool = False
     registrations: int = 0

@@ -35,7 +35,7 @@ class TakeOver:
     """Migrates gpu-manager's running pods.
 
     The device ids of these pods name no GPU; only gpu-manager's own checkpoint maps its containers to GPUs. Its records are written to the
-    ledger before their GPUs are offered, also if the driver lists a GPU late. A record is skipped if its pod is not in the kubelet's
+    ledger before their GPUs are offered, even if the driver lists a GPU late. A record is skipped if its pod is not in the kubelet's
     checkpoint, or if the API server has no such pod or reports that it has ended.
 
     While the kubelet lists a running container with such ids that has no record, no device is offered: the GPU of that container would
@@ -127,7 +127,7 @@ class TakeOver:
         return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in VCUDA_NAMES), found)
 
     async def _read(self) -> Sequence[AnonymousRecord] | None:
-        """Reads the kubelet's file and, if it is needed, gpu-manager's. None: gpu-manager's could not be read yet."""
+        """Reads the kubelet's file and, if it is needed, gpu-manager's file. None: gpu-manager's file could not be read yet."""
         self._entries = found if (found := await entries_if_readable(self._folder, self._names)) is not None else self._entries
         if self._remember is None and not self._waiting and not self._left(()):
             return ()
@@ -170,8 +170,8 @@ class TakeOver:
         return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
 
     def _state(self, records: tuple[AnonymousRecord, ...]) -> object:
-        """The input of an attempt with these records: an attempt with equal input has the same result. Once devices are offered the
-        ledger is not part of it, since new grants only reduce the free capacity."""
+        """The input of an attempt with these records: an attempt with equal input has the same result. Once devices are offered, the input
+        has no ledger, since new grants only reduce the free capacity."""
         agent_state = self._agent_state
         return records, agent_state.inventory.gpus(agent_state.ledger.gpu_registry), None if self._free else agent_state.ledger
 
@@ -233,7 +233,7 @@ class TakeOver:
         return running
 
     def _reason(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
-        """The reason, for the node's condition; it names the first containers. The log event, written once, has all of them."""
+        """The reason for the node's condition, which names the first containers. The log event, written once, names all of them."""
         problem = (
             f"{listed(running)} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
             "this is known, since theirs would be granted twice"

@@ -1,8 +1,8 @@
 """Backend "hami-core": the operator's libvgpu.so runs in the container and limits cores and memory; a region file has the limits.
 
-The region file is mounted into the container twice: under the name in the container's environment, and under the library's default name.
-So a process without that environment has the same limits, and the container can neither remove nor replace the file. The file is written
-again at every start, because a container can't start with a region of another library version, or with slots of the former container.
+The region file is mounted into the container twice: under the name in the container's environment, and under the library's default name. So
+a process without that variable has the same limits, and the container can neither remove nor replace the file. The file is written again at
+every start, because a container can't start with a region of another library version, or with slots of the former container.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 #: The region's path that is the library's default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
-#: In run_dir; it has a folder for each allocation.
+#: The backend's folder in run_dir, with a folder for each allocation.
 FOLDER: Final = "hami-core"
 #: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
 _LIBRARY_IN_CONTAINER: Final = Path("/usr/local/vgpu/libvgpu.so")
@@ -68,7 +68,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
-        """The library of containers that start from now on; running ones keep the copy that they have mounted."""
+        """Sets the library of containers that start from now on; running containers keep the copy that they have mounted."""
         self._library = path, sha256
 
     async def unavailable(self) -> str | None:

@@ -1,6 +1,6 @@
 """Monitors the region of one container: reports findings and repairs limits. Blocks: call it on a thread.
 
-The limits are what the agent granted. The region shows which processes run under the library and is never trusted about limits.
+The agent decides the limits. The region only shows which processes run under the library; its limits are never trusted.
 """
 
 import struct
@@ -25,8 +25,8 @@ from gpumgr.ledger.gpu_share import GpuShare
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
 #: number of consecutive checks.
 CHECKS_UNREGISTERED: Final = 3
-#: The library looks for a process's pid on the host once, for a second at most, one process after another. A process that has a wrong one
-#: at so many checks changes it itself.
+#: The library looks for a process's pid on the host once, for a second at most, one process after another. If the region has a wrong pid at
+#: so many checks, the process changes it itself.
 CHECKS_WRONG_HOST: Final = 120
 _RELEASED: Final = (
     "a process of {} was killed while HAMi-core started in it, and kept its others waiting in cuInit; gpumgr has freed them: "
@@ -37,8 +37,8 @@ log = structlog.get_logger(__name__)
 
 
 class RegionMonitor:
-    """Monitors the region of one start of a container; `region` may be the reason why it can't be used. Any thread may call it, and `close`
-    may be called again."""
+    """Monitors the region of one start of a container; `region` may be a text: the reason why the region can't be used. Any thread may call
+    the methods, and `close` may be called again."""
 
     def __init__(self, region: RegionFile | str, *, nspid_of: NspidOf, clock: Callable[[], float]) -> None:
         self._region, self._clock = region, clock
@@ -47,14 +47,14 @@ class RegionMonitor:
         self._closed = self._reported_broken = self._reported_host = False
         self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[int] = frozenset()
-        #: The limits that the region had after the last repair; None: an earlier process of the agent wrote it.
+        #: The limits that the region had after the last repair; None: an earlier process of the agent wrote the region.
         self._written: RegionLimits | None = None
         self._pending: list[Finding] = []
         self._unseen: dict[int, int] = {}
-        #: By the pid on the host, at how many checks the region had another one.
+        #: Pid on the host -> at how many checks the region had another pid for the process.
         self._wrong_hosts: Counter[int] = Counter()
         self._stuck_since: dict[tuple[int, int], float] = {}
-        #: Who waited for the semaphore `postinit`, and since when nothing has changed; None while it is free.
+        #: The waiters and slots while the semaphore `postinit` was held, and since when they have not changed; None while it is free.
         self._held: tuple[object, ...] | None = None
         self._held_since = 0.0
 
@@ -63,7 +63,7 @@ class RegionMonitor:
             self._closed = True
             if isinstance(self._region, RegionFile):
                 with suppress(OSError):
-                    if self._region.read().recent_kernel < 0:  # launches wait, and no agent would end it
+                    if self._region.read().recent_kernel < 0:  # launches wait, and no agent would end the wait
                         self._write_recent_kernel(self._region, 0)
                 self._region.close()
 
@@ -78,7 +78,8 @@ class RegionMonitor:
             region.write(layout.RECENT_KERNEL, struct.pack("<i", word))
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
-        """The new findings; each once, a repaired one each time. Changes nothing in the region but its length."""
+        """The new findings, each once; a change that was repaired is reported again each time. Changes nothing in the region but its
+        length."""
         with self._lock:
             if self._closed:
                 return ()
@@ -119,7 +120,7 @@ class RegionMonitor:
         return None
 
     def _read(self, running: RunningContainer) -> tuple[RegionFile, RegionView]:
-        """Also cuts what was appended: that must not wait for a repair. Raises OSError."""
+        """Reads the region, and cuts off what was appended to it: that must not wait for a repair. Raises OSError."""
         if isinstance(self._region, str):
             raise OSError(self._region)
         if more := self._region.cut():
@@ -143,7 +144,7 @@ class RegionMonitor:
             yield _tampered(tenant, [each.message for each in drift])
 
     def _changed(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """What the container changed. Empty if its share or the order of its GPUs is unknown: its limits must not become others."""
+        """What the container changed. Empty if its share or the order of its GPUs is unknown, so that wrong limits are never written."""
         expected = self._written
         try:
             if expected is None:
@@ -155,7 +156,7 @@ class RegionMonitor:
         return [each for each in repairs.drifted(seen, expected) if each.code in repairs.TAMPERING]
 
     def _drifted(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """What differs from the limits that are wanted now; empty as above."""
+        """What differs from the limits that are wanted now; empty in the same case as `_changed`."""
         try:
             self._written = content.limits(tenant.gpus)
         except ValueError:
@@ -173,7 +174,7 @@ class RegionMonitor:
             yield finding(tenant, "tampered", message)
 
     def _unregistered(self, running: RunningContainer, seen: RegionView) -> Iterable[Finding]:
-        """Processes that use the GPU and have no slot in the region."""
+        """Reports processes that use the GPU and have no slot in the region."""
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
         outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
@@ -207,7 +208,7 @@ class RegionMonitor:
             yield repairs.released()
 
     def _wrong(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
-        """The pids on the host that must be written. A pid that the library may still look for is written only if that takes long."""
+        """Writes of the right pids on the host. A pid that the library may still look for is written only if the library takes too long."""
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
         for host, later, repair in found:
             self._wrong_hosts[host] += 1

@@ -1,4 +1,4 @@
-"""The arbiter, a native thread that decides which tenant of each GPU holds it. See arbiter.c."""
+"""Controls the arbiter: a native thread that decides which tenant holds each GPU at a time. See arbiter.c."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from gpumgr.common.errors import GpumgrError
 
 
 class ArbiterError(GpumgrError):
-    """The arbiter can't be loaded, or has no room."""
+    """The arbiter can't be loaded, or has no room for another tenant."""
 
 
 class _Figures(ctypes.Structure):
@@ -20,8 +20,8 @@ class _Figures(ctypes.Structure):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
     """What one tenant did on one GPU since it was added. `overruns`: turns that were passed on although its work had not ended. `spoiled`:
-    how often its turn page was damaged, and restored. `waited_ns`: the time in which at least one of its threads waited for a turn, as the
-    arbiter saw it, every 5 ms or oftener."""
+    how often its turn page was damaged, and restored. `waited_ns`: the time in which at least one of its threads waited for a turn; the
+    arbiter looks every 5 ms or more often."""
 
     held_ns: int
     waited_ns: int
@@ -30,7 +30,7 @@ class Turns:
 
 
 class Arbiter:
-    """Its thread starts with the first tenant. Any thread may call it."""
+    """The arbiter's thread starts with the first tenant. Any thread may call the methods."""
 
     def __init__(self, library: Path) -> None:
         """Raises ArbiterError."""
@@ -43,8 +43,8 @@ class Arbiter:
         self._running = self._stopped = False
 
     def add(self, uuid: str, page: int, limits: int, turn: int) -> int:
-        """Adds a tenant of a GPU and returns its number. `page`: the GPU's index in the tenant's pages. `limits`, `turn`: the pages'
-        descriptors, which must stay open until `remove`. Raises ArbiterError."""
+        """Adds a tenant of a GPU and returns its number. `page`: the GPU's index in the tenant's pages. `limits`, `turn`: the descriptors
+        of the pages, which must stay open until `remove`. Raises ArbiterError."""
         with self._lock:
             if not self._running and not self._stopped:
                 if code := self._library.gm_arbiter_start():
@@ -64,7 +64,7 @@ class Arbiter:
         return Turns(held_ns=figures.held_ns, waited_ns=figures.waited_ns, overruns=figures.overruns, spoiled=figures.spoiled)
 
     def stop(self) -> None:
-        """Its tenants limit themselves from now on. It does not start again."""
+        """Stops the arbiter, which does not start again. Its tenants limit themselves from now on."""
         with self._lock:
             self._stopped = True
             if self._running:

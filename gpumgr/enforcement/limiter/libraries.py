@@ -1,4 +1,4 @@
-"""Where the package has the limiter's libraries: compiled for this machine when the package was built (tools/limiter.py)."""
+"""Finds the limiter's libraries in the package. They are compiled when the package is built (tools/limiter.py)."""
 
 import platform
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Final
 
 from gpumgr.common.errors import InputError
 
-#: For containers, and for the agent itself.
+#: LIBRARY is for containers, ARBITER for the agent itself.
 LIBRARY: Final = "libgpumgr.so"
 ARBITER: Final = "libgpumgr-arbiter.so"
 

@@ -1,6 +1,6 @@
 """The compute mode of a shared GPU: EXCLUSIVE_PROCESS, so that a process that does not use the daemon gets no context.
 
-The former mode is on record until it is restored, also by an agent that has restarted or that has mps.exclusive_process off.
+The former mode is on record until it is restored. An agent restores it even after a restart, or if mps.exclusive_process is off by then.
 """
 
 from typing import Final, Protocol
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 class ComputeModes(Protocol):
-    """The driver's setting for one GPU, by NVML's numbers. Both raise GpumgrError."""
+    """Reads and sets the driver's compute mode of one GPU, as NVML's number. Both methods raise GpumgrError."""
 
     async def compute_mode(self, uuid: str) -> int: ...
 
@@ -26,7 +26,7 @@ class ComputeModes(Protocol):
 
 
 async def set_exclusive(modes: ComputeModes, uuid: str, records: DaemonRecords) -> None:
-    """Sets EXCLUSIVE_PROCESS and records the former mode. The GPU has a record. Existing contexts stay.
+    """Sets EXCLUSIVE_PROCESS and records the former mode in the GPU's record, which must exist. Existing contexts stay.
 
     Raises MpsError: then the GPU must not be shared.
     """

@@ -48,7 +48,7 @@ class GpuFolder:
         self._tenants = root / "tenants"
 
     def namespace(self, allocation: AllocationId) -> Path:
-        """Folder of the container's socket in protocol 3."""
+        """The folder with the container's socket in protocol 3."""
         return self.pipe / SERVER / allocation
 
     def make(self) -> None:
@@ -122,7 +122,7 @@ def names_in(folder: Path, pattern: re.Pattern[str]) -> list[str]:
 
 
 def socket_path_bytes(root: Path) -> int:
-    """Bytes of the longest socket path below this root."""
+    """How many bytes the longest socket path below this root has."""
     uuid = f"GPU-{'0' * 36}"
     return max(len(os.fsencode(root / uuid / name)) for name in _LONGEST)
 
@@ -161,7 +161,7 @@ class DaemonRecords:
             self._put(uuid, Record(boot=self._boot, folder=str(folder), former_mode=former_mode))
 
     def set_former_mode(self, uuid: str, mode: int | None) -> None:
-        """For a GPU with a record. Raises OSError."""
+        """Changes the record of a GPU that has one. Raises OSError."""
         self._put(uuid, replace(self._known[uuid], former_mode=mode))
 
     def drop(self, uuid: str) -> None:
@@ -197,6 +197,6 @@ def read_protocol(state_dir: Path) -> MpsProtocol | None:
 
 
 def write_protocol(state_dir: Path, protocol: MpsProtocol) -> None:
-    """Durable, because containers keep their protocol over a reboot. Raises OSError."""
+    """Writes the protocol durably, because containers keep their protocol over a reboot. Raises OSError."""
     state_dir.mkdir(parents=True, exist_ok=True)
     replace_file(state_dir / _PROTOCOL_NAME, f"{protocol}\n")

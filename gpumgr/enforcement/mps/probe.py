@@ -1,8 +1,8 @@
 """Tries MPS once: a daemon on an idle GPU is started, limited, asked and ended, before any container depends on it.
 
-The help text of the control program says what it should be able to do; only a daemon shows whether it can (a missing library, a driver
-without memory limits, a GPU that MPS does not support). The result is on disk and counts for this program and this boot; after a boot the
-former one counts until the next try has ended.
+The help text of the control program says what MPS should be able to do. Only a daemon shows whether that works: a library may be missing,
+the driver may have no memory limits, MPS may not support the GPU. The result is on disk and counts for this program and this boot. After a
+boot the former result counts until the next trial has ended.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class ProbeResult:
 
 
 def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
-    """Path, file and protocol: another file has another inode or time. Raises OSError."""
+    """A text from the program's path, its file and the protocol: another file has another inode or time. Raises OSError."""
     seen = Path("/proc/1/root") / program.relative_to("/") if method == "host" else program
     try:
         status = seen.stat()
@@ -66,7 +66,7 @@ async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfi
     failure = None
     program = await asyncio.to_thread(identify, config.control.program, config.protocol, config.launcher)
     try:
-        for left in DaemonRecords(state_dir / _RECORDS_NAME).uuids():  # of an agent that was killed
+        for left in DaemonRecords(state_dir / _RECORDS_NAME).uuids():  # an agent that was killed left it
             await _daemon(left, root, state_dir, config).vacate()
         daemon = _daemon(uuid, root, state_dir, config)
         try:
@@ -84,11 +84,11 @@ async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfi
 
 
 def _daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> Daemon:
-    """It has a folder and a record of its own, so that no other part takes it for a daemon of containers."""
+    """The daemon for the trial. It has a folder and a record of its own, so that no other part takes it for a daemon of containers."""
     records = DaemonRecords(state_dir / _RECORDS_NAME)
     return Daemon(uuid, folder_of(root), records, replace(config, exclusive=False))
 
 
 def folder_of(root: Path) -> GpuFolder:
-    """The folder of the daemon that is tried. `root`: that of all daemons."""
+    """The folder of the daemon that is tried. `root`: the folder of all daemons."""
     return GpuFolder(root / "probe")

@@ -1,11 +1,10 @@
-"""Publishes decisions: the ledger as annotations of pods, the entries of the history as events.
+"""Publishes decisions: writes the ledger as annotations of pods, and the entries of the history as events.
 
-Invariants:
-1. A listener of the history only stores what it needs (`_on_entry`), since a kubelet's call may be waiting. `report` does the rest.
-2. A pod is reported once its calls have been answered: its containers and both resources become one patch and one event.
-3. An error in here is a bug; it is logged, and neither ends the agent nor fails the caller.
-4. Annotations follow the ledger: an allocation that was renamed, adopted, or not written before a restart, is written later. A pod is
-   written only once the API server has listed it, since its UID is needed to distinguish it from another one of the same name.
+Invariants: 1. A listener of the history only stores what it needs (`_on_entry`), since a kubelet's call may be waiting. `report` does the
+rest. 2. A pod is reported once its calls have been answered: one patch and one event cover all its containers and resources. 3. An error in
+here is a bug; it is logged, and neither ends the agent nor fails the caller. 4. Annotations follow the ledger: if an allocation was renamed
+or adopted, or was not written before a restart, its annotations are written later. A pod is written only once the API server has listed it,
+since its UID is needed to distinguish it from another one of the same name.
 """
 
 import asyncio
@@ -67,7 +66,7 @@ class DecisionReporter:
         #: Allocations without an event of their placement.
         self._unreported: set[AllocationId] = set()
         self._evaluators: dict[AllocationId, str] = {}
-        #: Annotations that were published and that the pod cache may not have yet, by UID.
+        #: UID -> annotations that were published, but that the pod cache may not have yet.
         self._published: dict[str, Mapping[str, str]] = {}
         self._late: deque[tuple[float, HistoryEntry]] = deque()
         self._next_check = clock() + CHECK_SECONDS
@@ -118,7 +117,7 @@ class DecisionReporter:
                 if entry.call in ("prefer", "allocate"):  # the kubelet fails the pod
                     self._hami.decided(entry)
                     self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
-                if entry.code != NOT_ENFORCED:  # it is in the event of the placement
+                if entry.code != NOT_ENFORCED:  # the event of the placement says so
                     self._report_entry(entry)
             case "gpu":
                 self._record(event_texts.gpu_event(self._node, entry, self._agent_state.node().label))
@@ -141,7 +140,7 @@ class DecisionReporter:
     # -- reports -----------------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Publishes what is new. It is cheap if there is nothing."""
+        """Publishes what is new. A call is cheap if nothing is new."""
         now = self._clock()
         for eviction, why in self._publisher.take_refused_evictions():
             message = f"the pod is not evicted ({eviction.reason}): {why}"
@@ -221,7 +220,8 @@ class DecisionReporter:
         return {MIG_ALLOCATIONS: text}
 
     def _annotate(self, view: PodView, wanted: Mapping[str, str]) -> None:
-        """Publishes what differs. Only keys that the agent wrote are removed, since a scheduler writes some of the same keys."""
+        """Publishes the annotations that differ. Keys are removed only if the agent wrote them, since a scheduler writes some of the same
+        keys."""
         present = self._published.get(view.uid) or self._pods.annotations(view.uid)
         gone = [key for key in present if key not in wanted and is_ours(key)] if ALLOCATIONS in present else []
         if self._annotate_pods and (gone or any(present.get(key) != value for key, value in wanted.items())):

@@ -1,12 +1,12 @@
-"""What HAMi's scheduler reads: the node's registered GPUs, and how the admission of its pods went.
+"""Publishes what HAMi's scheduler reads: the node's registered GPUs, and the result of the admission of its pods.
 
-The GPUs are annotations of the node, written when they change. What others hold is subtracted: HAMi's scheduler knows its own pods only.
-One that others share has less than 100 cores, so that no pod gets it exclusively. A GPU that another pod has whole, or that accepts no new
-pods, is registered as unhealthy.
+The GPUs are annotations of the node, written when they change. What other pods hold is subtracted, because HAMi's scheduler knows only its
+own pods. A GPU that other pods share is registered with less than 100 cores, so that no pod gets it exclusively. A GPU that another pod has
+whole, or that accepts no new pods, is registered as unhealthy.
 
-That scheduler binds the next pod of a node once its lock of the node is gone, or after 5 minutes. The agent needs no lock, so it makes no
-difference if the lock is another pod's by now. A pod that the kubelet refuses by itself, or that ends while no agent runs, holds it, too: a
-pod is waited for until it has all its devices, has ended, or is gone. The API server is not asked for the lock.
+HAMi's scheduler binds the next pod to a node once its lock on the node is removed, or after 5 minutes. The agent itself needs no lock, so
+it may remove the lock of a later pod. A pod that the kubelet refuses by itself, or that ends while no agent runs, leaves the lock, too: so
+the agent removes it when a pod has all its devices, has ended, or is gone. The agent does not read the lock.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class RegisterReporter:
             count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
             # Scaling has no meaning for MIG devices.
             memory_scaling, core_scaling = (1.0, 1.0) if profiles else view.inventory.scaling
-            # HAMi's scheduler gives an exclusive GPU, 100 cores, where so many are left; beside another pod the agent refuses it.
+            # HAMi's scheduler gives a GPU exclusively (100 cores) where so many are left; the agent refuses that beside another pod.
             scaled = int(cores * core_scaling)
             if any(not each.admin for each in foreign.on(name)):
                 scaled = min(scaled, CORES_PER_GPU - 1)
@@ -94,18 +94,18 @@ class RegisterReporter:
         return made
 
     def _of_hami(self, allocation: Allocation) -> bool:
-        """HAMi's scheduler counts it."""
+        """Whether HAMi's scheduler counts the allocation."""
         pod = find_pod(self._pods, allocation.pod, allocation.uid)
         return pod is not None and pod.bound_by_hami
 
 
 class HamiBindings:
-    """Removes the scheduler's lock of the node, and sets the phase of pods that failed. The phase of a pod that has its devices is one of
-    its annotations in `pod_annotations`."""
+    """Removes the scheduler's lock on the node, and sets the phase of pods that failed. `pod_annotations` sets the phase of a pod that has
+    its devices."""
 
     def __init__(self, publisher: Publisher, *, agent_state: AgentState, pods: PodCache) -> None:
         self._publisher, self._agent_state, self._pods = publisher, agent_state, pods
-        #: UIDs.
+        #: UIDs of the pods that are neither admitted nor refused yet.
         self._waiting: set[str] = set()
 
     def decided(self, entry: HistoryEntry) -> None:
@@ -115,7 +115,7 @@ class HamiBindings:
             self._end(view, failed=entry.what == "refused")
 
     def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        """`after` None: it is gone. The phase of a new pod shows whether an earlier process has seen its end."""
+        """`after` None: the pod is gone. The phase of a new pod shows whether an earlier process has published its result."""
         if after is None:
             if before is not None and before.uid in self._waiting:
                 self._end(before)

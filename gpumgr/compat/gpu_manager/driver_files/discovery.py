@@ -1,7 +1,7 @@
 """Finds the driver's files for the volumes below a root (the host's, or a driver container's).
 
-The libraries are read with `ldconfig -p` from the root's cache, which is the list that the loader uses; ldconfig reads every format of
-the cache. Without ldconfig or a cache the usual folders are searched. An absolute link stays below the root.
+`ldconfig -p` lists the libraries in the root's cache, which the loader uses, too; ldconfig reads every format of the cache. Without
+ldconfig or a cache the usual folders are searched. An absolute link stays below the root.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ def _link(current: Path) -> str | None:
 _LDCONFIG_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 _LDCONFIG_TIMEOUT_SECONDS: Final = 30.0
 _CACHE_LINE: Final = re.compile(r"\s+(?P<name>\S+) \((?P<flags>[^)]*)\) => (?P<path>/.*)")
-#: ldconfig's name of a library's machine; without one it is i386. Source: glibc, elf/cache.c.
+#: ldconfig's word for a library's machine -> the machine; without such a word it is i386. Source: glibc, elf/cache.c.
 _MARKERS: Final = {"x86-64": "x86-64", "AArch64": "aarch64", "hard-float": "arm", "x32": "x32", "64bit": "ppc64le"}
 _LIBRARY_FOLDERS: Final = (
     "/usr/lib64",
@@ -90,7 +90,7 @@ _LIBRARY_NAME: Final = re.compile(r"[^/]+\.so(\.[^/]+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """One line of a cache. `path` is relative to the root; `machine` None if only the file itself shows it."""
+    """One line of a cache. `path` is relative to the root; `machine` is None if only the file itself shows it."""
 
     name: str
     path: str
@@ -131,7 +131,7 @@ def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str
     Libraries that the cache lists for a machine not in `machines` are left out.
     """
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
-    # A cache without any of them is older than the driver, or the loader does not search the driver's folder.
+    # If the cache has no such library, it is older than the driver, or the loader does not search the driver's folder.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
 
 

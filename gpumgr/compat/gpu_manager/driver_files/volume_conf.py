@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from gpumgr.common.errors import SettingsError
 
-#: gpu-manager's names of two volumes: the limiting library as libcuda and libnvidia-ml, and the driver's own files.
+#: gpu-manager's names of two volumes: SHARE has its limiting library in the place of libcuda and libnvidia-ml, WHOLE the driver's own
+#: files.
 SHARE: Final = "nvidia"
 WHOLE: Final = "origin"
 #: Files of the share volume that are not part of the driver.
@@ -35,7 +36,7 @@ _BINARIES: Final = (
     "nvidia-persistenced",
     "nvidia-smi",
 )
-#: The names of the second part are newer than gpu-manager's list.
+#: The names after the empty line are newer than gpu-manager's list.
 _STEMS: Final = """
     libnvidia-ml libcuda libnvidia-ptxjitcompiler libnvidia-fatbinaryloader libnvidia-opencl libnvidia-compiler
     libvdpau_nvidia libnvidia-encode libnvcuvid libnvidia-fbc libnvidia-ifr libGL libGLX libOpenGL libGLESv1_CM libGLESv2
@@ -50,8 +51,8 @@ _LIBRARIES: Final = tuple(f"{stem}.so" for stem in _STEMS.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """One volume, which containers get at /usr/local/nvidia: at `base`/`name`, unless a setting has another path. `libraries` are
-    prefixes of names."""
+    """One volume, which containers see at /usr/local/nvidia. Its path on the host is `base`/`name`, unless a setting names another.
+    `libraries` are prefixes of names."""
 
     name: str
     base: Path

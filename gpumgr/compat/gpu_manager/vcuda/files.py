@@ -32,17 +32,16 @@ BUS_ID_BYTES: Final = 15
 MOST_PIDS: Final = 1024
 _PID_BYTES: Final = 4
 
-#: The only entry before the container has a process. It is the host's init, which never uses a GPU and never ends, so its pid is never
-#: reused.
+#: The only pid in the file before the container has a process: the host's init never uses a GPU and never ends, so its pid is never reused.
 INIT_PID: Final = 1
 
 
 def pack_config(tenant: GpuShare) -> bytes:
     """The content of vcuda.config, which has the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
 
-    Without a soft limit the cores are a hard limit (hard_limit 1); with one the container may use up to it while others are idle.
-    The library passes the two names to the client that registers the process. The client requires both and the agent trusts neither:
-    a name that the kubelet does not give is replaced by the allocation's.
+    Without a soft limit the cores are a hard limit (hard_limit 1). With a soft limit the container may use cores up to that limit while
+    others are idle. The library passes the two names to the client that registers the process. The client requires both and the agent
+    trusts neither: a name that the kubelet does not give is replaced by the allocation's.
     """
     gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(
