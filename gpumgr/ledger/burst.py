@@ -4,7 +4,7 @@ A burst gets memory that no container was granted: memory that is granted but no
 every request guaranteed, since memory in use can't be taken back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -62,7 +62,7 @@ def limits_now(
     """The limits that all containers on one GPU have now, in bytes: whole MiB, and never below a request. `free_bytes`: memory that no
     process uses; None: not known. `granted_bytes`: the sum of all requests on the GPU. `starting`: a container is about to start there, so
     no container may go further above its request now."""
-    unused = max(0, granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in memories.values()))
+    unused = _unused_bytes(memories.values(), granted_bytes)
     room = 0 if starting or free_bytes is None else max(0, free_bytes - unused) // _MEBIBYTE * _MEBIBYTE
     return {
         key: each.request_bytes + min(each.limit_bytes - each.request_bytes, -(-each.burst_bytes // _MEBIBYTE) * _MEBIBYTE + room)
@@ -70,13 +70,20 @@ def limits_now(
     }
 
 
+def _unused_bytes(memories: Iterable[ContainerMemory], granted_bytes: int) -> int:
+    """What was granted and is not used. An init container and the container that took over its memory were granted it once."""
+    return max(0, granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in memories))
+
+
 def obstacle_to_start(
-    memories: Mapping[_K, ContainerMemory], own: ContainerMemory, *, free_bytes: int, slack_bytes: int
+    memories: Mapping[_K, ContainerMemory], own: ContainerMemory, *, free_bytes: int, granted_bytes: int, slack_bytes: int
 ) -> tuple[int, _K] | None:
     """Whether a container with the memory `own` can start beside the containers in `memories`. None: it can. Otherwise the bytes that are
-    left for it, and the container that holds most above its request. Memory that others were granted is not left. A container that holds
-    no more than `slack_bytes` above its request (contexts, rounding) is no obstacle."""
-    left = max(0, free_bytes - sum(each.unused_bytes for each in memories.values()))
+    left for it, and the container that holds most above its request. `granted_bytes`: the sum of all requests on the GPU, its own
+    included; memory that others were granted is not left. A container that holds no more than `slack_bytes` above its request (contexts,
+    rounding) is no obstacle."""
+    unused = _unused_bytes([own, *memories.values()], granted_bytes)
+    left = max(0, free_bytes - max(0, unused - own.unused_bytes))
     holder = max(memories, key=lambda key: memories[key].burst_bytes, default=None)
     if own.unused_bytes <= left or holder is None or memories[holder].burst_bytes <= slack_bytes:
         return None

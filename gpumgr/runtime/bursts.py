@@ -1,6 +1,7 @@
 """Bursts of memory: how far containers may go above their requests now, and what they hold above them. See `gpumgr.ledger.burst`."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final
@@ -15,6 +16,7 @@ from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
 from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, wanted_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
@@ -24,7 +26,7 @@ log = structlog.get_logger(__name__)
 #: Reason of the event of a pod with an annotation gpumgr.io/memory-limit that is not used.
 IGNORED: Final = "GpuMemoryLimitIgnored"
 #: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
-_ROOM_SECONDS: Final = 20.0
+_ROOM_SECONDS: Final = 12.0
 _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 
 Shares = Mapping[AllocationId, GpuShare]
@@ -49,7 +51,8 @@ class Bursts:
         self._ignored: dict[AllocationId, str] = {}
         #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
-        #: Allocations of unknown pods: they may have had a limit above the request; empty if the setting allows no bursts.
+        #: Allocations of unknown pods: they may have had a limit above the request; empty if the setting allows no bursts. What they use
+        #: is their limit until their pods are known, so that no live memory counts as too much.
         self._unknown: Collection[AllocationId] = ()
         self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
@@ -63,6 +66,11 @@ class Bursts:
         """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
         limits = self._limits(ledger, gpus, shares)
+        limits |= {
+            place: -(-each.memory_bytes >> 20) << 20
+            for place, each in use.containers.items()
+            if place[0] in self._unknown and (each.memory_bytes or 0) > (each.memory_request_bytes or 0) and each.memory_bytes
+        }
         self._memories = _memories(ledger, use, limits) if limits or self._above or self._unknown else {}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
         held = {(a, gpu): each.burst_bytes for gpu, found in self._memories.items() for a, each in found.items()}
@@ -94,17 +102,15 @@ class Bursts:
 
     def _limits(self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Shares) -> dict[AllocationOnGpu, int]:
         """Limits above requests, in bytes. Reports each annotation that is not used, once."""
-        sizes = {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
+        sizes = _sizes(gpus)
         limits, ignored, unknown = dict[AllocationOnGpu, int](), dict[AllocationId, str](), set[AllocationId]()
         for name in shares:
             allocation = ledger.allocations[name]
             view = find_pod(self._pods, allocation.pod, allocation.uid)
-            if view is None and self.allowed:
+            if view is None and self._why_not(allocation) is None:
                 unknown.add(name)
             try:
-                wanted = wanted_limits(allocation, view, sizes)
-                if wanted and (why := self._obstacle(allocation.mechanisms) if self.allowed else _OFF):
-                    raise ValueError(why)
+                wanted = self._wanted(allocation, view, sizes)
             except ValueError as error:
                 ignored[name] = str(error)
             else:
@@ -116,6 +122,17 @@ class Bursts:
                 self._events.add_once(name, IGNORED, sentence)
         self._ignored, self._unknown = ignored, unknown
         return limits
+
+    def _why_not(self, allocation: Allocation) -> str | None:
+        """Why this allocation can't have a burst for any annotation of its pod; None: it can."""
+        return self._obstacle(allocation.mechanisms) if self.allowed else _OFF
+
+    def _wanted(self, allocation: Allocation, view: PodView | None, sizes: Mapping[GpuName, int]) -> Mapping[GpuName, int]:
+        """As wanted_limits; also raises ValueError if this allocation can't have a burst."""
+        wanted = wanted_limits(allocation, view, sizes)
+        if wanted and (why := self._why_not(allocation)):
+            raise ValueError(why)
+        return wanted
 
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
         starting = {gpu for gpus in self._starting.values() for gpu in gpus}
@@ -166,21 +183,26 @@ class Bursts:
             await self._news.wait()
 
     def _others_burst(self, allocation: Allocation, gpu: GpuName) -> bool:
-        for other in self._records.ledger.on(gpu):
-            if other.id != allocation.id:
-                view = find_pod(self._pods, other.pod, other.uid)
-                if (other.id, gpu) in self._above or (view and other.container in dict(view.memory_limits)):
+        ledger = self._records.ledger
+        sizes = _sizes(self._records.inventory.gpus(ledger.gpu_registry))
+        for other in ledger.on(gpu):
+            if other.id == allocation.id:
+                continue
+            with contextlib.suppress(ValueError):  # an annotation that is not used
+                if (other.id, gpu) in self._above or self._wanted(other, find_pod(self._pods, other.pod, other.uid), sizes):
                     return True
         return False
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        known, free_bytes = self._records.ledger.allocations, self._free_bytes.get(gpu)
+        ledger, free_bytes = self._records.ledger, self._free_bytes.get(gpu)
+        known, granted_bytes = ledger.allocations, ledger.used(gpu).memory_mebibytes << 20
         memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in known}
         request_bytes = allocation.limits_on(gpu).memory_mebibytes << 20
         own = memories.pop(allocation.id, None) or ContainerMemory(request_bytes=request_bytes, limit_bytes=request_bytes)
         if free_bytes is None:
             return
-        if found := obstacle_to_start(memories, own, free_bytes=free_bytes, slack_bytes=self.slack_bytes):
+        found = obstacle_to_start(memories, own, free_bytes=free_bytes, granted_bytes=granted_bytes, slack_bytes=self.slack_bytes)
+        if found:
             left, holder = found
             name, burst_bytes = known[holder].describe(), memories[holder].burst_bytes
             raise Refusal(
@@ -202,6 +224,10 @@ def _memories(
                 request_bytes=request, limit_bytes=limit, used_bytes=each.memory_bytes
             )
     return found
+
+
+def _sizes(gpus: Mapping[GpuName, Gpu]) -> Mapping[GpuName, int]:
+    return {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
 
 
 def _free_bytes(gpu: Gpu, sample: NodeSample) -> int | None:

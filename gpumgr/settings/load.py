@@ -18,7 +18,7 @@ import yaml
 
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.units import VCUDA_NAMES
-from gpumgr.settings.schema import Settings, allowed, build, missing_file, sections
+from gpumgr.settings.schema import MOST_BURST_PERIOD_SECONDS, Settings, allowed, build, missing_file, sections
 from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
 
 _PREFIX: Final = "GPUMGR_"
@@ -284,6 +284,11 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
     if settings.node.mig_strategy == "single" and settings.node.profile != "tencent":
         name = settings.hami.count_resource
         yield "node.mig_strategy", f"single offers MIG devices as {name}, which node.profile {settings.node.profile} offers, too"
+    if settings.enforcement.memory_burst and settings.nvml.sample_period_seconds > MOST_BURST_PERIOD_SECONDS:
+        yield (
+            "enforcement.memory_burst",
+            f"true needs nvml.sample_period_seconds of at most {MOST_BURST_PERIOD_SECONDS:g}: a start waits for two samples",
+        )
     yield from _twice("kubernetes.node_labels", settings.kubernetes.node_labels)
     yield from _twice("enforcement.overrides", settings.enforcement.overrides)
 

@@ -60,6 +60,9 @@ MigProfileName = Annotated[
 ]
 HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
 
+#: The start of a container beside bursts waits for two samples, and the kubelet waits 30 s for it.
+MOST_BURST_PERIOD_SECONDS: Final = 4.0
+
 
 def _this_host() -> str:
     """The host name, which is the kubelet's default too."""

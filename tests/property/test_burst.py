@@ -88,7 +88,8 @@ class Gpu(RuleBasedStateMachine):
         self.evaluate(starting=True)
         others = self.memories()
         own = others.pop(name)
-        if obstacle_to_start(others, own, free_bytes=self.free * MIB, slack_bytes=0):
+        granted = self.ledger.used(self.gpu.name).memory_mebibytes
+        if obstacle_to_start(others, own, free_bytes=self.free * MIB, granted_bytes=granted * MIB, slack_bytes=0):
             self.end(name)
         self.evaluate()
 

@@ -94,24 +94,27 @@ def test_while_a_container_starts_nobody_gets_more_than_it_uses_or_requests() ->
 
 
 @pytest.mark.parametrize(
-    ("memories", "own", "free", "obstacle"),
+    ("memories", "own", "free", "granted", "obstacle"),
     [
-        ([memory(4, 16, 8)], memory(4, 4, None), 4, None),
-        ([memory(4, 16, 9), memory(1, 16, 3)], memory(4, 4, None), 3, (3, 0)),
+        ([memory(4, 16, 8)], memory(4, 4, None), 4, 8, None),
+        ([memory(4, 16, 9), memory(1, 16, 3)], memory(4, 4, None), 3, 9, (3, 0)),
         # What others were granted is not left for it.
-        ([memory(4, 16, 8), memory(2, 2, 1)], memory(4, 4, None), 4, (3, 0)),
+        ([memory(4, 16, 8), memory(2, 2, 1)], memory(4, 4, None), 4, 10, (3, 0)),
+        # Its own init container had the same memory, and so had another pod's.
+        ([memory(4, 16, 8), memory(4, 4, None)], memory(4, 4, None), 4, 8, None),
+        ([memory(4, 16, 8), memory(2, 2, 2), memory(2, 2, None)], memory(4, 4, None), 4, 10, None),
         # It has started before, and holds a part.
-        ([memory(4, 16, 8)], memory(4, 4, 3), 1, None),
+        ([memory(4, 16, 8)], memory(4, 4, 3), 1, 8, None),
         # No burst is to blame.
-        ([memory(4, 16, 4)], memory(4, 4, None), 1, None),
-        ([memory(4, 16, 5)], memory(4, 4, None), 1, None),
-        ([], memory(4, 4, None), 1, None),
+        ([memory(4, 16, 4)], memory(4, 4, None), 1, 8, None),
+        ([memory(4, 16, 5)], memory(4, 4, None), 1, 8, None),
+        ([], memory(4, 4, None), 1, 4, None),
     ],
 )
 def test_who_is_in_the_way_of_a_start(
-    memories: list[ContainerMemory], own: ContainerMemory, free: int, obstacle: tuple[int, int] | None
+    memories: list[ContainerMemory], own: ContainerMemory, free: int, granted: int, obstacle: tuple[int, int] | None
 ) -> None:
-    found = obstacle_to_start(dict(enumerate(memories)), own, free_bytes=free * GIB, slack_bytes=GIB)
+    found = obstacle_to_start(dict(enumerate(memories)), own, free_bytes=free * GIB, granted_bytes=granted * GIB, slack_bytes=GIB)
     assert found == (None if obstacle is None else (obstacle[0] * GIB, obstacle[1]))
 
 

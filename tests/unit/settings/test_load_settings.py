@@ -172,6 +172,9 @@ MISTAKES = {
     "http: {client_ca_file: /a, tls_cert_file: /c}": [
         "FILE:1: http.tls_cert_file: is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
     ],
+    "nvml: {sample_period_seconds: 5}\nenforcement: {memory_burst: true}": [
+        "FILE:2: enforcement.memory_burst: true needs nvml.sample_period_seconds of at most 4: a start waits for two samples"
+    ],
     "node: {mig_strategy: single, profile: hami}": [
         "FILE:1: node.mig_strategy: single offers MIG devices as nvidia.com/gpu, which node.profile hami offers, too"
     ],

@@ -137,6 +137,7 @@ async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enfo
     assert why in reason
     assert (limits(made), held(made)) == ({"a": 512}, {})
     assert made.memory_watcher.over == {("a", GPU)}
+    await made.memory_watcher.bursts.make_room(T)  # at once
 
 
 async def test_what_a_container_holds_counts_until_its_pod_is_known() -> None:
@@ -144,7 +145,8 @@ async def test_what_a_container_holds_counts_until_its_pod_is_known() -> None:
     node = bursting()
     view = node.pods.views.pop(WEB)
     await node.sampled(uses(a=1024))
-    assert (limits(node), held(node)) == ({"a": 512}, {GPU: 512})
+    assert (limits(node), held(node)) == ({"a": 1024}, {GPU: 512})
+    assert not node.memory_watcher.over, "nor is its pod evicted"
     node.pods.views[WEB] = view
     await node.sampled(uses(a=1024))
     assert (limits(node), held(node)) == ({"a": 7 * 256}, {GPU: 512})
