@@ -1,4 +1,4 @@
-"""A migration plan, for people and scripts, and its settings file."""
+"""A migration plan, as text for people and as JSON for scripts, and its settings file."""
 
 import contextlib
 import os
@@ -17,8 +17,8 @@ from gpumgr.settings.schema import flat, plain, sections
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`settings` maps dotted keys to YAML values; it has only settings that differ from the defaults. The other fields are lines of text.
-    The lines of `stop`, `start`, `rollback` and `clean_up` are commands in order, with a comment behind "#". Values from files are
+    """`settings` maps dotted keys to YAML values; only settings that differ from the defaults are in it. The other fields are lines of
+    text. The lines of `stop`, `start`, `rollback` and `clean_up` are commands in order; a comment follows "#". Values from files are
     quoted in the commands.
 
     `pods`: the consequence for each container. `notes`: what has no counterpart or works differently. `warnings`: what prevents the

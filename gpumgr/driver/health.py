@@ -8,9 +8,9 @@
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-A cordoned GPU is not offered until it is uncordoned, independent of its state, which readings still change; a healthy one then starts in
-probation. Not every XID is a fault of the GPU. XIDs that applications cause are ignored (the list of NVIDIA's device plugin). After some
-others, which only report that something was recorded, the next reading decides.
+A cordoned GPU is not offered until it is uncordoned, in any state; readings still change its state. When it is uncordoned, a healthy GPU
+starts in probation. Not every XID is a fault of the GPU. XIDs that applications cause are ignored (the list of NVIDIA's device plugin).
+After some others, which only report a record, the next reading decides.
 """
 
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class GpuHealth:
     """`reason` is a label of few values, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
 
     `streak` counts the readings in a row towards leaving suspect or probation. `cordon_reason`: why an operator cordoned the GPU (None: it
-    is not cordoned). `xid` is the first XID since the GPU was last healthy: later errors are mostly consequences of it.
+    is not cordoned). `xid` is the first XID since the GPU was last healthy: later errors are mostly its consequences.
     """
 
     state: State
@@ -102,7 +102,8 @@ class HealthReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The GPU answered with an error, is missing, or NVML as a whole is down. Reason "error" is doubtful, others are certain."""
+    """The GPU answered with an error, is missing, or NVML as a whole is down. The reason "error" is a doubtful fault, other reasons are
+    certain."""
 
     reason: Reason
     message: str
@@ -110,8 +111,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
-    """The driver reported an error by NVIDIA's number. `gpu_instance`: the number of the GPU instance that the error concerns, if the
-    driver names one."""
+    """The driver reported an error with this number of NVIDIA's list. `gpu_instance`: the number of the GPU instance that the error
+    concerns, if the driver names one."""
 
     number: int
     gpu_instance: int | None = None
@@ -152,7 +153,7 @@ def new_health(now: float) -> GpuHealth:
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
-    """The next state. `now` is only the time stamp of states: any clock, but the same for all calls."""
+    """The next state. `now` is only stored as the time of a change: any clock, but the same for all calls."""
     rules = rules or HealthRules()
     if isinstance(observation, Cordoned):
         return replace(health, cordon_reason=observation.message)
@@ -167,7 +168,7 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     if isinstance(observation, Xid) and health.xid is None and (health.healthy or verdict.certain):
         health = replace(health, xid=observation.number)
     if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
-        health = _improve(health, now, rules)  # the reading is good except for the mode, which does not end a fault at once
+        health = _improve(health, now, rules)  # a good reading apart from the mode, but a fault does not end at once
         if not health.healthy:
             return health
     if verdict.reason is None:
@@ -196,7 +197,7 @@ def _judge_reading(reading: HealthReading) -> _Verdict:
         need = _RECOVERY_ACTIONS.get(reading.recovery_action, f"recovery action {reading.recovery_action}")
         return _Verdict("reset", f"the driver asks for {need}")
     if reading.double_bit_errors and reading.recovery_action is None:
-        # The count returns to zero only with a reset. A driver with recovery actions reports that none is needed.
+        # Only a reset sets the count to zero. A driver with recovery actions reports whether a reset is needed, so its count is ignored.
         return _Verdict(
             "ecc", f"{reading.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
         )

@@ -19,9 +19,9 @@ log = structlog.get_logger()
 
 
 async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
-    """Exit code and output. Raises OSError if the program can't be run, and its subclass TimeoutError after it was killed.
+    """Exit code and output. Raises OSError if the program can't be run, and TimeoutError (an OSError) if it was killed after the timeout.
 
-    It has a session of its own, so that Ctrl-C in our terminal does not end a reset.
+    The program has a session of its own, so that Ctrl-C in the agent's terminal does not end a reset.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -58,12 +58,12 @@ async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: 
     return not code
 
 
-#: The session is closed for a minute at most; the remaining time is for closing and reopening it.
+#: NVML's session is closed for a minute at most; the rest of that minute is for closing and reopening it.
 PROGRAM_SECONDS: Final = 45.0
 
 
 async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = PROGRAM_SECONDS) -> str:
-    """Resets the GPU and returns the program's output. Raises NvmlError, with that output if the program refused. The program decides
+    """Resets the GPU and returns the program's output. Raises NvmlError, which has the output if the program refused. The program decides
     whether the GPU can be reset alone (some GPUs with NVLink can't).
     """
     if shutil.which(program) is None:

@@ -1,13 +1,13 @@
 """Daemon threads on which every NVML call is made.
 
 Invariants:
-* The calls about one GPU run one after the other, and so do those about the driver as a whole; never on the event loop.
+* Calls about one GPU run one after the other, and so do calls about the driver as a whole. None runs on the event loop.
 * Each call has its own time limit, which begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller
   continues.
 * While a call about a GPU hangs, later calls about it fail at once. So a GPU that hangs keeps one thread, and does not delay other GPUs.
-* One thread makes all calls while they return at once, since a thread for each GPU took 0.4 % of a CPU more (16 GPUs, every second).
-  Another one starts when a call has to wait for the call about another GPU.
-* The threads are daemon threads, not those of an executor, so a hung call does not delay the end of the process.
+* While calls return at once, one thread makes all of them: a thread for each GPU took 0.4 % of a CPU more (16 GPUs, every second).
+  Another thread starts when a call has to wait for the call about another GPU.
+* The threads are daemon threads, not threads of an executor, so a hung call does not delay the end of the process.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Subject = int | None
 
 
 class GpuHangs(NvmlError):
-    """Calls about the GPU with the index `gpu` do not return. `name` is that of the GPU in the message."""
+    """Calls about the GPU with the index `gpu` do not return. `name`: how the message names the GPU."""
 
     def __init__(self, gpu: int, name: str | None = None) -> None:
         super().__init__(f"the driver does not answer calls about {name or 'this GPU'}")
@@ -94,7 +94,7 @@ class NvmlWorker:
         return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:
-        """Calls `fn` on a thread, and returns or raises what it does. `gpu`: the GPU that its NVML calls are about.
+        """Calls `fn` on a thread, and returns its result or raises its error. `gpu`: the GPU that its NVML calls are about.
 
         Raises NvmlError (GpuHangs) if that takes longer than `timeout_seconds`, or if an earlier call about this GPU hangs.
         """
@@ -223,7 +223,7 @@ class NvmlWorker:
         while (job := self._next()) is not None:
             try:
                 job.answer = job.fn()
-            except BaseException as exc:  # every error is the caller's
+            except BaseException as exc:  # every error goes to the caller
                 job.error = exc
             self._end(job)
 

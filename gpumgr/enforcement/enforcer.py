@@ -45,7 +45,7 @@ Neighbours = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
 
 
 class Enforcer:
-    """CDI specs are written for allocations with `cdi`; new ones have it if the settings choose injection by CDI.
+    """CDI specs are written for allocations with `cdi`; new allocations have it if the settings choose injection by CDI.
 
     `in_use` returns which allocations are mounted in a process; it is called on a thread. `on_start` is called before each start of a
     container. `neighbours` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
@@ -63,7 +63,7 @@ class Enforcer:
     ) -> None:
         self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
         self.choice = MechanismChoice()
-        #: The limits of new shares on each GPU by UUID, without the operator's overrides, and all of them as one text.
+        #: UUID -> the limits of new shares on this GPU, without the operator's overrides; and one text about all of them.
         self.gpu_limits: Mapping[str, GpuLimits] = {}
         self.described = self.choice.describe(())
         self._settings = settings
@@ -117,7 +117,7 @@ class Enforcer:
         full = self._full(base, allocation, tenant, RESOURCES if kind == "replica" else [kind])
         if not allocation.cdi:
             return full
-        # The folder stays a mount of the answer: a rebuild of the ledger reads from it which allocation the answer belongs to.
+        # The answer keeps the mount of the folder: it names the allocation, which a rebuild of the ledger needs.
         kept = tuple(mount for mount in base.mounts if mount.container_path == ALLOCATION_PATH)
         names = () if kind == "memory" else (cdi.device_name(allocation.id),)
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
@@ -143,8 +143,8 @@ class Enforcer:
                 ) from error
 
     async def _runs(self, allocation: AllocationId) -> bool:
-        """Whether a container may run with these limits. A claim is prepared again, or restored, also while its containers run: they would
-        keep the former files mounted."""
+        """Whether a container may already run with these limits. A claim is also prepared again, or restored, while its containers run:
+        they would keep the former files mounted."""
         there = allocation in await asyncio.to_thread(self._list_remains)
         return there and allocation in await self._used([allocation])
 
@@ -153,7 +153,8 @@ class Enforcer:
             await backend.vacate(uuids)
 
     def _refuse_mixture(self, tenant: GpuShare, mechanisms: Mechanisms) -> None:
-        """A GPU of MPS is in exclusive mode: containers that use it without MPS would lose it, or prevent the daemon's start."""
+        """Raises Refusal if only one of two containers on a GPU is limited by MPS. MPS sets the GPU to exclusive mode: containers that
+        use it without MPS would lose it, or prevent the daemon's start."""
         for holder, others in self._neighbours(tenant):
             if _by_mps(mechanisms) != _by_mps(others):
                 mine, theirs = ("MPS", "another mechanism") if _by_mps(mechanisms) else ("+".join(mechanisms), "MPS")
@@ -197,7 +198,7 @@ class Enforcer:
                 await backend.adjust(containers)
 
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
-        """Every backend with its containers, also one without any: it may have something to end."""
+        """Every backend with its containers, also a backend without containers: it may have something to end."""
         return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
@@ -217,7 +218,7 @@ class Enforcer:
 
     @contextlib.contextmanager
     def _retried(self, warn: Callable[..., object], event: str, **fields: str) -> Iterator[None]:
-        """For work that a later call repeats: an error is logged as this event, each text once until the work succeeds."""
+        """Logs an error of work that a later call repeats as this event. Each text is logged once until the work succeeds."""
         work = (event, *fields.values())
         try:
             yield
@@ -231,16 +232,16 @@ class Enforcer:
     # -- start of the agent, and removal -----------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[tuple[GpuShare, Mechanisms]]) -> None:
-        """After a start of the agent: every mechanism takes over what an earlier process of the agent left for these containers."""
+        """To be called after the agent's start: every mechanism takes over what an earlier agent process left for these containers."""
         for name, backend in self.backends.items():
             with self._retried(log.warning, "enforcement_not_recovered", backend=name):
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends what no `known` allocation needs. Removes the files of allocations that are not known, after the grace period, once no
-        process has them mounted. `known` returns the allocations that exist at present.
+        """Ends what no allocation needs. After the grace period, removes the files of allocations that no longer exist, unless a process
+        has the files mounted. `known` returns the allocations that exist at present.
 
-        Returns the seconds until it is due again; None if nothing waits.
+        Returns the seconds until the next call is due; None if nothing waits.
         """
         later = [await backend.tend(known) for backend in self.backends.values()]
         now = self._clock()
@@ -285,7 +286,7 @@ class Enforcer:
         self._written[allocation] = FileIdentity.at(path)
 
     def _specs(self) -> Collection[AllocationId]:
-        """Allocations that a CDI spec is kept for. Raises OSError."""
+        """The allocations with a CDI spec on disk. Raises OSError."""
         return [allocation for name in names_in(self._cdi_dir) if (allocation := cdi.allocation_of(name)) is not None]
 
     async def _remove(self, allocation: AllocationId, known: Callable[[], Collection[AllocationId]]) -> None:

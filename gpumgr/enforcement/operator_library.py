@@ -1,5 +1,5 @@
-"""A shared library for containers: the operator's, pinned by its SHA-256, or gpumgr's own. It is checked, then installed in a folder named
-by its hash.
+"""A shared library for containers: the operator's, with a fixed SHA-256, or gpumgr's own. It is checked, then installed in a folder with
+the hash as its name.
 
 Containers mount the installed copy, so a change of the original does not affect running ones. All functions block: call them on a
 thread.
@@ -25,7 +25,7 @@ from gpumgr.common.files import FileIdentity, replace_file, replacing
 #: The kernel's name of a machine -> the name that `read_header` returns for its programs.
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
-#: Beside an installed library: the content of /etc/ld.so.preload.
+#: A file beside an installed library, which containers get as /etc/ld.so.preload.
 PRELOAD: Final = "ld.so.preload"
 
 
@@ -94,7 +94,7 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
 
 
 def install_preloaded(checked: CheckedLibrary, folder: Path, name: str, path_in_container: str) -> None:
-    """Installs a library with the list that preloads it in containers, PRELOAD beside it. Raises LibraryError."""
+    """Installs a library and, beside it, PRELOAD, by which containers preload it. Raises LibraryError."""
     preload = install(checked, folder, name).with_name(PRELOAD)
     content = f"{path_in_container}\n".encode()
     try:

@@ -1,8 +1,8 @@
-"""A tmpfs of limited size for each region: a container can enlarge its region's file, and must not use the space of others.
+"""A tmpfs of limited size for each region: a container can enlarge the file of its region, and must not take the space of other containers.
 
-The container's runtime mounts the file on the host, so the tmpfs must be there, too. It is if the agent runs in the host's mount
-namespace, or in a pod with "Bidirectional" propagation of run_dir; in the sandbox of a unit systemd mounts it. Blocks. Source: mount(2),
-mount_namespaces(7).
+The container's runtime mounts the file on the host, so the tmpfs must be mounted on the host, too. It is if the agent runs in the
+host's mount namespace, or in a pod with "Bidirectional" propagation of run_dir. In the sandbox of a unit, systemd is asked to mount it.
+Functions block. Source: mount(2), mount_namespaces(7).
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from gpumgr.common.files import names_in
 from gpumgr.enforcement.mps.launcher import best_method, outside
 from gpumgr.ledger.ledger import AllocationId
 
-#: The region and some pages.
+#: The size fits the region and some pages.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2
-#: The agent makes fewer mounts than this at one folder.
+#: The agent makes fewer mounts than this on one folder.
 _MOST_MOUNTS: Final = 8
 _SYSTEMD_SECONDS: Final = 10.0
 
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class BoundedFolders:
-    """Where mounts are not possible, files are in plain folders: an enlarged file uses space of run_dir until it is cut."""
+    """Without the right to mount, files are in plain folders: an enlarged file uses space of run_dir until the agent cuts it."""
 
     def __init__(self) -> None:
         self._logged = False
@@ -38,7 +38,7 @@ class BoundedFolders:
     def renew(self, folder: Path) -> None:
         """Mounts an empty tmpfs at the folder, which has the allocation's name. The former tmpfs stays while its container has the file.
 
-        The name of the mount's source occurs in the mount table of each process that has a file of it. Raises OSError.
+        The name of the mount's source is in the mount table of each process with a file of the tmpfs. Raises OSError.
         """
         self.remove(folder)
         source = f"gpumgr-{folder.name}"
@@ -69,7 +69,7 @@ class BoundedFolders:
                 _call("umount2", os.fsencode(folder), _DETACH)
             except PermissionError:
                 _ask_systemd("umount", "--lazy", str(folder))
-        if _on_host(folder):  # the agent has the host's mounts in a namespace from which none propagates back
+        if _on_host(folder):  # the agent sees the host's mounts, but its own changes do not reach the host
             _ask_systemd("umount", "--lazy", str(folder))
 
 

@@ -1,6 +1,6 @@
 """The credentials for the API server: a kubeconfig file, or the service account of the pod.
 
-All files are read on a thread of their own, since a file system that hangs must not stop the event loop.
+All files are read on a separate thread, since a file system that hangs must not stop the event loop.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 #: Source: Kubernetes' documentation, "Accessing the API from within a Pod".
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-#: As client-go: the kubelet replaces the token long before it expires.
+#: How long a token is used before it is read again, as in client-go: the kubelet replaces the token long before it expires.
 _TOKEN_SECONDS: Final = 60.0
 _FILES_SECONDS: Final = 10.0
 #: A kubeconfig may run a program that asks a cloud for a token.
@@ -76,7 +76,8 @@ class CredentialFiles:
         return found
 
     async def refresh(self, credentials: Credentials) -> None:
-        """Reads the token of the service account again if that is due. A token that can't be read stays in use until it is refused."""
+        """Reads the token of the service account again if that is due. If it can't be read, the former token stays in use until it is
+        refused."""
         if self._kubeconfig is not None or time.monotonic() < self._token_due:
             return
         async with self._token_read:
@@ -95,7 +96,7 @@ class CredentialFiles:
         return "pod's service account (kubernetes.kubeconfig is not set)"
 
     def _read(self) -> Credentials:
-        """On the thread. Raises all kinds of errors."""
+        """Reads all files; runs on the thread. Raises all kinds of errors."""
         if self._kubeconfig is None:
             found = self._of_pod(os.environ)
         else:

@@ -25,21 +25,22 @@ _FACTORS: Final = {
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }
 _MAX_QUANTITY: Final = 1 << 63
-#: On the API server's mirror of a static pod, which only the kubelet can create: the UID that the kubelet gives the pod itself.
+#: Annotation of a static pod's mirror pod, which only the kubelet can create: the UID that the kubelet gives the static pod.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
-#: gpu-manager's names for further fields of its /usage; tenants may write any text there.
+#: The annotation and the variable for two further fields of gpu-manager's /usage; tenants may write any text there.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
 #: Limits in characters for a tenant's text and for a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
-#: A placement without a GPU for any container. The agent refuses them: it does not choose other GPUs than HAMi's scheduler counts.
+#: A placement without a GPU for any container. The agent then refuses the containers: it never chooses GPUs that HAMi's scheduler does
+#: not count.
 _NO_GPUS: Final = (("", ()),)
 
 
 def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None, mig_resource: str | None = None) -> PodView:
-    """The pod's view. To save memory, it has no containers if the pod requests no GPU. `resources`: HAMi's, where they count;
-    `mig_resource`: that of MIG devices, or the beginning of such resources if it ends in "-".
+    """The pod's view. To save memory, it has no containers if the pod requests no GPU. `resources`: HAMi's resources, if pods may request
+    them; `mig_resource`: the resource of MIG devices, or the beginning of such resources if it ends in "-".
 
     Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a pod.
     """
@@ -105,8 +106,8 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
 
 
 def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
-    """The container with what HAMi's scheduler counts for a percentage. It computes it from the registered memory, which lacks what other
-    pods held there at that time."""
+    """The container with the memory that HAMi's scheduler counts for a percentage. HAMi's scheduler computes it from the registered memory,
+    without what other pods held there at that time."""
     if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
         return container
     memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
@@ -136,7 +137,7 @@ def parse_quantity(text: str) -> int:
 
 
 def quantity_or_0(text: str) -> int:
-    """The same; 0 for a text that it does not read."""
+    """As `parse_quantity`, but 0 for a text that it refuses."""
     try:
         return parse_quantity(text)
     except ValueError:
@@ -144,8 +145,8 @@ def quantity_or_0(text: str) -> int:
 
 
 def parse_rounded_up(text: str) -> int:
-    """A quantity as a whole number, rounded up as by Quantity.Value of Kubernetes: 10 for "9500m". Raises ValueError for negative and other
-    texts."""
+    """A quantity as a whole number, rounded up as Quantity.Value of Kubernetes does: 10 for "9500m". Raises ValueError for negative and
+    other texts."""
     return ceil(_decimal(text))
 
 
@@ -195,7 +196,7 @@ def _is_mig(name: str, mig: str) -> bool:
 
 
 def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ClaimUse]:
-    """The names of claims that were made from a template are in the pod's status."""
+    """Which container uses which claim. The pod's status has the names of claims that were made from a template."""
     pod_claims = spec.get("resourceClaims") or ()
     if not pod_claims:
         return
@@ -216,7 +217,7 @@ def _started(status: Mapping[str, Any]) -> bool:
 
 
 def _core_limit(text: object) -> int | None:
-    """0..100, larger numbers as 100. Any other text counts as none: it must not make the pod unreadable."""
+    """The number from 0 to 100; a larger number counts as 100. Any other text counts as no limit: it must not make the pod unreadable."""
     whole = isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text)
     return min(int(whole[0]), 100) if whole else None
 

@@ -22,15 +22,15 @@ def make_driver(settings: Settings) -> "DraDriver":
 
 
 def had_mode_dra(settings: Settings) -> bool:
-    """Whether an agent has served ResourceClaims on this node: the driver's folder shows that, if it is mounted."""
+    """Whether an agent has served ResourceClaims on this node: then the driver's folder exists. False if the folder is not mounted."""
     return (settings.kubelet.plugins_dir / DRIVER).is_dir()
 
 
 def of_existing_pods(entries: "Sequence[CheckpointEntry]", pods: Pods) -> "Sequence[CheckpointEntry]":
     """The entries of the kubelet's checkpoint without deleted pods; while the API server can't be reached, all of them.
 
-    For mode dra: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. Otherwise each start of the
-    agent would take over these pods, and hold claims back until a sweep frees them.
+    For mode dra: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. With these entries, each
+    start of the agent would take over ended pods, and hold claims back until a sweep frees the pods' GPUs.
     """
     if not pods.reachable:
         return entries

@@ -1,4 +1,4 @@
-"""gpu-manager's four gauges, with its names, helps, labels and units: percent of a GPU, GPUs, MiB used, MiB.
+"""gpu-manager's four gauges, with gpu-manager's names, helps, labels and units: percent of a GPU, GPUs, MiB used, MiB.
 
 Source: gpu-manager's display service. Usage has one series for each GPU and one called `total`; requests are totals. All containers of pods
 that request GPUs have series, with 0 for containers without a request, except init containers. If a request names no memory, its series has
@@ -33,7 +33,7 @@ _MEMORY_ASKED: Final = _family("container_request_gpu_memory", "request of gpu m
 
 
 def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
-    """`pods` are the known pods of the node; the ledger has the others with an allocation. `texts` are those of HOLDER_LABELS."""
+    """`pods` are the known pods of the node; other pods with an allocation are in the ledger. `texts` are those of HOLDER_LABELS."""
     yield from _used(report, {pod.key for pod in pods if pod.ended}, node, texts)
     gpu_registry: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
@@ -73,13 +73,13 @@ def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) 
 
 
 def _add(series: dict[str, float | None], labels: str, value: float | None) -> None:
-    """A sum with an unknown part is unknown."""
+    """Adds to the sum in `series`. A sum with an unknown part is unknown."""
     before = series.get(labels, 0)
     series[labels] = None if value is None or before is None else before + value
 
 
 def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple[int, int]]:
-    """Cores and MiB."""
+    """The request of each container: cores and MiB."""
     granted = _granted(report)
     known = {pod.key for pod in pods}
     asked = {holder: what for holder, what in granted.items() if holder[0] not in known}
@@ -95,7 +95,7 @@ def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple
 
 
 def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
-    """Cores and MiB; for whole GPUs their size. If two pods had the same name, the later pod counts."""
+    """What each container has: cores and MiB, for whole GPUs their memory. If two pods had the same name, the later pod counts."""
     ledger = report.view.ledger
     size_of = {gpu.name: gpu.memory_mebibytes for gpu in ledger.gpu_registry.gpus}
     size_of |= {name: gpu.memory_mebibytes for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}

@@ -66,7 +66,7 @@ _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     "migstrategy": (None, "migstrategy", "has no effect, as in HAMi: static MIG devices are offered by node.mig_strategy"),
 }
 _NO_DEFAULT: Final = "has no counterpart: with gpumgr's admission, a container with an amount but no number of GPUs gets 1 GPU"
-#: As the setting hami.mig_profiles.
+#: The names that the setting hami.mig_profiles accepts.
 _PROFILE: Final = re.compile(r"[1-9]g\.[1-9][0-9]*gb")
 _DEFAULTS: Final = (
     "no ConfigMap with HAMi's device-config.yaml was given, so HAMi's defaults are assumed; give its objects: "
@@ -76,7 +76,7 @@ _FLAGS: Final = (
     "the flags of HAMi's device plugin are not converted: --mig-strategy is node.mig_strategy here, --nvidia-driver-root "
     "vcuda.driver_roots, --device-list-strategy enforcement.injection, --kubelet-socket kubelet.device_plugin_dir"
 )
-#: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
+#: The most characters of a value in a note: enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
 #: Default folder of HAMi's library and its containers' folders; HOOK_PATH overrides it.
@@ -92,8 +92,8 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """`settings` by dotted keys; `replica_settings`: those for pods that keep HAMi's resources. `selector`: labels that a node needs for
-    HAMi's plugin, empty if they are not known. `library_dir`: folder of its library on the host."""
+    """`settings` by dotted keys; `replica_settings`: the settings for pods that keep HAMi's resources. `selector`: the labels that a node
+    needs for HAMi's plugin, empty if they are not known. `library_dir`: the folder of HAMi's library on the host."""
 
     settings: Mapping[str, object]
     replica_settings: Mapping[str, object]
@@ -104,7 +104,7 @@ class Config:
 
 
 def read_config(objects: Sequence[Object], node: str) -> Config:
-    """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid one."""
+    """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid object."""
     both = dict(_merged(objects, node))
     container, selector = _plugin(objects)
     plugin = container.environment
@@ -154,7 +154,8 @@ def _notes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mig_profiles(config: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[object]]:
-    """The names of profiles, and the texts that are none. HAMi has a list for each model; a GPU ignores profiles of other models."""
+    """The names of profiles, and the values that are not such names. HAMi has a list for each model; a GPU ignores profiles of other
+    models."""
     entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
     listed = [each.get("profiles") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
     found = [name for each in listed if each is not None for name in (each if isinstance(each, list) else [each])]
@@ -163,8 +164,8 @@ def _mig_profiles(config: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[ob
 
 
 def _merged(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
-    """The block `nvidia`, changed by the entry of config.json for this node. HAMi reads both without regard to case: keys are lower-case
-    here."""
+    """The block `nvidia`, changed by the entry of config.json for this node. HAMi ignores the case of keys in both, so the keys here are
+    lower-case."""
     nvidia = (file.nvidia for file in _files(objects, _DEVICE_CONFIG) if file.nvidia is not None)
     entries = (each for file in _files(objects, _NODE_CONFIG) for each in file.nodeconfig or () if each.get("name") == node)
     blocks = next(nvidia, {}), next(entries, {})

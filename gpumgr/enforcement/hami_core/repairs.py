@@ -1,8 +1,9 @@
 """The words that the agent writes into regions. Pure.
 
-A repair restores one word of the granted limits. The word `recent_kernel` implements priorities of containers on one GPU: launches of
-one wait while a container of a lower number launches. The library sets that word at each launch, and delays launches while it is below
-0; both only in containers with a limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's rate_limiter.
+A repair restores one word of the granted limits. The word `recent_kernel` implements priorities: launches of a container wait while a
+container with a lower number launches on the same GPU. The library sets that word at each launch, and delays launches while the word is
+below 0. It does both only in containers with a limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's
+rate_limiter.
 """
 
 import struct
@@ -23,11 +24,11 @@ from gpumgr.enforcement.hami_core.content import (
 from gpumgr.enforcement.pids import HostsOf
 from gpumgr.ledger.gpu_share import GpuShare
 
-#: A writer that keeps a slot's seqlock odd for longer than this, and does not run, was killed while it wrote.
+#: If a slot's seqlock is odd for longer than this, and its writer does not run, the writer was killed while it wrote.
 STUCK_SECONDS: Final = 2.0
-#: The library holds `postinit` for a second at most. If nothing changes for this time, and no holder may run, its holder is gone.
+#: The library holds `postinit` for a second at most. If nothing changes for this time, and no possible holder runs, the holder is gone.
 HELD_SECONDS: Final = 5.0
-#: If nothing changes for this time, `postinit` is freed in any case: the library's own waiters give up one attempt after it.
+#: If nothing changes for this time, `postinit` is freed in any case: after it the library's own waiters give up an attempt.
 HELD_AT_MOST_SECONDS: Final = 30.0
 
 RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock", "postinit"]
@@ -46,7 +47,7 @@ class Repair:
 
 
 def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
-    """Limits, priority and switch that are not what was granted."""
+    """Repairs for limits, priority and switch that differ from what was granted."""
     for device, (found, granted) in enumerate(zip(seen.limits_bytes, wanted.memory_bytes, strict=True)):
         if found != granted:
             message = f"memory limit {found // MEBIBYTE} MiB instead of {granted // MEBIBYTE} MiB (device {device})"
@@ -64,11 +65,11 @@ def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
 
 
 def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool, Repair]]:
-    """Slots with a process that has no pid on the host, or another process's: the library does not limit its cores. Each with the pid
-    on the host, and whether the slot must be left alone for now.
+    """Slots with no host pid, or with another process's: the library does not limit the cores of their processes. Yields the right host
+    pid, whether the slot must be left alone for now, and the repair.
 
-    With several candidates (nested pid namespaces) nothing is certain. A stuck slot is left alone: its pid on the host shows whether
-    its writer runs. While the library looks for host pids, a slot without one shows that its process has not finished.
+    With several candidates (nested pid namespaces) nothing is certain. A stuck slot is left alone: its host pid shows whether its
+    writer runs. A slot without a host pid is left alone while the library looks for host pids: its process has not finished.
     """
     for slot in seen.slots:
         hosts = hosts_of(slot.pid)
@@ -80,7 +81,7 @@ def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool
 
 
 def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:
-    """Slots that are stuck and have no running writer. Its pid in the container may be another process's by now."""
+    """Slots that are stuck and have no running writer. Another process may have the writer's pid in the container by now."""
     for slot in seen.slots:
         hosts = hosts_of(slot.pid)
         if slot.stuck and (slot.hostpid not in hosts if slot.hostpid else not hosts):
@@ -90,7 +91,8 @@ def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:
 def holder_may_run(seen: RegionView, hosts_of: HostsOf) -> bool:
     """Whether a running process may hold the semaphore `postinit`.
 
-    The holder and the processes that wait have no host pid yet. So a holder exists only if more processes lack a host pid than wait.
+    The holder and the processes that wait have no host pid yet. So a holder exists only if the processes without a host pid are more than
+    the waiting ones.
     """
     starting = sum(slot.live and slot.hostpid == 0 and bool(hosts_of(slot.pid)) for slot in seen.slots)
     return starting > seen.postinit_waiters
@@ -113,8 +115,8 @@ _BLOCKED: Final = -1
 
 
 def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
-    """The words `recent_kernel` to write, of the containers that run; `found` has the words that they have. It is called once a second. A
-    launch counts for two calls, and a larger word, which a container can write, counts no longer. Priorities are of the pods."""
+    """The words `recent_kernel` to write. `found`: the present words of all running containers. Called once a second: a launch counts for
+    two calls, and so does a larger word, which a container can write."""
     aged = {share: min(word, RECENT_KERNEL) - 1 if word > 0 else word for share, word in found.items()}
     if len({share.priority for share in found}) < 2:
         return {share: 0 for share, word in found.items() if word < 0}

@@ -1,4 +1,4 @@
-"""What identifies a process in its container: its pid namespace, and its pid in it. The library writes both into its slot."""
+"""What identifies a process of a container: its pid namespace, and its pid there. The library writes both into the process's slot."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Identities:
         self._nspid_of, self._proc_root = nspid_of, proc_root
 
     def of(self, host_pid: int) -> Identity | None:
-        """None: it is gone, or hidden from the agent."""
+        """The identity of this process; None: the process is gone, or hidden from the agent."""
         try:
             namespace = os.stat(self._proc_root / str(host_pid) / "ns" / "pid").st_ino
         except OSError:

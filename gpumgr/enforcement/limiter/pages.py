@@ -1,6 +1,6 @@
 """The content of a container's pages: the layout of pages.h, as values. Pure.
 
-The container writes `use` and `turn`: their bytes can be anything, so nothing in them is believed about limits.
+The container writes `use` and `turn`: their bytes can be anything, so limits are never read from them.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-#: In the names of the files, too: a container that restarts after an update of the agent gets pages of its library's version.
+#: Also a part of the files' names: a container that restarts after an update of the agent gets pages of its library's version.
 VERSION: Final = 1
 MAGIC: Final = 0x4D475047
 GPUS: Final = 16
@@ -85,7 +85,7 @@ class _UseHead(ctypes.LittleEndianStructure):
 
 
 _HEAD_BYTES: Final = 64
-#: In `turn`, before the words of the processes on one GPU.
+#: The size of what precedes, in `turn`, the words of the processes on one GPU.
 _TURN_GPU_HEAD_BYTES: Final = 64
 _TURN_GPU_BYTES: Final = _TURN_GPU_HEAD_BYTES + 4 * SLOTS
 _SLOT_BYTES: Final = ctypes.sizeof(_UseSlot)
@@ -101,8 +101,8 @@ HEAD: Final = MAGIC.to_bytes(4, "little") + VERSION.to_bytes(4, "little")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLimits:
-    """The limits on one GPU. `memory_bytes` and `share_percent`: 0 is no limit. `context_bytes`: what a context takes there; 0 is not
-    known. `uncounted_bytes`: what the driver uses for the container beyond the library's count."""
+    """The limits on one GPU. `memory_bytes` and `share_percent`: 0 is no limit. `context_bytes`: the memory that a context takes there;
+    0: not known. `uncounted_bytes`: what the driver uses for the container beyond the library's count."""
 
     uuid: str
     memory_bytes: int
@@ -123,8 +123,8 @@ class SlotOnGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One process. `pid` is the one in its own pid namespace, and `namespace` that one's inode (0: not known). `fault`: why the library
-    limits it no longer; None: it does."""
+    """One process. `pid` is its pid in its own pid namespace, `namespace` the inode of that namespace (0: not known). `fault`: why the
+    library no longer limits the process; None: it does."""
 
     index: int
     pid: int
@@ -143,7 +143,7 @@ class CountedOnGpu:
 
 
 def encode_limits(gpus: Sequence[PageLimits]) -> bytes:
-    """A new page. Raises ValueError for more GPUs than a page has, and for a UUID that is none."""
+    """A new page. Raises ValueError for more GPUs than a page can have, and for a text that is not a UUID."""
     if len(gpus) > GPUS:
         raise ValueError(f"the limiter serves at most {GPUS} GPUs in one container, and this one has {len(gpus)}")
     page = _Limits(magic=MAGIC, version=VERSION, gpus=len(gpus))
@@ -174,7 +174,7 @@ def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
 
 
 def decode_in_turns(page: bytes, gpus: int) -> tuple[bool, ...]:
-    """For each GPU, whether launches need a turn: with a share of cores, and not alone with a ceiling of 100."""
+    """For each GPU, whether launches need a turn: it is limited in cores, and the container is not alone there with a ceiling of 100."""
     found = _Limits.from_buffer_copy(page)
     return tuple(bool(gpu.share) and not gpu.passes for gpu in found.gpu[:gpus])
 
@@ -222,7 +222,7 @@ def word_offset(gpu: int, slot: int) -> int:
 
 
 def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
-    """`data`: of `use`, from slot_offset(0). Without free slots."""
+    """The slots in use. `data`: the bytes of `use` from slot_offset(0) on."""
     slots = []
     for index in range(len(data) // _SLOT_BYTES):
         if not any(data[index * _SLOT_BYTES : index * _SLOT_BYTES + 4]):
@@ -237,7 +237,7 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
 
 
 def empty_slot() -> bytes:
-    """Everything of a slot behind its pid and state."""
+    """The bytes of an empty slot after its pid and state."""
     return bytes(_SLOT_BYTES - 8)
 
 
@@ -253,7 +253,7 @@ def _words(gpu: PageLimits) -> Sequence[tuple[str, int]]:
 
 
 def uuid_bytes(text: str) -> bytes:
-    """As cuDeviceGetUuid answers. Raises ValueError."""
+    """The bytes that cuDeviceGetUuid returns for this UUID. Raises ValueError."""
     return uuid.UUID(text.removeprefix("GPU-").removeprefix("MIG-")).bytes
 
 

@@ -18,7 +18,7 @@ MpsProtocol = Literal[2, 3]
 ProtocolSetting = Literal["auto", "2", "3"]
 PROTOCOLS: Final[Mapping[str, MpsProtocol]] = {"2": 2, "3": 3}
 
-#: The one server of a daemon in protocol 3. Names there: lower-case letters, digits and "_", 64 at most.
+#: The only server of a daemon in protocol 3. Names in protocol 3: lower-case letters, digits and "_", 64 characters at most.
 SERVER: Final = "gpu"
 #: Every server has this namespace, without limits. Its clients connect to `<pipe>/gpu/control` or `<pipe>/gpu/default/control`, which
 #: containers do not have.
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
 _PLAIN: Final = "--format=csv,noheader"
 _MEBIBYTE: Final = 1 << 20
 _MULTIUSER: Final = re.compile(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])")
-#: Refusals of protocol 2, with the exit status 0. Seen with drivers 470 to 615.
+#: Refusals of protocol 2, which have the exit status 0. Seen with drivers 470 to 615.
 _REFUSAL: Final = re.compile(
     r"^(?:Unknown command|Server \d+ not found|Insufficient privilege|Not enough privilege|Invalid|Error|Failed).*",
     re.MULTILINE | re.IGNORECASE,
@@ -48,13 +48,13 @@ class Command:
         return "; ".join(self.text.splitlines()) or " ".join(self.words)
 
 
-#: The protocols of the installed program, each with the option with which one server serves clients of all users; "": it has none.
+#: The installed program's protocols, each with the option by which one server serves clients of all users; "": there is none.
 ControlFeatures = Mapping[MpsProtocol, str]
 
 
 def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
-    """From what `-h` and `-p 3 -h` print. Driver r615 spells the option `--multiuser-server` in protocol 2 and `--multiuser` in
-    protocol 3, and refuses the other spelling."""
+    """The features, from the output of `-h` and `-p 3 -h`. Driver r615 spells the option `--multiuser-server` in protocol 2 and
+    `--multiuser` in protocol 3, and refuses the other spelling."""
     helps: dict[MpsProtocol, str] = {2: plain}
     if all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace")):
         helps[3] = with_protocol_3
@@ -62,17 +62,17 @@ def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
 
 
 def is_help(text: str) -> bool:
-    """Whether this may be the output of the program's `-h`: it has MPS and the option that starts the daemon. Older programs
-    without -h print something else."""
+    """Whether this may be the output of the program's `-h`: it names MPS and the option that starts the daemon. Older programs, which
+    do not know -h, print something else."""
     return re.search("mps", text, re.IGNORECASE) is not None and re.search(r"(?<![\w-])(-d|--daemon)(?![\w-])", text) is not None
 
 
 def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: MpsProtocol | None) -> MpsProtocol:
-    """The protocol of the whole node. `kept`: that of the node's existing containers, None without any. Raises MpsError.
+    """The protocol of the whole node. `kept`: the protocol of the node's existing containers; None: there are none. Raises MpsError.
 
-    It stays while any container has it: what a container was given at its start (the daemon's folder and limits in its environment, or
-    the folder of a namespace) can't be changed, also not by a reboot, and answers must not depend on anything that changes. A drained
-    node gets the newer protocol.
+    The protocol stays while any container has it: what a container got at its start (the daemon's folder and limits in its environment,
+    or the folder of a namespace) can't be changed, not even by a reboot, and answers must not depend on anything that changes. A
+    drained node gets the newer protocol.
     """
     wanted = kept or PROTOCOLS.get(setting, max(features))
     if wanted not in features:
@@ -87,18 +87,18 @@ def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: M
 
 
 def start(protocol: MpsProtocol, multiuser_option: str) -> tuple[str, ...]:
-    """The program's arguments."""
+    """The program's arguments to start the daemon."""
     words = ("-d", "-p", "3") if protocol == 3 else ("-d",)
     return (*words, multiuser_option) if multiuser_option else words
 
 
 def quit_daemon(protocol: MpsProtocol, patience_seconds: int) -> Command:
-    """Ends the daemon and its servers. In protocol 2 servers that still have clients are ended after the patience."""
+    """Ends the daemon and its servers. In protocol 2, servers that still have clients end after the patience."""
     return Command(words=("-q",)) if protocol == 3 else Command(text=f"quit -t {patience_seconds}\n")
 
 
 def environment(protocol: MpsProtocol, uuid: str, pipe: Path, log: Path) -> Mapping[str, str]:
-    """For the daemon and the programs that connect to it. The daemon sees one GPU, which has the index 0 in limits.
+    """The environment of the daemon and of the programs that connect to it. The daemon sees one GPU, which has the index 0 in limits.
 
     The version in the environment overrides the option, so a setting in the agent's own environment has no effect.
     """
@@ -146,8 +146,8 @@ def terminate_client(protocol: MpsProtocol, server_pid: int, client_pid: int) ->
 
 
 def set_bound(server: int | None, cores: int, memory_bytes: int) -> tuple[Command, ...]:
-    """Limits new clients of a server, independent of their environment. `server` None: all clients of future servers; these defaults have
-    no effect on a running server."""
+    """Limits new clients of a server, independent of their environment. `server` None: the limits are defaults for future servers, and
+    have no effect on a running server."""
     which, default = _place(server)
     return (
         Command(text=f"set_{default}active_thread_percentage{which} {cores}\n"),
@@ -161,7 +161,7 @@ def _place(server: int | None) -> tuple[str, str]:
 
 
 def bounds_of(servers: Sequence[int | None]) -> Command:
-    """Queries the two limits of each of these servers (None: of future ones), a line for each limit."""
+    """Queries the two limits of each of these servers (None: the defaults for future servers), a line for each limit."""
     lines: list[str] = []
     for server in servers:
         which, default = _place(server)
@@ -170,7 +170,7 @@ def bounds_of(servers: Sequence[int | None]) -> Command:
 
 
 def parse_bounds(servers: Sequence[int | None], answer: str) -> Mapping[int | None, str]:
-    """Each server's two lines, in the order of the queries; empty if their number differs from that of the queries."""
+    """Each server's two lines, in the order of the queries; empty if the number of lines is not that of the queries."""
     lines = answer.splitlines()
     if len(lines) != 2 * len(servers):
         return {}

@@ -12,7 +12,7 @@ from gpumgr.ledger.ledger import AllocationId
 @dataclass(frozen=True, slots=True)
 class Tampering:
     """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
-    changed limits. `root_only`: only a process of root can do it."""
+    changed limits. `root_only`: only a process of root can do that."""
 
     what: str
     concerned: frozenset[AllocationId]
@@ -21,7 +21,7 @@ class Tampering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One GPU's daemon at its last check. `clients`: pid -> namespace. `server_user`: of the running server, None if none runs.
+    """One GPU's daemon at its last check. `clients`: pid -> namespace. `server_user`: the user of the running server; None: none runs.
 
     `multiuser`: the server serves clients of all users. `suspects`: the containers that may have caused `tampering`.
     """
@@ -36,20 +36,21 @@ class View:
 
 
 def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:
-    """Processes with a context on the GPU that are no clients, or clients in another container's namespace."""
+    """Processes with a context on the GPU that are not clients of MPS, or are clients in another container's namespace."""
     own = running.tenant.allocation
     mine = {pid for pid, namespace in view.clients.items() if view.protocol == 2 or namespace == own}
     return running.gpu_pids - mine
 
 
 def unserved(running: RunningContainer, view: View) -> bool:
-    """Whether its processes may wait because the server serves another user. If one process is a client, none waits: a container's
-    first process may run as another user."""
+    """Whether its processes may wait because the server serves another user. If one process is a client, none
+    waits: a container's first process may run as another user."""
     return not view.multiuser and view.server_user is not None and not any(pid in view.clients for pid in running.pids)
 
 
 def judge(running: RunningContainer, view: View, users: Collection[int], lasting: Collection[int]) -> Iterator[Finding]:
-    """`users`: the user ids of an unserved container's processes; `lasting`: the processes outside MPS in several checks."""
+    """The findings. `users`: the user ids of an unserved container's processes; `lasting`: processes that were outside MPS in several
+    checks."""
     tenant = running.tenant
     who, gpu = tenant.describe(), tenant.gpus[0].name
     if view.trouble is not None:
@@ -90,6 +91,6 @@ def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: st
 
 
 def lost(tenant: GpuShare) -> Finding:
-    """The container runs and its record on disk is gone: the folder was emptied."""
+    """The finding about a container that runs although its record on disk is gone: the folder was emptied."""
     text = f"gpumgr's MPS files of {tenant.describe()} below enforcement.run_dir are gone: delete the pod and create it again"
     return Finding(allocation=tenant.allocation, code="broken", message=text)

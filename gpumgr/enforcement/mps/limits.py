@@ -1,8 +1,8 @@
 """Sets the limits of containers at a daemon: in protocol 2 one bound for all its clients, in protocol 3 a namespace for each container.
 
-The bound of protocol 2 is the largest of all shares; a client's own environment can only lower it. A container reaches the daemon's
-control socket, by which it can change limits (in protocol 3 only as root). So the daemon's answer right after limits were set is compared
-with its later answers, as text: drivers differ in how they print a number.
+The bound of protocol 2 is the largest of all shares; a client's own environment can only lower it. A container can change limits through
+the daemon's control socket (in protocol 3 only as root). So later answers of the daemon are compared with its answer right after limits
+were set. They are compared as text: drivers differ in how they print a number.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from gpumgr.enforcement.mps.folders import Share
 from gpumgr.ledger.ledger import AllocationId
 
 Shares = Mapping[AllocationId, Share]
-#: Namespaces of others that one check deletes.
+#: The most namespaces that one check deletes.
 _DELETED_AT_ONCE: Final = 8
 
 
 @dataclass(slots=True)
 class Bounds:
-    """Protocol 2, at one process of the daemon. `_answers`: for each server (None: for future ones) what the daemon answered after the
-    bound was set."""
+    """Protocol 2: the bound at one process of the daemon. `_answers`: server (None: future servers) -> the daemon's answer after the bound
+    was set."""
 
     _answers: Mapping[int | None, str] = field(default_factory=dict)
     _bound: Share | None = None
@@ -39,7 +39,7 @@ class Bounds:
         if bound == self._bound and not anew:
             return
         await daemon.run(*commands.set_bound(None, bound.cores, bound.memory_bytes))
-        # Servers are listed after that: one that starts in between has the new values already.
+        # Servers are listed only now: a server that has just started has the new values already.
         named = commands.parse_servers(2, await daemon.run(commands.list_servers(2)))
         servers = [pid for pid in named.values() if pid is not None]
         for pid in servers:
@@ -53,11 +53,11 @@ class Bounds:
         self._answers, self._bound = answers, bound
 
     async def drop(self, daemon: DaemonClient, shares: Shares, _: AllocationId) -> None:
-        """The container is gone and not in `shares`. Raises MpsError."""
+        """To be called when the container is gone and no longer in `shares`. Raises MpsError."""
         await self.put(daemon, shares, (), anew=True)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, servers: Collection[int]) -> Tampering | None:
-        """Sets the bound again if it was changed; returns whether it was. A new server gets the bound by its own pid, so that a later
+        """Sets the bound again if a container changed it, and reports that. For a new server the bound is set by its pid, so that a later
         change is noticed. Raises MpsError."""
         if not shares:
             return None
@@ -70,7 +70,7 @@ class Bounds:
 
 
 async def _read(daemon: DaemonClient, servers: Collection[int]) -> Mapping[int | None, str]:
-    """All answers by one run of the control program, which is what costs time. If it refuses a query (a server has ended since, or an
+    """Gets all answers in one run of the control program, since each run costs time. If it refuses a query (a server has ended since, or an
     older driver lacks it), the queries are run one by one and the refused one is left out. Raises MpsTransientError."""
     queried: tuple[int | None, ...] = (None, *servers)
     found = dict(await _answers(daemon, queried))
@@ -81,7 +81,7 @@ async def _read(daemon: DaemonClient, servers: Collection[int]) -> Mapping[int |
 
 
 async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mapping[int | None, str]:
-    """Empty if a query was refused. Raises MpsTransientError."""
+    """The daemon's answers; empty if it refused a query. Raises MpsTransientError."""
     try:
         return commands.parse_bounds(queried, await daemon.run(commands.bounds_of(queried)))
     except MpsTransientError:
@@ -92,15 +92,15 @@ async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mappi
 
 @dataclass(slots=True)
 class Namespaces:
-    """Protocol 3, at one process of the daemon. `_set`: what was set last for each container, and the daemon's answer after that: its
-    limits of memory and cores."""
+    """Protocol 3: the namespaces at one process of the daemon. `_set`: the share that was set last for each container, and the daemon's
+    answer after that (limits of memory and cores)."""
 
     _set: dict[AllocationId, tuple[Share, tuple[str, str]]] = field(default_factory=dict)
 
     async def put(self, daemon: DaemonClient, shares: Shares, names: Collection[AllocationId], *, anew: bool) -> None:
         """Creates missing namespaces of `names`, sets their limits and checks them: a namespace without limits gets the whole GPU.
-        `anew`: also what was set already. Raises MpsError."""
-        # A run of the program costs milliseconds: a namespace without a socket is created without a listing first.
+        `anew`: also limits that were set already. Raises MpsError."""
+        # A run of the program costs milliseconds: a namespace without a socket is created without listing namespaces first.
         there = {name for name in names if (daemon.folder.namespace(name) / "control").exists()}
         known = {name: share for name, (share, _) in self._set.items() if name in there and not anew}
         new = {name: share for name, share in shares.items() if name in names and share != known.get(name)}
@@ -117,15 +117,15 @@ class Namespaces:
         self._set |= {name: (share, found[name]) for name, share in new.items()}
 
     async def drop(self, daemon: DaemonClient, _: Shares, name: AllocationId) -> None:
-        """The container is gone. Raises MpsError."""
+        """To be called when the container is gone. Raises MpsError."""
         if name in await _list(daemon):
             await daemon.run(commands.delete_namespace(name))
         self._set.pop(name, None)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
-        """Sets limits again that were changed, and limits without a known answer of the daemon (the agent has
-        restarted). Deletes namespaces that neither gpumgr nor MPS made, and namespaces of ended containers: a few at each check, after the
-        limits are restored, since a container can make thousands. Raises MpsError."""
+        """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Then it deletes
+        namespaces of ended containers, and namespaces that neither gpumgr nor MPS made; only a few at each check, since a container can
+        make thousands. Raises MpsError."""
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
         unchecked = {

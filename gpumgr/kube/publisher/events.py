@@ -1,6 +1,6 @@
-"""Kubernetes Events: values, the requests that write them, and which of them become one object.
+"""Kubernetes Events: their values, the requests that write them, and which occurrences become one object.
 
-Shape: core/v1 Event as `kubectl describe` reads it. Without `eventTime` the API server applies the validation of core/v1 and not that of
+Shape: core/v1 Event as `kubectl describe` reads it. Without `eventTime` the API server applies the validation of core/v1, not of
 events.k8s.io.
 
 The rules of `EventRecorder` are those of client-go's EventCorrelator (k8s.io/client-go/tools/record/events_cache.go), with its constants:
@@ -37,7 +37,7 @@ AGGREGATE_SECONDS: Final = 600.0
 SPAM_BURST: Final = 25
 SPAM_PER_SECOND: Final = 1 / 300
 AGGREGATE_PREFIX: Final = "(combined from similar events): "
-#: Records of each kind that are kept. client-go keeps 4096 for a whole cluster; this is one node.
+#: The most records of each kind that are kept. client-go keeps 4096 for a whole cluster; this is one node.
 MAX_RECORDS: Final = 1024
 
 Body = dict[str, Any]
@@ -78,7 +78,7 @@ class Event:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EventSeries(Desired):
-    """All occurrences that the API server has as one Event object. Times are unix seconds; `created`: the object exists there."""
+    """All occurrences that one Event object counts. Times are unix seconds; `created`: the object exists in the API server."""
 
     what = "event"
     rights = "create and patch on events"
@@ -91,7 +91,7 @@ class EventSeries(Desired):
 
     @classmethod
     def once(cls, event: Event, at: float) -> "EventSeries":
-        """An event that occurs only once, at this Unix time."""
+        """The series of an event that occurs only once, at this Unix time."""
         return cls(event=event, text=event.text(), first_at=at, last_at=at, count=1)
 
     @property
@@ -101,7 +101,8 @@ class EventSeries(Desired):
 
     @property
     def name(self) -> str:
-        """Depends on what never changes in the series, so that a repeated request creates no second object."""
+        """The object's name. It depends only on values that never change in the series, so that a repeated request creates no second
+        object."""
         about, event = self.event.about, self.event
         parts = (about.uid, event.reason, event.message, str(event.warning), ",".join(event.allocations), repr(self.first_at))
         digest = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()
@@ -148,7 +149,7 @@ class EventSeries(Desired):
         self.created = True
 
     def patch(self) -> Body:
-        """A merge patch: what changes with each occurrence."""
+        """A merge patch of the fields that change with each occurrence."""
         return {"message": self.text, "count": self.count, "lastTimestamp": timestamp(self.last_at)}
 
 
@@ -157,7 +158,7 @@ def pod_ref(pod: PodKey, uid: str) -> ObjectRef:
 
 
 def node_ref(node: str) -> ObjectRef:
-    """The kubelet writes the node's name as the UID in events, and `kubectl describe node` searches for that."""
+    """The reference to the node. As in the kubelet's events its UID is the node's name: `kubectl describe node` searches for that."""
     return ObjectRef(kind="Node", name=node, uid=node)
 
 
@@ -170,7 +171,7 @@ def cut(text: str, max_bytes: int) -> str:
 
 
 def timestamp(unix_seconds: float) -> str:
-    """metav1.Time: whole seconds."""
+    """The time as metav1.Time, in whole seconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -179,7 +180,7 @@ _Group = tuple[ObjectRef, bool, str]
 
 @dataclass(slots=True)
 class _Similar:
-    """The different messages of a group, and when (monotonic seconds) the last event occurred."""
+    """The different messages of a group, and the time of its last event in monotonic seconds."""
 
     at: float
     texts: dict[str, None] = field(default_factory=dict)
@@ -218,7 +219,8 @@ class EventRecorder:
 
 
 def _recent(records: dict[K, T], key: K, make: Callable[[], T]) -> T:
-    """The record, made if it is missing, as the most recently used one; beyond MAX_RECORDS the least recently used one is removed."""
+    """The record, which becomes the most recently used one. A missing record is made; beyond MAX_RECORDS the least recently used is
+    removed."""
     record = records.pop(key) if key in records else make()
     records[key] = record
     if len(records) > MAX_RECORDS:

@@ -1,7 +1,7 @@
-"""The objects that the publisher writes, beside events: annotations and evictions of pods; the node's annotations, labels and condition.
+"""What the publisher writes besides events: annotations and evictions of pods, and the node's annotations, labels and condition.
 
-The condition is a core/v1 NodeCondition. `lastTransitionTime` is the time of the last change of the status; changes of reason and message
-do not count.
+The condition is a core/v1 NodeCondition. `lastTransitionTime` is the time of the last change of the status; changes of reason or message
+do not change it.
 """
 
 import math
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 #: The type of the condition.
 TYPE: Final = "GpuTrouble"
-#: Annotation of the node: the keys of the agent's labels, joined by ",". Obsolete labels are removed, also after a restart.
+#: Annotation of the node: the keys of the agent's labels, joined by ",". By it, obsolete labels are removed even after a restart.
 LABELS_ANNOTATION: Final = "gpumgr.io/labels"
 _DISCOVERY_LABEL: Final = "nvidia.com/gfd.timestamp"
 _DISCOVERY_MANAGER: Final = "gpu-feature-discovery"
@@ -44,7 +44,7 @@ class PodAnnotations(Desired):
     values: Mapping[str, str | None] = field(default_factory=dict)
 
     async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404: the pod is gone. With the UID in the patch, the API server refuses it (409) for another pod of the name."""
+        """404: the pod is gone. Since the patch has the UID, the API server refuses it (409) if another pod has the name."""
         namespace, name = self.pod
         patch = {"metadata": {"uid": self.uid, "annotations": self.values}}
         await server.send("PATCH", f"/api/v1/namespaces/{namespace}/pods/{name}", patch, but=(404,))
@@ -90,7 +90,7 @@ class NodePart(Desired):
 
     @contextmanager
     def _without_right(self, *, removing: bool) -> Iterator[None]:
-        """A removal without the right to it is no failure: usually there is nothing to remove, so the right is not required."""
+        """Ignores that the agent has no right to a removal: usually there is nothing to remove, so the right is not required."""
         try:
             yield
         except AnswerError as error:
@@ -109,7 +109,7 @@ class NodeAnnotations(NodePart):
     unwritten: dict[str, str | None] = field(default_factory=dict)
 
     def set(self, key: str, value: str, now: float) -> bool:
-        """True if a write is due: of a changed annotation alone, after the resync interval of all."""
+        """Whether a write is due. A change writes only the changed annotation; after the resync interval all annotations are written."""
         changed = self.values.get(key) != value
         self.values[key] = value
         if now - self.wanted_at >= RESYNC_SECONDS:
@@ -122,7 +122,7 @@ class NodeAnnotations(NodePart):
         return True
 
     def keep_removals(self) -> bool:
-        """Gives up the annotations that are not written yet, but not the removals. False: there are none."""
+        """Gives up annotations that are not written yet, but keeps removals. Returns whether there are any."""
         self.unwritten = {key: None for key, value in self.unwritten.items() if value is None}
         return bool(self.unwritten)
 
@@ -137,7 +137,7 @@ class NodeAnnotations(NodePart):
 
 @dataclass(eq=False, slots=True)
 class NodeLabels(NodePart):
-    """All labels that the agent writes; others that it wrote before are removed."""
+    """All labels of the agent; labels that it wrote before and that are not among them are removed."""
 
     what = "labels"
     rights = "get and patch on nodes"
@@ -149,7 +149,7 @@ class NodeLabels(NodePart):
         return self._is_due(now, changed=changed)
 
     async def write(self, server: ApiServer, node: str) -> None:
-        """Other components write labels, too: the present ones are read each time."""
+        """Writes the labels. Other components write labels, too, so the present labels are read each time."""
         path, labels = f"/api/v1/nodes/{node}", self.labels or {}
         with self._without_right(removing=not labels):
             if (patch := labels_patch(await server.read("GET", path), labels)) is not None:
@@ -177,11 +177,12 @@ class NodeCondition(NodePart):
     wall: Callable[[], float]
     condition: Condition | None = None
     sent_at: float = -math.inf
-    #: What the API server has, and since when (unix seconds) with this status; None until the Node was read.
+    #: The condition that the API server has, and since when (unix seconds) its status is the same; None until the Node was read.
     written: tuple[Condition, float] | None = None
 
     def set(self, condition: Condition | None, now: float) -> float | None:
-        """When a write is due, or None: a new status at once, a new message _CONDITION_SECONDS after the last write."""
+        """Returns when a write is due: at once for a new status, _CONDITION_SECONDS after the last write for a new message; None: no
+        write is due."""
         before, self.condition = self.condition, condition
         if not self._is_due(now, changed=condition != before):
             return None
@@ -189,7 +190,7 @@ class NodeCondition(NodePart):
         return max(now, self.sent_at + _CONDITION_SECONDS) if same_status else now
 
     async def write(self, server: ApiServer, node: str) -> None:
-        """The Node is read once: an earlier process may have written the same condition."""
+        """Writes the condition. The Node is read once before, since an earlier process may have written the same condition."""
         condition, path, now = self.condition, f"/api/v1/nodes/{node}", self.wall()
         self.sent_at = self.clock()
         with self._without_right(removing=condition is None):
@@ -241,9 +242,10 @@ def _parse_condition(node: Mapping[str, Any]) -> tuple[Condition, float, float] 
 
 
 def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | None:
-    """A merge patch of the Node's labels and of the annotation that lists the agent's; None if nothing changes.
+    """A merge patch of the Node's labels, and of the annotation that lists the agent's labels; None if nothing changes.
 
-    Labels below `nvidia.com/` that the agent did not write are not changed, nor any of them where NVIDIA's gpu-feature-discovery runs.
+    Labels below `nvidia.com/` that the agent did not write are not changed. Where NVIDIA's gpu-feature-discovery runs,
+    none of them is.
     """
     metadata = node.get("metadata") or {}
     present: Mapping[str, str] = metadata.get("labels") or {}

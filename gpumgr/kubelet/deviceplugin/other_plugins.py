@@ -1,4 +1,4 @@
-"""Other device plugins for the same GPUs: each offers all of them, so that two plugins allocate each GPU twice.
+"""Finds other device plugins for the same GPUs. Each plugin offers all GPUs, so two plugins allocate each GPU twice.
 
 A plugin is found by its socket in the kubelet's folder: the kubelet's API lists resources, not the GPUs behind them.
 """
@@ -18,8 +18,8 @@ from gpumgr.common.aio import until_tick
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS: Final = 10.0
-#: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names, before
-#: 0.13 nvidia.sock, GKE's nvidiaGPU-TIME.sock; HAMi's is derived from NVIDIA's and has the same names.
+#: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names,
+#: before 0.13 nvidia.sock. HAMi's plugin is derived from it and has the same names. GKE's plugin has nvidiaGPU-TIME.sock.
 _GPU_MANAGER: Final = frozenset({"vcore.sock", "vmemory.sock"})
 _NVIDIA: Final = "nvidia"
 #: A socket with a full backlog belongs to a running process.
@@ -27,7 +27,7 @@ _BUSY: Final = (errno.EAGAIN, errno.EINPROGRESS)
 
 
 class OtherDevicePlugins:
-    """Logs when another device plugin for the same GPUs appears and when it is gone. Which one to stop is the operator's choice.
+    """Logs when another device plugin for the same GPUs appears and when it is gone. The operator decides which plugin to stop.
 
     `folder` is the kubelet's device plugin folder.
     """
@@ -37,11 +37,11 @@ class OtherDevicePlugins:
         self._logged: tuple[Path, ...] = ()
 
     async def gpu_manager(self) -> str | None:
-        """The reason not to register yet, with a remedy, if gpu-manager runs: it registers the same resource names. Otherwise None."""
+        """If gpu-manager runs: why the agent must not register yet (both have the same resource names), and the remedy. Otherwise None."""
         return await asyncio.to_thread(gpu_manager_answers, self._folder)
 
     async def of_nvidia(self) -> str | None:
-        """As `gpu_manager`, for NVIDIA's and HAMi's plugins: an agent that offers nvidia.com/gpu calls it."""
+        """As `gpu_manager`, for any other plugin, such as NVIDIA's and HAMi's. An agent that offers nvidia.com/gpu calls this."""
         found = await asyncio.to_thread(answering, self._folder)
         return "; ".join(problem_and_remedy(found)) if found else None
 
@@ -64,7 +64,7 @@ class OtherDevicePlugins:
 
 
 def answering(folder: Path) -> tuple[Path, ...]:
-    """Sockets of such plugins that accept connections; none if the folder can't be read. A stale socket does not count."""
+    """The sockets of other plugins that accept connections, so no stale ones; empty if the folder can't be read."""
     try:
         return tuple(path for path in _others(folder) if _answers(path))
     except OSError:
@@ -72,7 +72,7 @@ def answering(folder: Path) -> tuple[Path, ...]:
 
 
 def gpu_manager_answers(folder: Path) -> str | None:
-    """A message with a remedy if gpu-manager runs, else None. A second registration of its resources would replace its own."""
+    """A message with a remedy if gpu-manager runs, else None. The agent's registration would replace gpu-manager's."""
     managers = [path for path in answering(folder) if path.name in _GPU_MANAGER]
     return "; ".join(problem_and_remedy(managers)) if managers else None
 

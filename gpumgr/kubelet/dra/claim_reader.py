@@ -1,7 +1,7 @@
 """Reads a ResourceClaim from the API server when the kubelet prepares it: which devices of this node kube-scheduler allocated, and for
 which pods.
 
-It is a live GET, since the kubelet names only the claim, and a watch can't select the claims of one node. The kubelet waits for 45 s and
+A GET reads the claim: the kubelet names only the claim, and a watch can't select the claims of one node. The kubelet waits for 45 s, and
 tries a failed claim again only after more than a minute, so transient faults are retried here. `kubectl describe pod` shows refusals.
 """
 
@@ -26,7 +26,7 @@ from gpumgr.settings.schema import BackendName
 _MEBIBYTE: Final = 1 << 20
 #: The most claims that are read at a time, each over a connection that stays open.
 _CONNECTIONS: Final = 8
-#: One try, and the first and the longest pause between two.
+#: The timeout of one try; the first and the longest pause between two tries.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
 #: Statuses from 300 to 499 that are final; all others are transient (200: the answer is not JSON).
@@ -77,7 +77,7 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
             except API_FAILURES as error:
-                # The last try had a short timeout, so its timeout is not a reason.
+                # The last try may have had little time left, so its timeout explains nothing.
                 if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:
                     why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
@@ -170,7 +170,7 @@ def _share(result: Mapping[str, Any]) -> ClaimShare:
 
 
 def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]]) -> str | None:
-    """The mechanism that the DeviceClass names. All requests of a claim must have the same one."""
+    """The mechanism that the DeviceClass names. All requests of a claim must have the same mechanism."""
     found: dict[str, set[str]] = {str(each["request"]): set() for each in own if each.get("adminAccess") is not True}
     for config in configs:
         opaque = config.get("opaque") or {}

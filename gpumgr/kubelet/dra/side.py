@@ -35,9 +35,9 @@ from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-#: How long calls are served after the slice was withdrawn, for pods that are already bound.
+#: How long calls are still served after the slice is withdrawn, for pods that are already bound.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
-#: In mode plugin: how long a try to delete the slice may take, and the first and the longest pause between two tries.
+#: In mode plugin: the time limit of a try to delete the slice; the first and the longest pause between two tries.
 WITHDRAWAL_SECONDS: Final = 5.0
 WITHDRAWAL_PAUSES: Final = (1.0, 600.0)
 #: If NVIDIA's driver has not listed the GPUs yet, the slice stays unchanged for this time after the start: an empty slice for a moment
@@ -47,7 +47,7 @@ CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
 #: The pause between two tries to adopt claims while the API server does not answer.
 ADOPT_SECONDS: Final = 2.0
-#: In mode plugin.
+#: The refusal in mode plugin.
 _CLOSED: Final = "node.mode of this node is plugin, so it takes no more claims: delete the pod, so that it is scheduled again"
 _LOST: Final = "the ledger was lost, and which GPUs the node's pods have is not known yet"
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
@@ -56,7 +56,7 @@ CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimParts:
-    """The parts of the agent that decide and start what claims get."""
+    """The parts of the agent that decide what claims get, and start their containers."""
 
     agent_state: AgentState
     starts: ContainerStarts
@@ -87,7 +87,7 @@ class DraSide:
         #: Why nothing may be registered now.
         self.held_back: str | None = f"{_LOST}: the pods are not examined yet" if plugin and lost else None
         self._examined = asyncio.Event()
-        #: Whether claims may be prepared.
+        #: Whether this node may have served claims.
         self._had_claims = not plugin or had_mode_dra(settings)
         self._empty_at = time.monotonic() + SLOW_DRIVER_SECONDS
         node = settings.node.name
@@ -115,12 +115,12 @@ class DraSide:
         return {DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
 
     def apply(self, settings: Settings) -> None:
-        """Takes effect at the next decision, and in the slice at once."""
+        """The settings take effect at the next decision, and in the slice at once."""
         self._settings = settings
         self.update()
 
     def update(self) -> None:
-        """The GPUs, their health or the mechanisms of new shares have changed."""
+        """To be called when the GPUs, their health or the mechanisms of new shares have changed."""
         registry, inventory = self._agent_state.ledger.gpu_registry, self._agent_state.inventory
         taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
@@ -147,9 +147,9 @@ class DraSide:
             self._serve(group)
 
     async def run_out(self) -> None:
-        """Deletes the slice, if the node can have one: most nodes never had, and their agents have no right to. Keeps the prepared claims
-        (after a lost ledger those of the node's pods), and serves their Unprepare until there are none left: drained pods end only after
-        that."""
+        """Deletes the slice if the node may have one: most nodes never had a slice, and their agents have no right to delete it. Keeps the
+        prepared claims (after the loss of the ledger, the claims of the node's pods), and serves their Unprepare until none is left:
+        drained pods end only after that."""
         async with asyncio.TaskGroup() as group:
             if self._had_claims or self._agent_state.ledger.claims:
                 group.create_task(self._withdraw(), name="slice_withdrawal")
@@ -182,7 +182,7 @@ class DraSide:
             pause = min(2 * pause, longest)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Withdraws the slice, and ends the registration a second later: pods that are bound in the meantime would otherwise wait for a
+        """Withdraws the slice, and ends the registration a second later, since pods that were bound just before would otherwise wait for a
         minute. If another agent has registered the driver, the slice stays for that agent."""
         succeeded = await asyncio.to_thread(self.link.has_other_instance)
         part = grace_seconds / 3  # limited, so that an API server or calls that hang leave time for the rest of the agent's stop
@@ -191,15 +191,15 @@ class DraSide:
         await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
-        """Waits until the pods of the device plugin have ended, since claims must not get their GPUs. This process may have registered the
-        driver already, beside a former agent."""
+        """Waits until the pods of the device plugin have ended, since claims must not get their GPUs. Suspends the registration, which this
+        process may have made while it waited for another agent."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
             self._hold(holders)
             await self.link.suspend()
             await asyncio.sleep(2.0)
 
     def _hold(self, reason: str | None) -> None:
-        """Why the driver (in mode plugin: the device plugins) must not be registered now; None if it may be."""
+        """Sets why the driver (in mode plugin: the device plugins) must not be registered now; None: it may be."""
         if reason is not None:
             if reason != self.held_back and self._settings.node.mode == "dra":
                 log.warning("registration_waits", reason=reason)
@@ -208,13 +208,14 @@ class DraSide:
         self._examined.set()
 
     async def held_back_by(self) -> str | None:
-        """Why the device plugins must not be registered yet. It waits a moment for the first check of the pods."""
+        """Why the device plugins must not be registered yet. Waits a moment for the first check of the pods."""
         if self.held_back is not None:
             await wait_at_most(self._examined, ADOPT_SECONDS)
         return self.held_back
 
     async def _adopt(self) -> None:
-        """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
+        """After the loss of the ledger: prepares the claims of the node's pods again. The kubelet does not ask for it, since for the
+        kubelet they are prepared."""
         while (failure := await self._adopt_once()) is not None:
             self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()

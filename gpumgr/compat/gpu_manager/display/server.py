@@ -1,6 +1,6 @@
 """The gRPC service display.GPUDisplay, with the same answers as the web pages, on gpu-manager's unix socket.
 
-Answers are computed from memory. Only old programs use the socket, so if it can't be made the agent runs without it.
+Answers are computed from memory. Only old programs use the socket, so the agent also runs if it can't make the socket.
 """
 
 import errno
@@ -75,7 +75,7 @@ def _as_utf8(value: Any) -> Any:
 class DisplayServer:
     """Serves `display` at `path`, between `start` and `stop`. Create it inside the event loop; it serves once.
 
-    The answers name every pod on the node, so only root may connect (gpu-manager leaves the mode to its umask).
+    The answers name every pod on the node, so only root may connect (gpu-manager sets no mode: its umask decides).
     """
 
     def __init__(self, path: Path, display: GpuDisplay) -> None:
@@ -85,7 +85,7 @@ class DisplayServer:
 
     async def start(self) -> bool:
         """Makes the folder, binds and listens; returns whether it listens. An abandoned socket is replaced. If another process
-        listens there, or no socket can be made, that is logged as a warning."""
+        listens there, or no socket can be made, it logs a warning."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             await self._server.start(sock=self._socket.bind(), backlog=_BACKLOG)

@@ -41,12 +41,12 @@ class NodeDriverFiles:
 
     @property
     def access(self) -> DriverAccess:
-        """How new containers get the files, and containers with a CDI spec that start again."""
+        """How the files get into new containers, and into containers with a CDI spec when they start again."""
         if self._without_driver:
             return DriverAccess(mounted=False, why="a simulated node has no driver's files")
         found = driver_access(self._setting, self._runtimes)
         if self._undecided:
-            # Until the first answer, the mirror of a former agent shows that the node mounts the files.
+            # Before the runtime's first answer, a mirror that an earlier agent left shows that containers need mounts.
             return replace(found, mounted=self._settings.container.driver_whole_dir.is_symlink())
         return found
 
@@ -77,7 +77,7 @@ class NodeDriverFiles:
         return self._vcuda_error or self._error or "the driver's files are not mirrored yet"
 
     def trouble(self) -> str | None:
-        """Why new containers may not see the driver."""
+        """Why new containers may not see the driver; None: they see it."""
         if self._without_driver:
             return None
         if self._undecided:
@@ -109,13 +109,13 @@ class NodeDriverFiles:
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> bool:
-        """While the container runtime does not answer, a copy may be made that turns out not to be needed."""
+        """Whether a mirror is needed. While the container runtime does not answer, a mirror may be made that is not needed later."""
         mounted = self.access.mounted and not self._undecided
         supplied = is_supplied(self._settings.container.driver_whole_dir)
         return self._settings.vcuda.library_path is not None or (mounted and not supplied)
 
     def _look_at_device_nodes(self) -> None:
-        """A container toolkit creates device nodes when a container starts; without one the host must create them."""
+        """Logs device nodes that are missing. A container toolkit creates them when a container starts; without one the host must."""
         root = self._settings.container.device_root
         apart = self._simulated or not self.access.mounted or (root / WSL_NODE).exists()
         missing = [] if apart else [f"{root}/{name}" for name in CONTROL_NODES if not (root / name).exists()]

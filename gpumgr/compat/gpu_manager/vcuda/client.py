@@ -1,4 +1,4 @@
-"""The client that processes in containers run to register: gpu-client.c, compiled once as a static program.
+"""The client by which processes in containers register: gpu-client.c, compiled once as a static program.
 
 An image may have it compiled as `gpu-client` beside this module; otherwise `cc` compiles it on the node.
 """
@@ -14,7 +14,7 @@ _FLAGS: Final = ("-std=gnu11", "-O2", "-static", "-s", "-Wall", "-Wextra")
 
 
 def build_client(folder: Path) -> Path:
-    """Path of the program: the one of the image, or one in `folder`, which the first call compiles (about a second; blocks).
+    """Path of the program: in the image, or else in `folder`, where the first call compiles it (about a second; blocks).
 
     Raises InputError without a C compiler or a static libc, or if the folder can't be written.
     """
