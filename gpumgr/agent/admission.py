@@ -1,8 +1,9 @@
 """Identifies the container that the kubelet is admitting: from PodResources, the pod cache, and the order of the kubelet's calls.
 
-The kubelet limits `List` to 100 calls a second for all clients, and rebuilds its table for each. The agent therefore calls it once for
-each pod. The order of calls gives the container of the second resource; `List` confirms it while the rate of calls is low. If `List`
-fails and several pods wait for the same, the agent calls it again for a while (`writer.py`) and then refuses: it does not guess.
+The kubelet limits `List` to 100 calls a second for all clients, and rebuilds its table for each call. The agent therefore calls `List`
+once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while the rate of
+calls is low. If `List` fails and several pods wait for the same amount, the agent calls `List` again for a while (`writer.py`) and then
+refuses: it does not guess.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +38,7 @@ log = structlog.get_logger(__name__)
 #: Rate and burst of the `List` calls that only confirm what the order of calls gives.
 SPARE_LOOKS_PER_SECOND = 20.0
 SPARE_LOOKS_BURST = 4.0
-#: The least time that a call for replicas waits for its pod, without which it must be refused.
+#: A call for replicas waits at least this long until the cache has its pod: without the pod it must be refused.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
@@ -77,7 +78,8 @@ class Admission:
         self._kept: AbstractSet[AllocationId] = frozenset()
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
-        #: Listed pod -> number of the `List` call that first showed this incarnation, as far as the list and UIDs distinguish it.
+        #: Listed pod -> number of the `List` call that first showed this incarnation of the pod, as far as `List` and UIDs distinguish
+        #: incarnations.
         self._seen: dict[PodKey, int] = {}
         self._uids: dict[PodKey, str] = {}
         self._looks = 0
@@ -114,20 +116,22 @@ class Admission:
         return listing
 
     def _number(self, listing: Listing) -> None:
-        """A refused pod's name may be used again before any `List` lacks it: then its UID shows that the pod is new."""
+        """Notes which `List` call showed each pod first. A new pod may have the name of a refused pod that every `List` so far showed;
+        then only its UID shows that it is new."""
         uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
         recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
         numbers = {pod: self._looks if pod in recreated else self._seen.get(pod, self._looks) for pod in listing.pods}
-        # A restarted kubelet adds its pods in the order of their creation: older ones than the newest that it lists have ended.
+        # A restarted kubelet adds its pods in the order of their creation: a pod that it does not list has ended if it is older than the
+        # newest listed one.
         newest, incomplete = max(numbers.values(), default=0), self._clock() < self._incomplete_until
         kept = {pod: number for pod, number in self._seen.items() if incomplete and number > newest}
         self._seen = {**kept, **numbers}
         self._uids = {pod: uid for pod in self._seen if (uid := uids.get(pod) or self._uids.get(pod))}
 
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
-        """For this time a pod that `List` lacks has not necessarily ended."""
+        """During this time a pod that `List` lacks may still run."""
         self._incomplete_until = self._clock() + incomplete_seconds
-        self._refused = frozenset()  # it admits a pod again if the API server does not have its end yet
+        self._refused = frozenset()  # the kubelet admits a refused pod again if the API server does not have its end yet
 
     def called(self) -> int:
         """To be called when a GetPreferredAllocation or Allocate arrives. Returns its number. The kubelet makes one such call at a time."""
@@ -135,8 +139,8 @@ class Admission:
         return self.call
 
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
-        """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation. Raises ListFailedError if several pods
-        may be the caller."""
+        """Returns the ledger without the ids that the kubelet has freed, and the caller of GetPreferredAllocation. Raises ListFailedError
+        if several pods may be the caller."""
         resource, size, offered = request.resource, request.size, minus(request.available, request.must)
         follows = self._follower(ledger, resource, size)
         contested = bool(common(ledger.held(resource), offered))
@@ -154,8 +158,8 @@ class Admission:
         return handed_on(ledger, resource, request.must, caller.pod), caller
 
     async def identify_without_preference(self, ledger: Ledger, resource: Resource, masks: Masks) -> tuple[Ledger, Caller]:
-        """The same for an Allocate without GetPreferredAllocation: of a container that takes over ids of its pod's init containers, or
-        for which the Topology Manager left no choice."""
+        """Does the same for an Allocate without a GetPreferredAllocation: the container takes over ids of its pod's init containers, or
+        the Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
         left_by = reuser(ledger, resource, masks)
         if (
@@ -192,8 +196,8 @@ class Admission:
         """To be called when an Allocate of this caller is answered."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            # Its UID is not known, and the known one is an earlier incarnation's: when the new one is known, the pod must not count as one
-            # that was added since.
+            # The pod's UID is not known yet, and the UID on record is an earlier incarnation's. Once the pod's own UID is known, the pod
+            # must not count as newly listed.
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
@@ -205,7 +209,7 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger without allocations of ended pods that hold any of these ids, and with the names that `List` has."""
+        """The ledger without the ended pods' allocations that hold any of these ids, and with the names that `List` shows."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -234,8 +238,8 @@ class Admission:
                 self._kept |= {a.id}
 
     def _is_over(self, a: Allocation, listing: Listing) -> bool:
-        """`List` lacks its pod, and a second source confirms the end: the API server, or without a UID the name, which `List` lacked
-        before."""
+        """Whether the allocation's pod has ended: `List` lacks the pod, and the API server confirms its end. Without a UID, a new pod of
+        the same name in `List` shows the end."""
         if a.uid is None:
             return a.pod is not None and a.pod in listing and self._is_new(a.pod) and not unlisted(a)
         if a.pod in listing.pods or not self._pods.synced:
@@ -244,8 +248,9 @@ class Admission:
         return view is None or view.ended
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
-        """The pod under admission is the newest one that waits for this. No pod is added to the list while another one is admitted. If
-        the cache has no such pod (it is late, or has an earlier incarnation), the pod is among the pods that were added last."""
+        """The pod under admission is the newest listed one that waits for these ids, since the kubelet adds no pod to the list while it
+        admits another one. If the cache has no such pod (the cache is late, or has an earlier incarnation), the pod is among the pods
+        that were listed last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -262,8 +267,8 @@ class Admission:
         return Caller(pod=pod, continues=self._open(ledger, pod, resource, size) or _half(ledger, listing, pod, resource))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
-        """The pod that was added last among the listed pods that may wait for ids. The pod of the last Allocate comes first only if no
-        `List` call was made since."""
+        """The pod that was added last among the listed pods that may wait for ids. Among pods that the same `List` call showed first, the
+        pod of the last Allocate is preferred."""
         last = self._last(ledger)
 
         def rank(pod: PodKey) -> tuple[int, bool, bool, PodKey]:
@@ -283,7 +288,7 @@ class Admission:
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
     def _follower(self, ledger: Ledger, resource: Resource, size: int) -> Caller | None:
-        """The pod of the last call, if one of its containers waits for just this."""
+        """The pod of the last call, if one of its containers waits for exactly this amount."""
         view = self._pods.get(self.current.pod) if self.current.pod else None
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
@@ -293,8 +298,9 @@ class Admission:
     async def _only_or_listed(
         self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None, *, list_failed: bool = False
     ) -> Caller | Listing:
-        """The only container that the call can be for, else what `List` returns. Raises ListFailedError; `list_failed`: it has just failed.
-        `List` must also confirm an only pod if the scheduler chose its GPUs, or if only the pod has the amounts (replicas)."""
+        """The only container that the call can be for, else what `List` returns. `list_failed`: `List` has just failed. `List` must
+        confirm even a single candidate if the scheduler chose its GPUs, or for replicas, since only the pod has their amounts. Raises
+        ListFailedError."""
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:
             return UNKNOWN_CALLER
@@ -311,7 +317,8 @@ class Admission:
         )
 
     def _candidates(self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None) -> list[Caller]:
-        """Without `List`: the container of the last Allocate if it lacks this resource, and the pods that wait for it.
+        """The possible callers, found without `List`: the container of the last Allocate if it lacks this resource, and the pods that
+        wait for it.
 
         A share always has both resources. A container with whole GPUs may request no memory; ids on other GPUs (`masks`, if known) are
         not its own.
@@ -333,7 +340,7 @@ class Admission:
         return callers
 
     def _successor(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
-        """The container of this pod that waits for `size` ids; None if none does."""
+        """The caller: the container of the pod of `left_by` that waits for `size` ids; None if none does."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
             return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))
@@ -342,17 +349,18 @@ class Admission:
         return Caller(pod=view.key, view=view, spec=spec, unconfirmed=unconfirmed) if spec else None
 
     def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
-        """Every container of its pod has what it requests, so the kubelet no longer passes its ids on."""
+        """Whether every container of its pod has what it requests. Then the kubelet no longer passes the ids of the allocation on."""
         view = self._pods.by_uid(a.uid) if a.uid is not None else None
         return view is not None and next_container(ledger, view) is None
 
     def _last(self, ledger: Ledger) -> Allocation | None:
-        """The last Allocate's allocation, if another call of its pod could follow when the present call arrived."""
+        """The allocation of the last Allocate, if the present call arrived soon enough after it to be for the same pod."""
         fresh = self._called_at - self._granted_at < FOLLOWS_SECONDS
         return ledger.allocations.get(self._granted) if self._granted and fresh else None
 
     def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, resource: Resource) -> AllocationId | None:
-        """The last Allocate's allocation if its pod is unknown and it has what this container requests of its other resource."""
+        """The allocation of the last Allocate, if its pod is unknown and it has exactly what this container requests of the other
+        resource."""
         last = self._last(ledger)
         other = other_resource(resource)
         if last is None or last.pod is not None or last.held(resource) or count(last.held(other)) != spec.wants(other):
@@ -378,8 +386,8 @@ class Admission:
 
 
 def _half(ledger: Ledger, listing: Listing, pod: PodKey, resource: Resource) -> AllocationId | None:
-    """The share of this pod that lacks this resource: `List` shows its container with the other one only. None unless it is exactly
-    one. This needs no spec and does not depend on the time between the container's two calls."""
+    """The share of this pod that lacks this resource: `List` shows its container with the other resource only. None if no share or
+    several lack it. This needs no spec and does not depend on the time between the container's two calls."""
     other = other_resource(resource)
     found = []
     for container, held in listing.containers(pod).items():

@@ -8,7 +8,7 @@ from typing import Final
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 
-#: The checkpoint's note.
+#: The key of the checkpoint's note.
 CORDONS_NOTE: Final = "cordons"
 #: Refusals contain the reason and become messages of events, for which the API server accepts 1024 bytes.
 REASON_CHARACTERS: Final = 256
@@ -30,7 +30,7 @@ class Cordon:
 
 
 def encode_cordons(cordons: Mapping[str, Cordon]) -> str:
-    """By UUID."""
+    """The text of the checkpoint's note. `cordons`: UUID -> cordon."""
     return json.dumps({uuid: asdict(cordon) for uuid, cordon in cordons.items()}, sort_keys=True)
 
 

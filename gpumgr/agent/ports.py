@@ -20,7 +20,7 @@ class Checkpoint(Protocol):
     async def save(self, change: Change) -> None: ...
 
     async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
-        """`entries` are its history entries, written in the same transaction."""
+        """`entries`: history entries about the note, which are written in the same transaction."""
         ...
 
 
@@ -50,7 +50,7 @@ class Pods(Protocol):
     def all(self) -> Iterable[PodView]: ...
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """As soon as it is there: the pod of this name, with `uid` only that incarnation. None after the timeout."""
+        """Returns the pod of this name once the cache has it (with `uid`: only that incarnation), or None after the timeout."""
         ...
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
@@ -74,7 +74,7 @@ class Enforcement(Protocol):
         ...
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> Terms:
-        """For a container of this pod (None: the pod is not certain). `setting`: the mechanism that its DeviceClass demands."""
+        """The terms for a container of this pod (None: the pod is not certain). `setting`: the mechanism that its DeviceClass demands."""
         ...
 
     def answer(
@@ -85,16 +85,16 @@ class Enforcement(Protocol):
         ...
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
-        """To be called before each start of the container; for a claim at any time, since limits of a running container stay. `base`: the
-        responses to both its calls without the limits. Raises Refusal."""
+        """To be called before each start of the container. For a claim it may be called at any time, since the limits of a running
+        container do not change. `base`: the responses to both calls for the container, without the limits. Raises Refusal."""
         ...
 
     def intact_specs(self) -> Collection[AllocationId]:
-        """The allocations with CDI specs on disk as `start` wrote them. Blocks for the time of a few system calls."""
+        """The allocations that have their CDI specs on disk as `start` wrote them. Blocks for the time of a few system calls."""
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """To be called before a container starts that has these GPUs whole. Raises Refusal."""
+        """To be called before the start of a container that has these GPUs as whole GPUs. Raises Refusal."""
         ...
 
 
@@ -111,8 +111,8 @@ class Evictor(Protocol):
     """Requests evictions without waiting for them (gpumgr.kube.publisher.publisher.Publisher)."""
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
-        """Replaces all evictions that the requester wants; a pod that no requester wants any longer is not evicted. `immediately`: also
-        requests again what was requested or refused a short time ago."""
+        """Replaces all evictions of this requester; a pod that no requester names any longer is not evicted. `immediately`: also repeats
+        evictions that were requested or refused a short time ago."""
         ...
 
 
@@ -138,11 +138,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningContainer:
-    """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending. `others`: further
-    containers that run with the same ResourceClaim; the pids are those of all of them.
+    """A running container with a share. `pids`: the host's ids of all processes in its cgroup and below, ascending. `others`: further
+    containers that run with the same ResourceClaim; `pids` includes their processes.
 
-    `gpu_pids`: those of them that have a context on one of its GPUs. `memory_bytes`: what the driver says that they use, by GPU; None = not
-    known.
+    `gpu_pids`: the processes among them that have a context on one of its GPUs. `memory_bytes`: GPU -> the memory that the processes use,
+    as the driver reports it; None = not known.
     """
 
     tenant: GpuShare

@@ -39,7 +39,7 @@ def read_cluster(kubeconfig: Path) -> Document:
 
 
 def load(file: Path) -> Document:
-    """If `places` is set, it returns the file and line of each object in each list. Raises InputError."""
+    """The document in the file. Under the key `places` it has the file and line of each object, for each list. Raises InputError."""
     text = JsonText(str(file), read_text(file))
     entries = {entry.key: entry for entry in text.entries("{")}
     for key, value in _FORMAT.items():
@@ -92,7 +92,7 @@ async def _items(server: ApiServer, path: str, **query: str) -> list[Any]:
 
 
 def _kept(value: Any, path: str) -> Any:
-    """The value with the fields that are kept; None if no field is kept."""
+    """The value with only the fields that `_KEPT` names; None if it has none of them."""
     if isinstance(value, dict):
         items = {key: new for key, each in value.items() if (new := _kept(each, f"{path}/{key}")) is not None}
         return items if items or not value else None

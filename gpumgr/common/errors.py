@@ -96,4 +96,4 @@ class AlreadyRunning(GpumgrError):
 
 
 class CriError(GpumgrError):
-    """The container runtime can't be reached or said no, or the host's cgroups can't be read."""
+    """The container runtime can't be reached or answered with an error, or the host's cgroups can't be read."""

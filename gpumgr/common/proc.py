@@ -28,7 +28,7 @@ def start_time_ticks(pid: int, root: Path = PROC) -> int | None:
 
 
 def is_running(process: Process, root: Path = PROC) -> bool:
-    """Whether this process still runs, and its pid is not another's by now."""
+    """Whether this process still runs. False if another process has its pid by now."""
     pid, started = process
     return start_time_ticks(pid, root) == started
 
@@ -40,8 +40,8 @@ def parent_pid(pid: int, root: Path = PROC) -> int | None:
 
 
 def environment(pid: int, root: Path = PROC) -> bytes:
-    """The environment with which the process was started, `NAME=value` with NULs between, at most 1 MiB of it; empty if it can't be
-    read. The process can change its content, and can make the call hang: its memory is read."""
+    """The environment with which the process was started, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be
+    read. The kernel reads it from the memory of the process, so the process can change the text, and can make the call hang."""
     try:
         descriptor = os.open(f"{root}/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -53,7 +53,7 @@ def environment(pid: int, root: Path = PROC) -> bytes:
 
 
 def _stat(pid: int, root: Path) -> list[bytes]:
-    """The fields from 3 on, after the name, which may hold any bytes; empty if the process is gone."""
+    """The fields of the file from the third on; the second, the name, may hold any bytes. Empty if the process is gone."""
     try:
         descriptor = os.open(f"{root}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -66,7 +66,8 @@ def _stat(pid: int, root: Path) -> list[bytes]:
 
 
 def mount_tables(root: Path = PROC) -> Iterator[str]:
-    """The text of mountinfo for each mount namespace that has a process; without CAP_SYS_PTRACE for each process. Blocks.
+    """Yields the text of mountinfo once for each mount namespace that has a process; without CAP_SYS_PTRACE, once for each process.
+    Blocks.
 
     Raises OSError if a process is hidden from the agent; its `filename` is the file that can't be read.
     """
@@ -89,7 +90,8 @@ def mount_tables(root: Path = PROC) -> Iterator[str]:
 
 
 def mounted_root(line: str) -> str:
-    """The path within its file system that this line of mountinfo mounts (field 4), with blanks as octal numbers; "" for another line."""
+    """The path within the file system that this line of mountinfo mounts (field 4), with blanks as octal numbers; "" if the line has no
+    such field."""
     fields = line.split(" ", 4)
     return fields[3] if len(fields) > 3 else ""
 
@@ -105,7 +107,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(mountinfo: str, path: Path) -> Mount | None:
-    """The mount in which the absolute path lies: the nearest one above it, and the last of several at one point.
+    """The mount in which the absolute path lies: the nearest one above the path, and if several mounts have the same point, the last one.
 
     Source: proc(5), /proc/PID/mountinfo, and mount_namespaces(7). Lines that cannot be parsed are skipped.
     """
@@ -126,7 +128,7 @@ def _plain(field: str) -> str:
 
 
 def _mount_namespace(process: Path) -> str | None:
-    """None if the agent may not trace the process, which takes more rights than to read its mounts."""
+    """None if the agent may not trace the process; reading its mounts needs fewer rights."""
     try:
         return os.readlink(process / "ns/mnt")
     except OSError:

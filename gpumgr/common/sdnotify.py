@@ -22,23 +22,23 @@ class Notifier:
 
     @property
     def watchdog_period_seconds(self) -> float | None:
-        """How often `watchdog` must be called: half of what systemd allows. None: there is no watchdog."""
+        """The interval at which `watchdog` must be called, half of the time that systemd allows. None: there is no watchdog."""
         return None if self._watchdog_seconds is None else self._watchdog_seconds / 2
 
     def ready(self, status: str) -> None:
-        """The agent serves."""
+        """Reports that the agent serves."""
         self._send("READY=1", _status(status))
 
     def status(self, text: str) -> None:
-        """One line for `systemctl status`."""
+        """Reports one line for `systemctl status`."""
         self._send(_status(text))
 
     def watchdog(self) -> None:
-        """The agent runs."""
+        """Reports that the agent runs."""
         self._send("WATCHDOG=1")
 
     def stopping(self, status: str = "stopping") -> None:
-        """The agent stops on purpose."""
+        """Reports that the agent stops on purpose."""
         self._send("STOPPING=1", _status(status))
 
     def _send(self, *lines: str) -> None:

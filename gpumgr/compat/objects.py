@@ -1,4 +1,5 @@
-"""Kubernetes objects as kubectl prints them: JSON or YAML, one, several, or a List. The parts that are read are validated once.
+"""Reads Kubernetes objects as kubectl prints them: JSON or YAML, one object, several, or a List. The parts that are read are validated
+once.
 
 The files are not trusted: what is read from a text is never much larger than the text.
 """
@@ -68,7 +69,7 @@ class PodSpec(msgspec.Struct, rename="camel"):
 
     @property
     def all_containers(self) -> list[KubernetesContainer]:
-        """In the order in which the kubelet allocates."""
+        """All containers, in the order in which the kubelet allocates their devices."""
         return [*self.init_containers, *self.containers]
 
 
@@ -77,7 +78,7 @@ class Status(msgspec.Struct):
 
 
 class Object(msgspec.Struct):
-    """Any Kubernetes object; of kinds without a class below nothing else is read."""
+    """Any Kubernetes object. If its kind has no class below, nothing but the kind is read."""
 
     kind: str
 
@@ -201,7 +202,7 @@ def _flat(document: object, path: Path) -> Iterator[Object]:
 
 
 def read_documents(text: bytes | str) -> list[Any]:
-    """All non-empty documents of a text. JSON, which is also YAML, is tried first: that takes a hundredth of the time.
+    """All non-empty documents of a text. JSON, which is also YAML, is tried first, since parsing it takes a hundredth of the time.
 
     Raises InputError with the reason only; the caller knows the name of the text.
     """

@@ -29,9 +29,9 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
 class HardwareEvents:
-    """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has none.
-    `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples are passed on
-    without these processes.
+    """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has no
+    device node. `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples are
+    passed on without these processes.
 
     `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
     processes (pid -> clock ticks since boot).
@@ -67,7 +67,7 @@ class HardwareEvents:
         self._reported: dict[str, str] | None = None
         #: Indices of the GPUs without a name that were reported; None before the first check.
         self._nameless: frozenset[int] | None = None
-        #: The reason that was last reported why MIG devices can't be offered.
+        #: The last logged reason why MIG devices can't be offered.
         self._mig_obstacle: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
@@ -136,8 +136,9 @@ class HardwareEvents:
         )
 
     def _add_to_history(self, bad: Mapping[str, GpuHealth]) -> None:
-        """Adds an entry when a GPU becomes lost or unhealthy, or is back. MIG mode is a setting and has no entry. Maintenance adds the
-        entries of a cordoned GPU, which is back only after it is uncordoned. A GPU that was never offered has no name, so it has no entry.
+        """Adds an entry when a GPU becomes lost or unhealthy, or is back. MIG mode is a setting and gets no entry. Maintenance adds the
+        entries of a cordoned GPU, which is back only after it is uncordoned. A GPU that was never offered has no name, so it has no
+        entry.
         """
         agent_state, cordon_reason = self._agent_state, self._cordon_reasons()
         if self._reported is None:
@@ -165,7 +166,7 @@ class HardwareEvents:
                 self._reported[uuid] = code
 
     def _report_nameless(self) -> None:
-        """Adds an entry for each GPU that the driver lists but cannot describe, only once, also after a restart."""
+        """Adds one entry for each GPU that the driver lists but cannot describe. A restart does not repeat it."""
         history = self._agent_state.history
         add = history.add_unless_repeated if self._nameless is None else history.add
         nameless = {
@@ -176,7 +177,7 @@ class HardwareEvents:
         self._nameless = frozenset(nameless)
 
     def _report_obstacle(self) -> None:
-        """Logs why MIG devices can't be offered by the strategy single, when that changes."""
+        """Logs why the strategy `single` can't offer MIG devices, whenever the reason changes."""
         inventory, before = self._agent_state.inventory, self._mig_obstacle
         self._mig_obstacle = obstacle_of_single(inventory.snapshot.gpus) if inventory.mig_strategy == "single" else None
         if self._mig_obstacle and self._mig_obstacle != before:

@@ -1,12 +1,12 @@
 """Runs NVML for the agent: waits for the driver, samples the GPUs, judges their health, recovers from hangs and driver reloads.
 
 Invariants:
-* Without a driver it waits, since one may be installed later, and logs that once for each outage.
+* Without a driver it waits, since one may be installed later. It logs this once for each outage.
 * An error of one GPU concerns that GPU. All GPUs are unhealthy only while NVML as a whole is down.
 * While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
 * A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
 * While the session is closed for another program, nothing is read and no health changes. This is no outage.
-* Only DriverMismatchError leaves `run`: a process can't load the library twice, so it must end. Other errors are retried.
+* Only DriverMismatchError leaves `run`: a process can't load the library twice, so the agent must end. Other errors are retried.
 """
 
 import asyncio
@@ -52,15 +52,15 @@ class NodeListener(Protocol):
         snapshot, and each MIG device with a fault that concerns only its GPU instance."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
-        """One sample, each period."""
+        """Called with one sample in each period."""
 
     async def driver_down(self, message: str) -> None:
-        """NVML as a whole does not answer. It is called once for each outage, which the next `snapshot_taken` ends."""
+        """Called once for each outage, when NVML as a whole does not answer. The next `snapshot_taken` ends the outage."""
 
 
 class DriverMeter(Protocol):
     def xid(self, uuid: str | None, number: int) -> None:
-        """The driver reported an XID. `uuid` is None if it names no GPU."""
+        """The driver reported an XID. `uuid` is None if the event names no GPU."""
 
     def batched(self, seconds: float) -> None:
         """A reading of all GPUs took this many seconds."""
@@ -101,7 +101,7 @@ class Monitor:
         self._published: dict[str, GpuHealth] = {}
         self._snapshot: NodeSnapshot | None = None
         self._cordons: dict[str, str] = {}
-        #: GPUs about which calls hung at the last reading.
+        #: GPUs for which a call hung at the last reading.
         self._hung: frozenset[str] = frozenset()
         self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
         self._down = False
@@ -114,12 +114,12 @@ class Monitor:
         return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
-        """Applies these rules from the next reading on. The current pause also gets the new length, counted from its start."""
+        """Applies these rules from the next reading on. The current pause also gets the new length, from its start on."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
 
     def cordon(self, uuid: str, message: str) -> None:
-        """Takes this GPU out of service, also one that is not listed (yet)."""
+        """Takes this GPU out of service, even if it is not listed (yet)."""
         self._cordons[uuid] = message
         self._observe(uuid, Cordoned(message=message))
         self._wake.set()
@@ -131,7 +131,8 @@ class Monitor:
         self._wake.set()
 
     async def publish_health(self) -> None:
-        """Calls the listener if the health of a GPU differs from what was published last. Cordons are in force when this returns."""
+        """Calls the listener if the health of a GPU differs from the health that was published last. Cordons are in force when this
+        returns."""
         health = self.health
         if any(
             _published_parts(self._published.get(uuid)) != _published_parts(health.get(uuid))
@@ -150,8 +151,8 @@ class Monitor:
     async def without_session(self) -> AsyncIterator[None]:
         """A block in which this process has no session with the driver: samples and readings wait, and no health changes.
 
-        Events of that time are lost; the first reading afterwards shows their effect. Raises NvmlError if a call hangs, and then
-        the session was not closed.
+        Events of that time are lost; the first reading afterwards shows their effect. Raises NvmlError if a call hangs; then the session
+        has not been closed.
         """
         try:
             async with self._nvml.without_session():
@@ -160,7 +161,7 @@ class Monitor:
             self._stale = True  # events have to be registered again
 
     async def run(self) -> NoReturn:
-        """Runs until cancelled; takes a session that is open already. Raises DriverMismatchError. The caller closes NVML."""
+        """Runs until cancelled; uses the session if one is open already. Raises DriverMismatchError. The caller closes NVML."""
         reached = self._nvml.opened
         while True:
             if not reached:
@@ -214,7 +215,7 @@ class Monitor:
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
             self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
-            if self._stale and not self._nvml.busy:  # a change of MIG takes up to half a minute, and samples and health go on
+            if self._stale and not self._nvml.busy:  # a change of MIG takes up to half a minute; samples and health go on
                 snapshot = await self._take_snapshot()
             else:
                 self._judge(readings)
@@ -225,7 +226,7 @@ class Monitor:
                 snapshot = await self._take_snapshot(unless=snapshot)
 
     async def _opened_again(self) -> bool:
-        """Opens the session again if NVML lacks GPUs and the last attempt is long enough ago. Returns whether it did."""
+        """Opens the session again if NVML lacks GPUs and the last attempt is long enough ago. Returns whether it tried."""
         now = asyncio.get_running_loop().time()
         if now < self._relist_at:
             return False
@@ -239,11 +240,11 @@ class Monitor:
             except NvmlError as error:
                 if not self._nvml.opened:
                     raise
-                log.warning("nvml_not_reopened", reason=str(error))  # a call was running, so the former session continues
+                log.warning("nvml_not_reopened", reason=str(error))  # a call was running, so the old session continues
         return lacks
 
     async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:
-        """Calls the listener, unless the snapshot equals `unless`."""
+        """Takes a snapshot, and passes it to the listener unless it equals `unless`."""
         self._stale = False
         snapshot = await self._nvml.snapshot()
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
@@ -278,14 +279,14 @@ class Monitor:
         for instance, health in list(self._mig_health.items()):
             answers = [each for each in readings.values() if isinstance(each, HealthReading)]
             reading = next((each for each in answers if instance in each.mig_instances), None)
-            if reading is not None:  # the GPU's MIG mode is no fault of its MIG devices
+            if reading is not None:  # that the GPU is in MIG mode is no fault of a MIG device
                 after = step(health, replace(reading, mig_enabled=None), time.time(), self._rules)
                 self._mig_health[instance] = after
             if self._mig_health[instance].state == "healthy" or (reading is None and len(answers) == len(readings)):
                 del self._mig_health[instance]
 
     async def _pause(self) -> None:
-        """Waits until the next sample is due. Publishes changes that events or operators cause at once."""
+        """Waits until the next sample is due. Publishes at once what events or operators change."""
         begun = asyncio.get_running_loop().time()
         while True:
             try:
@@ -297,7 +298,7 @@ class Monitor:
             await self.publish_health()
 
     def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
-        """Called for each event of the driver. An event that names no GPU concerns them all; one that names a GPU instance concerns
+        """Called for each event of the driver. An event that names no GPU concerns all GPUs; an event that names a GPU instance concerns
         only the MIG devices of that instance."""
         instance = event.gpu_instance if isinstance(event, Xid) else None
         if uuid is not None and instance is not None:

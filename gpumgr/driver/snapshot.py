@@ -1,6 +1,6 @@
 """Reads the GPUs of the node and their topology. Synchronous functions for the worker's threads; None = the driver does not report it.
 
-A GPU that can't be described becomes a GpuFailure and is missing in the matrix; errors of the driver as a whole are raised.
+A GPU that can't be described becomes a GpuFailure and is left out of the matrix; errors of the driver as a whole are raised.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -28,7 +28,7 @@ _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quirk:
-    """A driver that reports `reported` where `meant` is true. None in a condition: any."""
+    """A driver that reports `reported` where the level is `meant`. A condition that is None matches every value."""
 
     driver_version: str | None = None
     on_same_board: bool | None = None
@@ -56,8 +56,8 @@ QUIRKS: Final[tuple[Quirk, ...]] = (
 def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | None = None) -> Level:
     """The PCIe level of a pair of GPUs for the number that NVML gave.
 
-    `on_same_board`: what the driver reports about multi-GPU boards for this pair; None = nothing.
-    A number that no known driver uses counts as the next farther level; above all of them, as SYS.
+    `on_same_board`: whether the driver reports that this pair is on one multi-GPU board; None = it reports nothing. A number that no
+    known driver uses counts as the next farther level; a number above all of them, as SYS.
     """
     for quirk in QUIRKS:
         if (
@@ -74,7 +74,7 @@ _REMOTE_SWITCH: Final = 2
 _NVIDIA: Final = "0x10de"
 _GPU_CLASSES: Final = ("0x0300", "0x0302")
 
-#: By UUID and MIG mode. NVML says that profiles do not change as long as the mode does not.
+#: (UUID, MIG mode) -> profiles. NVML documents that profiles do not change as long as the mode does not.
 MigProfiles = MutableMapping[tuple[str, bool], tuple[MigProfile, ...]]
 
 
@@ -123,9 +123,9 @@ def describe_gpu(
     mig_profiles: MigProfiles,
     unreported_memory_bytes: int | None = None,
 ) -> DescribedGpu | GpuFailure:
-    """The GPU with this index. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs, and
-    `mig_profiles` the profiles that were read before; this reading adds to both. `unreported_memory_bytes`: the memory of a GPU if the
-    driver reports none for it."""
+    """The GPU with this index. `seen` maps indices to the UUIDs of earlier readings, for GPUs that no longer report a UUID.
+    `mig_profiles` has the profiles that were read before. This reading adds to both. `unreported_memory_bytes`: the memory of a GPU if
+    the driver reports none for it."""
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
         seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
@@ -138,8 +138,8 @@ def describe_gpu(
 
 
 def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
-    """The PCI addresses of NVIDIA's display and 3D controllers, except virtual functions and devices of another driver (vfio-pci, for
-    virtual machines): NVML lists neither.
+    """The PCI addresses of NVIDIA's display and 3D controllers, except virtual functions and devices that another driver uses (vfio-pci,
+    for virtual machines): NVML lists neither.
 
     Source: the kernel's sysfs-bus-pci ABI; class codes of the PCI Code and ID Assignment Specification.
     """
@@ -159,7 +159,8 @@ def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
 def make_snapshot(
     node: NodeFacts, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
 ) -> NodeSnapshot:
-    """The snapshot of the GPUs that are not among the `failures` (by index). `levels` are by pair of indices; SYS where one is missing."""
+    """The snapshot of the GPUs that are not among the `failures` (by index). `levels` maps pairs of indices to levels; a missing pair
+    counts as SYS."""
     kept = [each for each in gpus if each.gpu.index not in failures]
 
     def level(one: DescribedGpu, other: DescribedGpu) -> Level:
@@ -207,9 +208,9 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
 
 
 def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str, ...]]:
-    """A PCI device's NUMA node (None: the machine has none) and its chain of parents, root complex first.
+    """A PCI device's NUMA node (None: not known) and its chain of parents, root complex first.
 
-    `bus_id` as sysfs spells it (0000:18:00.0). Source: the kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown.
+    `bus_id` is spelled as in sysfs (0000:18:00.0). Source: the kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown.
     """
     link = sysfs_root / "bus" / "pci" / "devices" / bus_id
     try:
@@ -239,7 +240,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
         try:
             active = nvml.ask("nvmlDeviceGetNvLinkState", handle, number)
             if active is None:
-                break  # no such link: this was the last one
+                break  # no such link: the one before was the last
             if not active:
                 continue
             if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
@@ -256,7 +257,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
 
 
 def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
-    """The number of NVLinks between two GPUs: links that both ends report, and as many fabric links as both have."""
+    """The number of NVLinks between two GPUs: the links that both ends report, and the fabric links that both have."""
     if one is other:
         return 0
     there, back = (a.links.direct.get(b.gpu.bus_id or "", 0) for a, b in ((one, other), (other, one)))
@@ -266,7 +267,7 @@ def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
 def read_levels(
     nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
 ) -> list[Level | CallError]:
-    """The level of the GPU to each of the others, or the error of the call; SYS if the driver can't report it."""
+    """For each of the others its level to the GPU, or the error of the call. A level that the driver can't report is SYS."""
     levels: list[Level | CallError] = []
     for other in others:
         try:

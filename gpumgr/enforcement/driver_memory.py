@@ -4,15 +4,15 @@ The NVIDIA driver (615 and newer) accounts all device memory to cgroups through 
 allocation fails with CUDA's out-of-memory error, which the container can't prevent, and cuMemGetInfo shows the limit as the total. Nothing
 is put into the container. The driver limits neither cores nor managed memory that is in the host's memory.
 
-Only the hard limit is set. A soft limit, which is a guarantee, is added up in the ancestors, and is subtracted only if it is set to 0
-before the cgroup is removed, which the runtime does as soon as the container ends. The guarantee is not needed: shares add up to no
-more than the GPU has, and each has a hard limit, which with a burst never reaches into what others were granted. A soft limit that is
-found is set to 0. The hard limit goes with the cgroup.
+Only the hard limit is set. A soft limit, which is a guarantee, is added to the ancestors of the cgroup. It is subtracted only if it is
+set to 0 before the cgroup is removed, and the runtime removes the cgroup as soon as the container ends. The guarantee is not needed:
+shares add up to no more than the GPU has, and each has a hard limit, which even with a burst leaves others what they were granted. A soft
+limit that is found is set to 0. The hard limit is removed with the cgroup.
 
-The cgroup exists only when the container does, so the limit is set when the running container is first listed. Memory that it
-allocated before stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
-runtime does not list never gets its limit: no container starts while the runtime is not available, and one that is not listed is
-reported.
+The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that the
+container allocated before stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container
+that the runtime does not list never gets its limit: no container starts while the runtime is not available, and a running container that
+is not listed is reported.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """
@@ -40,13 +40,13 @@ from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import MemoryLimit
 
-#: Interval at which a limit in force is read back: other programs may change it, and a reloaded driver has lost it.
+#: Interval at which a limit in force is read back: other programs may change it, and a driver loses it when it is reloaded.
 _RECHECK_SECONDS: Final = 10.0
 #: A started container is listed within a second or two; one that is not listed after this time is searched for in /proc.
 _LISTED_WITHIN_SECONDS: Final = 30.0
 #: The limit of the trial, of a size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
-#: Followed by the pid of the process that tries: the agent, or a `gpumgr doctor` beside it.
+#: The beginning of the name of the trial's cgroup. The pid of the process that tries follows: the agent, or a `gpumgr doctor` beside it.
 _TRIAL_CGROUP: Final = "gpumgr-trial-"
 _AFTER_FAILED_TRIAL: Final = (
     "gpumgr must be able to write there (as root; in a pod: mount it writable), and the driver must keep limits in the dmem controller "
@@ -70,8 +70,8 @@ class MemoryLimits(Protocol):
 
 @dataclass(slots=True)
 class _Limit:
-    """The limit of one container. `obstacle`: why it is not in force, None if it is; `due`: when to read it back; `hard_bytes`: what was
-    in force last."""
+    """The limit of one container. `obstacle`: why it is not in force, None if it is; `due`: when to read it back; `hard_bytes`: the limit
+    that was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None
@@ -91,8 +91,8 @@ class _Unlisted:
 class DriverMemory(Backend):
     """`cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
 
-    `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns which allocations a
-    process has mounted; it is called on a thread.
+    `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns which of these allocations
+    some process has mounted; it is called on a thread.
     """
 
     name: BackendName = "nvml-memory"
@@ -119,7 +119,7 @@ class DriverMemory(Backend):
         self._tried = False
 
     async def unavailable(self) -> str | None:
-        """Also tries a limit: once, if it succeeds."""
+        """Also tries a limit, until a trial has succeeded."""
         of_cgroups, of_driver, uuid = self._cgroup_obstacle(), None, ""
         try:
             uuid = await self._driver.gpu_with_memory_limits()
@@ -140,7 +140,7 @@ class DriverMemory(Backend):
 
     @contextmanager
     def _new_cgroup(self) -> Iterator[str]:
-        """A cgroup without processes, for as long as the block runs. Raises OSError."""
+        """A cgroup without processes, which exists while the block runs. Raises OSError."""
         enabled = self._cgroup_root / "cgroup.subtree_control"
         if "dmem" not in enabled.read_text(encoding="ascii").split():
             enabled.write_text("+dmem", encoding="ascii")  # as runc does when it starts the first container
@@ -192,15 +192,15 @@ class DriverMemory(Backend):
         return found + [_broken(tenant, gpu, _NOT_LISTED) for tenant in late for gpu in _limited(tenant)]
 
     async def _overdue(self, here: Collection[AllocationId]) -> list[GpuShare]:
-        """Returns each container once that runs and was never listed. A container that does not run may have ended, or be slow to start: it
-        is checked again later, after the time that has passed so far."""
+        """The running containers that were never listed; each is returned once. A container that does not run may have ended, or be slow
+        to start: it is checked again once twice the time has passed."""
         now = self._clock()
         due = [name for name, unlisted in self._unlisted.items() if now >= unlisted.due and name not in here]
         if not due:
             return []
         try:
             alive = await asyncio.to_thread(self._in_use, due)
-        except OSError:  # if that can't be read, all count as running
+        except OSError:  # if mounts can't be read, all count as running
             alive = due
         late = [self._unlisted.pop(name).tenant for name in due if name in alive and name in self._unlisted]
         for unlisted in (self._unlisted[name] for name in due if name in self._unlisted):
@@ -238,7 +238,7 @@ class DriverMemory(Backend):
         of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes
         if before != wanted:
             if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
-                # A burst may have taken more since its use was measured: the next call has that, and until then the former limit holds.
+                # A burst may have taken more since its use was measured. The next call knows the new use; until then the old limit holds.
                 return None if of_burst else f"{obstacle}; more than that may be in use already"
             place = {"allocation": limit.allocation, "gpu": gpu.uuid, "cgroup": cgroup}
             write = log.debug if of_burst else log.info
@@ -260,12 +260,12 @@ class DriverMemory(Backend):
         self._limits = {key: limit for key, limit in self._limits.items() if limit.allocation != allocation}
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """The kernel has the limits, and cgroups are known when their containers are listed: the first `adjust` reads them back."""
+        """The kernel has kept the limits. A cgroup is known once its container is listed: the first `adjust` reads its limit back."""
         for tenant in tenants:
             self._expect(tenant)
 
 
-#: The reason in a finding, and what to do.
+#: The reason in a finding, with what to do.
 _NOT_LISTED: Final = (
     f"it runs, but the container runtime did not list it within {_LISTED_WITHIN_SECONDS:g} s; until it does the container may use all "
     "free memory of the GPU: check cri.socket, and delete the pod if this persists"

@@ -1,7 +1,7 @@
 """A file that a container shares with the agent, and can change in any way. Blocks for some microseconds.
 
 The file is not mapped into memory: a process that reads a mapping of a truncated file is killed. The descriptor stays open, so that the
-file is the one that the container got, and the path is compared with it at each access.
+agent uses the file that the container got. Each access checks that the path still names this file.
 """
 
 import os
@@ -18,8 +18,8 @@ _FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class SharedFile:
-    """For one thread at a time. All methods raise OSError: also if the container has spoilt the file, with a text that says how. Nothing is
-    read from or written to such a file."""
+    """For one thread at a time. All methods raise OSError, also if the container has damaged the file; the text says how. Such a file is
+    neither read nor written."""
 
     def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
         """Owns the descriptor."""
@@ -47,7 +47,7 @@ class SharedFile:
             os.close(parent)
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes the descriptor. Further calls do nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -78,8 +78,8 @@ class SharedFile:
         os.pwrite(self.descriptor, data, offset)
 
     def check(self, *, short: bool = False) -> int:
-        """Returns the file's size in bytes. Raises OSError for another file, one with another name, and one that is too short unless it may
-        be."""
+        """Returns the file's size in bytes. Raises OSError if the path names another file, if the file has a second name, or if it is too
+        short (allowed with `short`)."""
         found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is not a regular file")

@@ -37,9 +37,9 @@ NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
 #: A NUMA node; -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
-#: How many containers with HAMi's resources may share a GPU. More than that may hold replicas if the setting was lowered later.
+#: How many containers with HAMi's resources may share a GPU. More containers may hold replicas if the setting was lowered later.
 Replicas = Annotated[int, Meta(ge=0, le=4096)]
-#: How many times its memory, or its cores, a GPU has for such containers.
+#: The factor by which the memory, or the cores, of a GPU are multiplied for such containers.
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
 
 #: (GPU, cores, MiB). In an inventory the GPU is its position in `gpus`, in a placement its UUID. A whole GPU has 100 cores and all its MiB.
@@ -60,7 +60,7 @@ MigRow = tuple[
     MigSize,
     Annotated[tuple[MigStart, ...], Meta(max_length=MAX_MIG_SLICES)],
 ]
-#: The memory slices of each share of a list, slice n as bit n; 0: it is no MIG device.
+#: For each share of a list its memory slices, slice n as bit n; 0: the share is no MIG device.
 SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
 
 
@@ -68,9 +68,9 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU of the node.
 
     `memory`: the memory that the agent offers of this GPU, in MiB. `model` is empty if the driver does not report it. `index` is NVML's
-    index. It is written only if it differs from the GPU's position in `gpus`: the driver can't describe a GPU with a lower index then.
-    `replicas`: how many containers with HAMi's resources may share the GPU.
-    `mig`: the profiles of the MIG devices that are created on the GPU on demand, see `mig_rows`; such a GPU is not shared.
+    index. It is written only if it differs from the GPU's position in `gpus`: then the driver can't describe some GPU with a lower index.
+    `replicas`: how many containers with HAMi's resources may share the GPU. `mig`: the profiles of the MIG devices that are created on
+    the GPU on demand, see `mig_rows`; such a GPU is not shared.
     """
 
     uuid: Uuid
@@ -165,7 +165,7 @@ def slices_of(named: Mapping[str, Iterable[tuple[object, Amounts]]]) -> Mapping[
 
 
 def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
-    """The field `mig` of a GPU with dynamic MIG; UNSET: it has no profiles."""
+    """The field `mig` of a GPU with dynamic MIG; UNSET if it has no profiles."""
     return tuple((p.name, p.number, p.memory_mebibytes, p.slices, p.size, p.starts) for p in profiles) or UNSET
 
 
@@ -230,7 +230,8 @@ def _decode(text: str, kind: type[_T]) -> _T:
 
 
 def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
-    """An annotation's text. Raises ValueError that says what is wrong; it begins with `fault` if the text has another structure."""
+    """Decodes an annotation's text. Raises ValueError that says what is wrong; its text begins with `fault` if the text has another
+    structure."""
     encoded = text.encode("utf-8", "surrogatepass")
     if len(encoded) > MAX_ANNOTATIONS_BYTES:
         raise ValueError(f"{len(encoded)} bytes are too long for an annotation")

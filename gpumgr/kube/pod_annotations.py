@@ -1,9 +1,9 @@
 """Annotations of a pod that describe the allocations of its containers. Pure.
 
-They have gpu-manager's keys beside gpumgr's, so that gpu-admission and tools around it continue to work. A pod gets these (source:
-tkestack gpu-manager, its contract with gpu-admission): the minors of each container's GPUs under the container's index in
-spec.containers, the node, the time, and that the pod has its GPUs. `tencent.com/vcuda-device` and similar keys belong to containers;
-the response to Allocate has them.
+Beside gpumgr's keys a pod gets gpu-manager's, so that gpu-admission and tools around it continue to work. These are (source: tkestack
+gpu-manager, its contract with gpu-admission): the minors of each container's GPUs under the container's index in spec.containers, the
+node, the time, and a mark that the pod has its GPUs. `tencent.com/vcuda-device` and similar keys are annotations of containers, in the
+response to Allocate.
 """
 
 import json
@@ -21,7 +21,7 @@ ASSIGNED: Final = "tencent.com/gpu-assigned"
 PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
 PREDICATE_NODE: Final = "tencent.com/predicate-node"
 PREDICATE_TIME: Final = "tencent.com/predicate-time"
-#: For HAMi's scheduler: how the admission of a pod went that it bound.
+#: The outcome of the admission of a pod, for HAMi's scheduler, which bound the pod.
 HAMI_PHASE: Final = "hami.io/bind-phase"
 
 #: Kubernetes accepts 256 KiB for all annotations of an object together, also those of other programs.
@@ -61,7 +61,7 @@ def pod_annotations(
 
 
 def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[GpuName, Gpu]) -> Iterator[tuple[str, str]]:
-    """The annotations of app containers only, as in gpu-manager, which writes device minors under the name of indices."""
+    """The annotations with the device minors, only for app containers, as in gpu-manager, which calls the minors indices."""
     places = {container.name: place for place, container in enumerate(c for c in view.containers if c.kind == "app")}
     for a in allocations:
         place = places.get(a.container) if a.container is not None else None
@@ -86,7 +86,8 @@ def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu
 
 
 def _bounded(objects: Sequence[dict[str, Any]]) -> str:
-    """A JSON list in ASCII. If it is too long, the reasons are omitted; then containers, with their number as the last element."""
+    """A JSON list in ASCII. If it is too long, the reasons are left out. If it is still too long, containers are left out, and the last
+    element has their number."""
     text = _json(objects)
     if len(text) <= MAX_ALLOCATIONS_BYTES:
         return text

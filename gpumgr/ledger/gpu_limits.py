@@ -1,7 +1,8 @@
 """How strongly the limits of new shares are enforced on each GPU, and by which mechanism. Pure.
 
 hard: the driver or the MPS daemon enforces the limit for all processes of the container together, and a container that does not run as
-root can't exceed it. soft: a library or a limit per process, which a program can exceed or avoid; gpumgr reports that. none: no limit.
+root can't exceed it. soft: a library enforces it, or a limit for each process; a program can exceed or avoid it, which gpumgr reports.
+none: no limit.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,8 @@ _VOLTA: Final = (7, 0)
 class GpuLimits:
     """How cores and memory of new shares are limited on a GPU.
 
-    `cores_by` and `memory_by`: the mechanism that new shares get ("": none). If a mechanism has the strength "none", it does not work on
-    this GPU or on this node.
+    `cores_by` and `memory_by`: the mechanism that new shares get ("": none). A mechanism with the strength "none" does not work on this
+    GPU or on this node.
     """
 
     cores: Strength = "none"
@@ -48,7 +49,7 @@ class GpuLimits:
 
 
 def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken: Collection[str]) -> GpuLimits:
-    """`mechanisms`: the mechanisms of the node; the first one that limits a resource is chosen. `broken`: unusable ones."""
+    """`mechanisms`: the mechanisms of the node; the first one that limits a resource is chosen. `broken`: the unusable ones."""
     by: dict[Resource, str] = {
         kind: next((name for name in mechanisms if strengths.get(name, {}).get(kind, "none") != "none"), "") for kind in RESOURCES
     }

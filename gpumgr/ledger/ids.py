@@ -42,7 +42,7 @@ def common(left: Masks, right: Masks) -> Masks:
 
 
 def within(left: Masks, right: Masks) -> bool:
-    """Every id of `left` is in `right`."""
+    """Whether every id of `left` is in `right`."""
     return not minus(left, right)
 
 
@@ -67,7 +67,7 @@ def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredInstance:
-    """A MIG device that was offered once. The memory is its part of that of the GPU instance."""
+    """A MIG device that was offered once. `memory_mebibytes` is its part of the memory of its GPU instance."""
 
     uuid: str
     profile: str
@@ -156,7 +156,7 @@ class GpuRegistry:
         return {resource: _Table.of(by_gpu) for resource, by_gpu in self.ids.items()}
 
     def parse(self, resource: Resource, device_ids: Collection[str]) -> Masks:
-        """Ids -> masks. Raises Refusal for an id that this node never offered, and for one that is there twice."""
+        """Ids -> masks. Raises Refusal for an id that this node never offered, and for an id that occurs twice."""
         table = self._tables[resource]
         try:
             found = [table.positions[text] for text in device_ids]
@@ -169,7 +169,7 @@ class GpuRegistry:
         return masks
 
     def known(self, resource: Resource, device_ids: Iterable[str]) -> Masks:
-        """As `parse`, but skips unknown ids, for lists of other programs (PodResources, checkpoints)."""
+        """Like `parse`, but skips unknown ids, for lists of other programs (PodResources, checkpoints)."""
         table = self._tables[resource]
         return table.masks([found for text in device_ids if (found := table.positions.get(text)) is not None])
 
@@ -184,9 +184,9 @@ class GpuRegistry:
     def register(
         self, uuid: str, memory_mebibytes: int, replicas: int = 0, instances: Iterable[RegisteredInstance] = ()
     ) -> "GpuRegistry":
-        """The registry with this GPU: a new one gets a name and is last; memory and replicas of a known one never decrease, and MIG
-        devices that it had stay. The driver makes the UUID of a MIG device from its place, so one that was created again can have
-        another profile."""
+        """The registry with this GPU. A new GPU gets a name and is the last one. Memory and replicas of a known GPU never decrease, and
+        it keeps the MIG devices that it had. The driver derives the UUID of a MIG device from its place, so the same UUID can have
+        another profile later."""
         known = self.by_uuid.get(uuid)
         if known is None:
             new = RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas, tuple(instances))

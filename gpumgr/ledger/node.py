@@ -4,9 +4,9 @@ The rules of ListAndWatch:
 
 * It always has every id of every GPU ever offered (an id that vanishes while the kubelet allocates it crashes the kubelet).
 * All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
-* A free replica needs some cores and memory beside it: without these on its GPU it is Unhealthy.
-* Free memory blocks of a GPU that a container holds whole can't be granted: they are Unhealthy, so that the scheduler does not count
-  them, once that container's own memory call was made or can no longer be made (`open_ids`).
+* A free replica is Unhealthy while its GPU has no free cores or no free memory.
+* If a container holds a whole GPU, the GPU's free memory blocks can't be granted to others. They become Unhealthy, so that the scheduler
+  does not count them, once the container's own memory call has been made or can no longer be made (`open_ids`).
 """
 
 from collections.abc import Collection, Mapping
@@ -27,14 +27,14 @@ NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_meb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing there was known earlier.
-    `indices` are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new
-    containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
-    Healthy by now: it allocates no others, also if they are preferred. `instances`: the MIG devices that a GPU has now, that work and
-    that are offered; `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are unschedulable
-    because of their MIG mode alone: MIG devices are given there. `mig_profiles`: GPU -> the profiles of the MIG devices that are created
-    on it on demand. `shown`: the GPUs that the driver describes now. `burst_mebibytes`: memory of a GPU that containers hold above their
-    requests, which counts as used.
+    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing there was known earlier. `indices` are
+    NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new containers (unhealthy,
+    MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: it allocates
+    no others, even if they are preferred. `instances`: the MIG devices that a GPU has now, that work and that are offered;
+    `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are unschedulable because of their MIG
+    mode alone: they still grant MIG devices. `mig_profiles`: GPU -> the profiles of the MIG devices that are created on it on demand.
+    `shown`: the GPUs that the driver describes now. `burst_mebibytes`: memory of a GPU that containers hold above their requests, which
+    counts as used.
     """
 
     topology: Topology
@@ -93,8 +93,8 @@ def node_devices(
     replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
-    """`failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; one on which MIG devices are created
-    has as many as fit at most. A GPU may have less memory now than when it was registered (ECC was turned on)."""
+    """`failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; a GPU on which MIG devices are created has at most
+    as many as fit. A GPU may have less memory now than when it was registered (ECC was turned on)."""
     return tuple(
         _gpu_devices(ledger, node, registered, replicas, open_ids) if registered.name not in failed else _failed(node, registered)
         for registered in ledger.gpu_registry.gpus
@@ -133,14 +133,14 @@ def _gpu_devices(
 
 
 def _healthy_replicas(ledger: Ledger, node: NodeView, registered: RegisteredGpu, number: int) -> int:
-    """The held replicas, and the first `number` of a GPU that has room."""
+    """The replicas that are held and, if the GPU has room, its first `number` replicas."""
     gpu = registered.name
     held = ledger.held("replica").get(gpu, 0)
     if not number or node.closed(gpu, "replica") is not None:
         return held
     left = ledger.available(gpu)
     spare = min(left.cores, left.memory_mebibytes - node.burst_mebibytes.get(gpu, 0)) > 0
-    if not registered.memory_mebibytes:  # it is granted whole
+    if not registered.memory_mebibytes:  # such a GPU is granted only whole
         number, spare = 1, left.whole
     if profiles := node.mig_profiles.get(gpu):
         number, spare = min(number, most_devices(profiles)), has_place(profiles, ledger.used(gpu).slices)
@@ -153,14 +153,14 @@ def _numa_node(node: NodeView, gpu: GpuName) -> int | None:
 
 
 def blocks_with_ids(node: NodeView, ledger: Ledger, gpu: GpuName) -> int:
-    """The most blocks of this GPU that may have ids beside bursts and the allocations without ids. Less than a block of its memory is in
-    none."""
+    """How many blocks of this GPU may have ids at most, beside bursts and the allocations without ids. A rest of less than a block is not
+    counted."""
     claimed, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
     left = max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
     return max(0, left - blocks_of_burst(node.burst_mebibytes.get(gpu, 0)))
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:
-    """Healthy ids without `claimed` free ones: claims hold these amounts."""
+    """The healthy ids without `claimed` of the free ones, since claims hold these amounts."""
     free = healthy & ~held
     return healthy & held | lowest(free, max(0, free.bit_count() - claimed))

@@ -1,8 +1,8 @@
 """Containers of `nvidia.com/gpu`: chooses GPUs and one replica of each, and grants them with the amounts that the container requests.
 
-* Each replica of a container lies on another GPU, and the container has the same of each.
-* 100 cores are a whole GPU, with all its memory, and no other pod is on it. Without a limit of cores a container needs free ones.
-* Replicas of the pod's own init containers may be taken over. An init container is placed where what follows it fits, too.
+* Each replica of a container is on another GPU, and the container has the same amounts of each GPU.
+* 100 cores are a whole GPU, with all its memory, without other pods on it. A container without a limit of cores needs some free cores.
+* Replicas of the pod's own init containers may be taken over. An init container is placed where the containers after it fit, too.
 * On a GPU with MIG profiles a replica is a MIG device that is created for the container. A container has MIG devices or shares of other
   GPUs, not both: its environment names either MIG devices or GPUs. The MIG device of an init container is large
   enough for the containers that take over its replica, and they take over the device, too.
@@ -89,7 +89,7 @@ def counted_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[Gpu
 
 
 def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
-    """What the container may use of each, as far as that differs from what is counted."""
+    """What the container may use of each GPU, where that differs from the counted amounts."""
     counted = counted_on(registry, wanted, gpus)
     limits = {gpu: wanted.limit(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
     return {gpu: limit for gpu, limit in limits.items() if limit != counted[gpu]}
@@ -187,7 +187,7 @@ def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
 
 
 def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Collection[GpuName]) -> Allocation:
-    """The caller's allocation on all of these GPUs, with the most of these requests on each."""
+    """The caller's allocation on all of these GPUs, with the largest amounts of these requests on each."""
     most = dict.fromkeys(gpus, Amounts())
     for each in wanted:
         most = {gpu: most[gpu].most(amounts) for gpu, amounts in counted_on(ledger.gpu_registry, each, gpus).items()}
@@ -214,7 +214,7 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
 
 
 def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named: Sequence[GpuName]) -> Choice:
-    """HAMi's scheduler may name a GPU several times, for a MIG device each."""
+    """The choice if HAMi's scheduler named a GPU several times, once for each MIG device."""
     free = request.free(ledger)
     masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
     for gpu, mask in masks.items():

@@ -56,7 +56,7 @@ NODE_ANNOTATION = "gpumgr.io/enforcement"
 
 
 def _libcuda(nvml_library: Path | None) -> str:
-    """The driver has it beside NVML; a name is for the dynamic linker."""
+    """The path of libcuda, which is beside NVML; a name that the dynamic linker finds if NVML's path is not set."""
     return "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
 
 
@@ -173,7 +173,7 @@ class NodeEnforcement:
         await self.mps.open(keep_protocol=keep or lost)
 
     async def choose(self, snapshot: NodeSnapshot) -> None:
-        """The driver lists GPUs, at the start or after a change: chooses the backends that this node supports."""
+        """To be called when the driver has listed GPUs, at the start or after a change. Chooses the backends that this node supports."""
         self._snapshot = snapshot
         self._memory.driver_restarted()
         await self.driver_files.update(snapshot.driver_version)

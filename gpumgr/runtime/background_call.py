@@ -1,4 +1,4 @@
-"""Runs a call that may take long for a caller with a fixed period."""
+"""Runs a call that may take longer than the period of its caller."""
 
 import asyncio
 import time

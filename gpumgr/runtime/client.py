@@ -1,4 +1,4 @@
-"""A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. It changes nothing."""
+"""A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. The client only reads."""
 
 import asyncio
 from collections.abc import Iterator
@@ -43,12 +43,12 @@ class CriClient:
             return RuntimeVersion(name=found.runtime_name, version=found.runtime_version)
 
     async def runtimes(self) -> Runtimes:
-        """The low-level runtimes that it starts containers with."""
+        """The low-level runtimes with which the container runtime starts containers."""
         with self._explained("ask the container runtime for its default runtime"):
             return parse_runtimes(await self._call("Status", cri.StatusRequest(verbose=True), cri.StatusResponse))
 
     async def list(self) -> tuple[Container, ...]:
-        """The kubelet's containers of all states, without pid and cgroup."""
+        """The kubelet's containers in all states, without pid and cgroup."""
         with self._explained("list the containers"):
             return await asyncio.to_thread(
                 parse_containers, await self._call("ListContainers", cri.ListContainersRequest(), bytes)
@@ -77,7 +77,7 @@ class CriClient:
         self._channel.close()
 
     async def _call(self, method: str, request: object, reply_type: type[Reply]) -> Reply:
-        """One call. No call changes anything, so it is repeated if the connection turns out to have ended while it was idle."""
+        """Makes one call. No call changes anything, so the call is repeated if the connection had ended while it was idle."""
         route = _SERVICE + method
         try:
             return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)

@@ -3,7 +3,7 @@
 Three sources count: the driver reports the memory of each process, the kernel reports its cgroup, and the ledger has what the
 container was granted. What containers and the libraries in them report about themselves does not count.
 
-While no container shares a GPU there is no limit to enforce, and an evaluation every 10 s shows what whole GPUs are used for.
+While nothing is allocated there is no limit to enforce, and an evaluation every 10 s is enough to find unattributed processes.
 """
 
 import time
@@ -77,8 +77,8 @@ class OverLimit:
 
 
 class MemoryLimitWatcher:
-    """`evictor` is None without an API server. `clock` is monotonic, in seconds. An evaluation waits for the backends as long as `owners`
-    waits for the container runtime."""
+    """`evictor` is None without an API server. `clock` is monotonic, in seconds. An evaluation waits for the backends at most as long as
+    `owners` waits for the container runtime."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class MemoryLimitWatcher:
         self._findings = FindingsReporter(count=meter.found, add_event=self._events.add, clock=clock)
 
     def apply(self, over_limit: OverLimit) -> None:
-        """Counts from the next sample on."""
+        """Applies these settings from the next sample on."""
         self._rule = over_limit
         self.bursts.allowed, self.bursts.slack_bytes = over_limit.burst, over_limit.slack_bytes
 
@@ -183,7 +183,7 @@ class MemoryLimitWatcher:
             )
 
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:
-        """Observes first: after an adjustment there would be nothing to find. `number`: of the evaluation."""
+        """Observes first: after an adjustment there would be nothing to find. `number`: the number of the evaluation."""
         self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
         await self._backends.adjust(running)
         self.bursts.enforced(number)
@@ -216,7 +216,8 @@ class MemoryLimitWatcher:
     # -- unattributed processes --------------------------------------------------------------------------------------------
 
     def _log_unattributed(self, use: NodeUse, started: Mapping[int, int]) -> None:
-        """Logs each unattributed GPU process once when it appears (that of an ended container if it stays), and once when it has ended."""
+        """Logs each unattributed GPU process once when it appears (a process of an ended container only if it stays), and once when it
+        has ended."""
         expected = frozenset(self._ended.expected(use, started, self._owners.latest.owners))
         self._ended = self._ended.after(use, started)
         met = update_unattributed(self._unattributed, use, started, expected)
@@ -235,7 +236,7 @@ class MemoryLimitWatcher:
 
 
 class _Evictions:
-    """Evictions of pods that stay over their GPU memory, where the operator chose that (`enforcement.evict`). `evictor`: see
+    """Evictions of pods that stay over their GPU memory, if the operator enabled this (`enforcement.evict`). `evictor`: see
     `MemoryLimitWatcher`; `count` counts the requested evictions."""
 
     def __init__(self, evictor: Evictor | None, events: ContainerEvents, count: Callable[[], None]) -> None:

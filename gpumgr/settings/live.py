@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How often the file is checked, and how soon after a change the second time. Each check is a call on a thread of its own.
+#: How often the file is checked, and how soon after a change it is checked again. Each check is a call on a thread of its own.
 CHECK_SECONDS: Final = 2.0
 RECHECK_SECONDS: Final = 0.5
 #: How long the file system may take.

@@ -12,8 +12,6 @@ from aiohttp import web
 from gpumgr.common.aio import LatestValue
 from gpumgr.sim.apiserver_written import Document, status
 
-#: Whether a request's selector selects an object.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
@@ -23,7 +21,7 @@ class _Event:
 
 
 class WatchedObjects:
-    """`items` by UID, for reading; `put` and `remove` change them. `delay` is awaited before events are sent."""
+    """`items`: UID -> object, for reading; `put` and `remove` change them. `delay` is awaited before events are sent."""
 
     def __init__(self, kind: str, delay: Callable[[], Awaitable[None]]) -> None:
         self.items: dict[str, Document] = {}
@@ -32,7 +30,7 @@ class WatchedObjects:
         self._forgotten = 0
         self._version = LatestValue(1)
         self._open: set[asyncio.Timeout] = set()
-        #: Kubernetes' API server sends no bookmark if nothing has changed since the watch began.
+        #: Whether to send a bookmark even if nothing has changed since the watch began. Kubernetes' API server sends none then.
         self.needless_bookmarks = False
 
     def put(self, document: Document) -> None:
@@ -47,7 +45,7 @@ class WatchedObjects:
         self._record("DELETED", self.items.pop(uid))
 
     def forget(self) -> None:
-        """Drops the history of changes: no version so far can be watched from."""
+        """Drops the history of changes: no watch can begin at a version so far."""
         self._forgotten = self._version.value
         self._events.clear()
 

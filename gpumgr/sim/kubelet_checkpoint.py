@@ -1,5 +1,5 @@
-"""The simulated `kubelet_internal_checkpoint`: ids by NUMA node, as kubelets since 1.20 write them, or as a list, and the answers to
-Allocate.
+"""The simulated `kubelet_internal_checkpoint`. It has ids by NUMA node, as kubelets since 1.20 write them, or in a list, and the
+responses to Allocate.
 """
 
 import base64
@@ -17,7 +17,8 @@ from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """The ids of one resource that a container holds. `ids_by_node` is by NUMA node, -1 = none; `answer` is a ContainerAllocateResponse."""
+    """The ids of one resource that a container holds. `ids_by_node`: NUMA node (-1 = none) -> ids; `answer` is a
+    ContainerAllocateResponse."""
 
     ids_by_node: Mapping[int, tuple[str, ...]]
     answer: bytes
@@ -77,7 +78,8 @@ _CDI_DEVICES = 5
 
 
 def without_cdi(answer: bytes) -> bytes:
-    """A ContainerAllocateResponse as kubelets before 1.28 decode it: their message lacks the field and drops unknown ones."""
+    """A ContainerAllocateResponse as kubelets before 1.28 decode it: their message type lacks the field, and unknown fields are
+    dropped."""
     fields = wire.spans(answer, 0, len(answer))
     return b"".join([wire.field(number, answer[start:end]) for number, start, end in fields if number != _CDI_DEVICES])
 

@@ -26,8 +26,8 @@ _SERVICE: Final = "/runtime.v1.RuntimeService/"
 
 
 class SimRuntime:
-    """Listens at `socket` between `start` and `stop` (or as an async context manager). Each container has one process, in a cgroup below
-    /kubepods, in `processes`. `asked` records the called methods."""
+    """Listens at `socket` between `start` and `stop` (or as an async context manager). Each container has one process in `processes`, in
+    a cgroup below /kubepods. `asked` records the called methods."""
 
     def __init__(self, socket: Path, processes: SimProcesses) -> None:
         self.socket = socket
@@ -61,7 +61,7 @@ class SimRuntime:
     # -- containers --------------------------------------------------------------------------------------------------------
 
     def run(self, pod: SimPod, name: str) -> Container:
-        """Starts a container of the pod; an earlier one of this name ends."""
+        """Starts a container of the pod; an earlier container of this name is ended."""
         attempt = sum(1 for each in self._containers.values() if (each.pod_uid, each.name) == (pod.uid, name))
         self.end(pod.uid, name)
         container_id = hashlib.sha256(f"{pod.uid}/{name}/{attempt}".encode()).hexdigest()

@@ -1,6 +1,6 @@
 """The handlers of the pages.
 
-A page shows what is in memory: none of them waits for the driver, the kubelet or the API server. Only a maintenance request does.
+A page shows what is in memory and never waits for the driver, the kubelet or the API server. Only a maintenance request may wait.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ HEARTBEAT_SECONDS: Final = 15.0
 #: A comment, which clients ignore; it keeps proxies from closing the connection.
 _HEARTBEAT: Final = b":\n\n"
 _HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
-#: All metrics of an agent that waits for the former one.
+#: All metrics of an agent that waits until the former agent of its node has ended.
 WAITING_METRIC: Final = """\
 # HELP gpumgr_waits_for_agent 1 while this agent waits for the former agent of its node to end. Only that agent has the other metrics.
 # TYPE gpumgr_waits_for_agent gauge
@@ -59,7 +59,7 @@ class Streams:
         self._encoded = (b"", b"")
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Returns when the client has gone, which the next write finds, or `close` is called."""
+        """Returns when the client has disconnected, which the next write detects, or when `close` is called."""
         if len(self._open) >= self._limit:
             return failure(503, f"{self._limit} streams are open, which is the limit", headers={"Retry-After": "10"})
         with self._sources.states.subscribe() as states:
@@ -122,7 +122,7 @@ class Pages:
         return probe_response(request, self._sources.not_alive())
 
     async def readyz(self, request: web.Request) -> web.Response:
-        """With `?only=driver` only the driver's readiness, which a startup probe needs."""
+        """With `?only=driver` the response is about the driver only, as a startup probe needs it."""
         match request.query.get("only"):
             case None:
                 return probe_response(request, self._sources.not_ready(), notes=self._sources.notes())
@@ -144,7 +144,7 @@ class Pages:
         )
 
     async def graph(self, request: web.Request) -> web.Response:
-        """Without `format` gpu-manager's message, which its clients expect."""
+        """Without `format` the response is gpu-manager's message, which its clients expect."""
         view = self._sources.view()
         match request.query.get("format"):
             case None:
@@ -166,7 +166,7 @@ class Pages:
         return await self._streams.serve(request)
 
     async def history(self, request: web.Request) -> web.Response:
-        """Newest first, entries with all fields."""
+        """The entries with all fields, the newest first."""
         entries = reversed(self._sources.history())
         if (name := request.query.get("pod")) is not None:
             pod = tuple(name.split("/"))
@@ -233,7 +233,7 @@ def make_app(
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     origin_of: OriginOf = origin_of,
 ) -> web.Application:
-    """`policy`: of remote clients. `names`: of this host, which a request over the loopback may have as its `Host`."""
+    """`policy`: the rules for remote clients. `names`: the names of this host that a request over loopback may have as its `Host`."""
     streams = Streams(sources, heartbeat_seconds=heartbeat_seconds)
     pages = Pages(sources, IndexPage(page), streams)
     scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}

@@ -32,7 +32,7 @@ from gpumgr.ledger.usage.node_use import NodeUse
 from gpumgr.placement.topology.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.topology.tree import Group, build_tree, indices
 
-#: The newest entries; /api/history has all.
+#: The number of newest entries in the document; /api/history has all.
 HISTORY_SHOWN: Final = 50
 
 _NO_USE: Final = NodeUse(taken_at=0.0)
@@ -69,7 +69,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
 
 
 def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> list[ContainerRow]:
-    """A row for each allocation on each of its GPUs, oldest first. All allocations are in the report's ledger."""
+    """A row for each allocation on each of its GPUs, oldest first. All allocations must be in the report's ledger."""
     uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
     memory = {gpu: _memory_bytes(registered, shown) for gpu, (registered, shown) in _registered(report).items()}
     return [

@@ -1,4 +1,5 @@
-"""The folders that the agent writes: whether they can be written, whether a pod has the host's, and whether the checkpoint can be used.
+"""Checks the folders that the agent writes: whether they can be written, whether a pod mounts them from the host, and whether the
+checkpoint can be used.
 
 The checkpoint is read as `gpumgr checkpoint show` reads it: no content changes and no file is created, but sqlite may rebuild its
 shared-memory index (-shm) after a killed agent, as the next agent would.

@@ -1,7 +1,7 @@
 """Checks whether there is a record of the GPUs of each of gpu-manager's pods. The agent offers nothing while a pod without a record runs.
 
-Only the agent knows which of them still run: it calls List of PodResources, which makes the kubelet drop ended pods. A check must change
-nothing.
+Only the agent knows which of these pods still run: it calls List of PodResources, which makes the kubelet drop ended pods. A check must
+change nothing.
 """
 
 from collections.abc import Iterable, Sequence

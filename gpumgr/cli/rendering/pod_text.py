@@ -72,7 +72,7 @@ def decisions(entries: Iterable[HistoryEntry]) -> list[Decision]:
 
 
 def pod_text(pod: PodDetails, gpus: GpuLabels, *, live: bool, width: int | None) -> str:
-    """`live`: the details are the running agent's. Sentences are folded at `width` (None: not)."""
+    """`live`: the details are from the running agent. Sentences are folded at `width` columns (None: they are not folded)."""
     lines = [
         *_head(pod),
         "",
@@ -145,7 +145,7 @@ def _happened(pod: PodDetails, gpus: GpuLabels) -> Iterator[str]:
 
 
 def _title(decision: Decision) -> str:
-    """Outcome, amount, container and call (which is Allocate for every grant)."""
+    """Outcome, amount, container and call. A grant is always made in Allocate, so its call is left out."""
     entry = decision.entry
     if entry.what == "gpu":
         return f"gpu {entry.code}" if entry.code else "gpu"
@@ -188,7 +188,7 @@ def _candidates(entry: HistoryEntry, request: ContainerRequest) -> Iterator[str]
 
 
 def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerRequest) -> str:
-    """Why the GPU was chosen or not, if the container's request is known (0: not known)."""
+    """The text "chosen", or the reason why the GPU was not chosen; empty if it is not known. An amount of 0 in `request`: not known."""
     if candidate.gpu in entry.gpus:
         return "chosen"
     if candidate.note is not None:

@@ -1,4 +1,4 @@
-"""The process of `gpumgr claims`: credentials, watches, the Lease, metrics and probes, and its end. Every label of a metric has a fixed
+"""The process of `gpumgr claims`: credentials, watches, the Lease, metrics, probes and the shutdown. Every label of a metric has a fixed
 set of values."""
 
 import asyncio

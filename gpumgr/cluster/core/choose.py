@@ -1,6 +1,6 @@
 """The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses.
 
-`gpumgr.cluster.core.shape` compares nodes by what such a choice leaves of them.
+`gpumgr.cluster.core.shape` compares nodes by what such a choice leaves free on them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, e
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChoice:
     """`shares` has the GPUs of each container of the request, `taken` what the pod takes of each GPU. `score`: how well the GPUs of
-    containers with several ones are joined."""
+    containers with several GPUs are connected."""
 
     shares: tuple[Shares, ...]
     taken: Mapping[int, Amounts]
@@ -36,9 +36,9 @@ class Misfit:
     """Why a node can't take the pod: `container` finds no room on GPUs that are offered and that the `constraints` allow.
 
     `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
-    `distance` compares misfits of one container: the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the room.
-    `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some do, and the scheduler can't name them to the agent.
-    `mig`: all of these GPUs are for MIG devices only.
+    `distance` compares misfits of one container: the node with the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the
+    room. `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some GPUs do, but the scheduler can't name them
+    to the agent. `mig`: all GPUs that the constraints allow are for MIG devices only.
     """
 
     container: ContainerRequest | None
@@ -58,7 +58,7 @@ class Misfit:
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
-    """Room that the pod's containers have one after another. Nothing is changed."""
+    """Finds room for the pod's containers, one after another. Changes none of its arguments."""
     constraints = request.constraints
     allowed = node.allowed(constraints)
     use, chosen, score, vcuda = PodUse(), list[Shares](), 0, list[GpuCapacity]()
@@ -115,7 +115,7 @@ def _find(
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
-    """The sets of GPUs; the container must be within one of them. It has MIG devices or other GPUs, not both."""
+    """The sets of GPUs: all GPUs of the container must be in one of them. A container has MIG devices or other GPUs, not both."""
     numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
@@ -126,7 +126,7 @@ def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints
 
 
 def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:
-    """Compares NUMA nodes with `free` entirely free GPUs."""
+    """Compares placements; the lowest is the best. `free`: the entirely free GPUs in the set (NUMA node) of the placement."""
     score = placement.score or 0
     return (-score, free) if policy == "topology" else (-free if policy == "spread" else free, -score)
 
@@ -144,7 +144,8 @@ def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
 def _capacities(
     node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], before: list[GpuCapacity], *, unused: bool
 ) -> list[GpuCapacity]:
-    """`before`: those of the vcuda container before, which a pod's own use has changed since; empty for the first one."""
+    """`before`: the capacities for the pod's previous vcuda container; only those of GPUs that the pod itself uses have changed since.
+    Empty for the first container."""
     result = list(before) or [_NO_CAPACITY] * len(node.gpus)
     for position in use.taken if before else range(len(node.gpus)):
         gpu, held = node.gpus[position], used[position] + use.held(position) if use.taken else used[position]
@@ -157,7 +158,7 @@ def _capacities(
 
 @lru_cache(maxsize=1 << 14)
 def _capacity(position: int, memory_mebibytes: int, cores_held: int, mebibytes_held: int, healthy: bool) -> GpuCapacity:
-    """Kept, since the nodes of a cluster have many GPUs with equal use."""
+    """Cached, since the nodes of a cluster have many GPUs with equal use."""
     return GpuCapacity(
         index=position,
         cores_free=max(0, CORES_PER_GPU - cores_held),
@@ -221,25 +222,25 @@ def _replica_capacities(
 
 
 def _device(gpu: GpuState, taken: Amounts, left: Amounts, same: Sequence[ContainerRequest]) -> Amounts | None:
-    """A MIG device that is large enough for each of the containers: the one that an init container leaves, or else a new one. `taken`: all
-    that is taken of the GPU, with what is `left`."""
+    """A MIG device that is large enough for each of the containers: the one that an init container leaves, or else a new one. `taken`:
+    all that is taken of the GPU, including what init containers have `left`."""
     requests = tuple(each.replica for each in same if each.replica is not None)
     if left.replicas and serves(gpu.mig, replace(left, replicas=0), *requests):
         return replace(left, replicas=1)
-    if taken.cores and not taken.slices:  # of containers that began before its MIG mode
+    if taken.cores and not taken.slices:  # by containers that started before its MIG mode was enabled
         return None
     return _new_device(gpu.mig, taken.slices, requests)
 
 
 @lru_cache(maxsize=1 << 14)
 def _new_device(profiles: tuple[MigProfile, ...], taken: int, requests: tuple[ReplicaRequest, ...]) -> Amounts | None:
-    """Kept for the same reason as `_capacity`."""
+    """Cached for the same reason as `_capacity`."""
     place = find_place(profiles, taken, *requests)
     return replace(amounts_of(place, profiles), replicas=1) if place is not None else None
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:
-    """What the evaluators look for among the GPUs that fit: one by the free room, or whole ones by topology."""
+    """The request by which the evaluators choose among the GPUs that fit: one GPU by its free room, or whole GPUs by topology."""
     single = container.gpus == 1 and not container.whole
     return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
 
@@ -280,7 +281,7 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
 
 
 def lack_of(cores: int, memory_blocks: int, container: ContainerRequest) -> float:
-    """The share of a request that is missing on a GPU with so much free, of both resources together."""
+    """The fractions of the requested cores and memory that a GPU with so much free lacks, added up; 0: the request fits."""
     lack = 0.0
     if container.cores > cores:
         lack = (container.cores - cores) / container.cores

@@ -1,7 +1,8 @@
-"""Nodes in groups that a request finds alike, so that it is computed once for each group.
+"""Groups nodes that are equal for a request, so that the request is computed once for each group.
 
-A share sees one GPU of a node, so it is compared with rooms: equal GPUs with equal use. Whole GPUs see which GPUs are in use, and not how
-much. Other requests see profiles: nodes that differ only by name. Sets of nodes are integers: bit n is the node with the slot n.
+A share depends on one GPU of a node, so it is computed for rooms: equal GPUs with equal use. A request for whole GPUs depends on which
+GPUs are in use, and not on how much. Other requests are computed for profiles: nodes that differ only by name. Sets of nodes are
+integers: bit n is the node with the slot n.
 """
 
 from bisect import bisect_left, insort
@@ -20,17 +21,19 @@ from gpumgr.placement.topology.devices import Topology
 
 #: A placeholder for every UUID that no request names. Names in annotations are stripped, so none equals it.
 _SOME_UUID: Final = " "
-#: So many results are kept for each profile, about 600 bytes each; a new one replaces the oldest. There are few profiles of idle GPUs.
+#: The number of results that each profile keeps, about 600 bytes each; a new one replaces the oldest. Profiles of idle GPUs are few and
+#: keep more.
 _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
-#: Slots of removed nodes before all nodes are numbered again.
+#: All nodes are numbered again once the slots exceed twice the number of nodes by more than this.
 _UNUSED_SLOTS: Final = 1024
 
-#: Nodes with enough CPU for the usable cores, and nodes that are short of CPU. Each group has its own lowest rank.
+#: Two sets: nodes with enough CPU for the usable cores, and nodes that are short of CPU. Each group has its own lowest rank.
 Nodes = list[int]
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
-#: So many nodes of a set are found bit by bit. All of them together are found faster from the digits of the number.
+#: The first nodes of a set, up to this number, are found bit by bit. All nodes of a set are found faster from the binary digits of the
+#: integer.
 _ONE_BY_ONE: Final = 16
 
 #: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
@@ -38,7 +41,7 @@ Rank = tuple[int, ...]
 
 
 class FreeCores(NamedTuple):
-    """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the part of them that has memory, by each GPU's free memory.
+    """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the free cores for which the same GPU has enough free memory.
     `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
 
     free: int
@@ -54,8 +57,8 @@ class Ranked(NamedTuple):
 
 
 class Profile:
-    """Nodes that are equal for every request that names none of their GPUs. `state` is one of them, without a name. `idle`: the profile in
-    which all GPUs in use are full; it may be this profile itself."""
+    """Nodes that are equal for every request that names none of their GPUs. `state` is one of them, without a name. `idle`: the profile
+    of the same nodes with each GPU in use counted as full; it may be this profile itself."""
 
     __slots__ = ("choices", "cores", "idle", "idle_gpus", "nodes", "rooms", "state", "used")
 
@@ -74,7 +77,8 @@ class Profile:
 
 
 class Room:
-    """Equal GPUs with equal use, on these nodes. `key` orders them as a share prefers them: by free cores, then by free memory."""
+    """Equal GPUs with equal use, and the `nodes` that have such a GPU. `key` orders them as a share prefers them: by free cores, then by
+    free memory."""
 
     __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "offered", "usable", "used")
 
@@ -98,7 +102,7 @@ def free_cores(node: NodeState, used: Used) -> FreeCores:
 
 
 def taken_cores(node: NodeState, before: Used, after: Used, gpus: Iterable[int]) -> FreeCores:
-    """The difference of `free_cores`, if only these GPUs differ."""
+    """The difference of `free_cores` between `before` and `after`, if the use of only these GPUs differs."""
     free, left = (_sum_of_free((node.gpus[gpu], used[gpu]) for gpu in gpus) for used in (before, after))
     return FreeCores(free.free - left.free, free.usable - left.usable)
 
@@ -114,7 +118,7 @@ def _sum_of_free(gpus: Iterable[tuple[GpuState, Amounts]]) -> FreeCores:
 
 
 def usable_cores(gpu: GpuState, cores_free: int, memory_free: int) -> int:
-    """The free cores that have memory."""
+    """The free cores for which there is free memory, if memory is divided in proportion to cores."""
     return min(cores_free, memory_free * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores_free
 
 
@@ -127,7 +131,7 @@ _KindKey = tuple[Topology, Naming, tuple[GpuState, ...]]
 
 @dataclass
 class _Kind:
-    """Equal nodes, with any use of their GPUs. `gpus`: what shares see of them."""
+    """Equal nodes, with any use of their GPUs. `gpus`: the GPUs with only those properties that matter to a share."""
 
     key: _KindKey
     state: NodeState
@@ -150,8 +154,9 @@ class Place:
 
 
 class Profiles:
-    """`rooms` are in their order. `all` nodes; `with_gpus`, `with_mig`: those with GPUs, and with MIG devices; on `unnamed` nodes the agent
-    chooses the GPUs. `numbering` differs after nodes have got other slots. `memberships` counts nodes that came and went."""
+    """`rooms` are sorted by key. The sets of nodes: `all`; `with_gpus` and `with_mig`, the nodes with GPUs and with MIG devices;
+    `unnamed`, where the agent chooses the GPUs. `numbering` changes when nodes get other slots. `memberships` counts additions and
+    removals of nodes."""
 
     def __init__(self, cpu_per_core: int) -> None:
         self._cpu_per_core = cpu_per_core
@@ -161,10 +166,10 @@ class Profiles:
     def _begin(self) -> None:
         self.places: dict[str, Place] = {}
         self.slots: dict[str, int] = {}
-        #: Slots of removed nodes: a node that is created again is then in the sets that had it.
+        #: Removed node -> its slot: a node that is created again gets the same slot, so the sets that contained it still do.
         self._slots_left: dict[str, int] = {}
         self.by_slot: list[Place | None] = []
-        #: The first slots follow the order of the names: so many of them, and the last of these names.
+        #: How many of the first slots are in the order of the nodes' names, and the last of these names.
         self._in_order, self._last_in_order = 0, ""
         #: Nodes by the number of their idle GPUs.
         self.by_idle_gpus: dict[int, int] = {}
@@ -181,11 +186,11 @@ class Profiles:
         return [each for group in groups for each in group.values() if (each.nodes[0] | each.nodes[1]) & nodes]
 
     def with_idle_gpus(self, count: int) -> int:
-        """The nodes with so many idle GPUs or more."""
+        """The nodes with at least `count` idle GPUs."""
         return reduce(or_, (nodes for idle, nodes in self.by_idle_gpus.items() if idle >= count), 0)
 
     def nodes_of(self, names: Sequence[str]) -> int:
-        """The set of names that are all on record. Raises KeyError."""
+        """The set of the nodes with these names. Raises KeyError if one of them is not on record."""
         if len(names) < 2:
             return 1 << self.slots[names[0]] if names else 0
         slots = itemgetter(*names)(self.slots)
@@ -199,7 +204,8 @@ class Profiles:
         return filter(None, compress(self.by_slot, bits))
 
     def in_order(self, nodes: int) -> Iterator[Place]:
-        """The nodes of a set in the order of their names. The first ones are found without a look at the others. All are on record."""
+        """The nodes of a set in the order of their names. The first ones are found without a look at the others. All nodes of the set
+        must be on record."""
         later = nodes >> self._in_order
         if not later:
             return self._in_slots(nodes)
@@ -219,7 +225,7 @@ class Profiles:
         yield from self.places_of(nodes)
 
     def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
-        """The node is new or has changed."""
+        """Adds the node, or takes over its changes."""
         place = self.places.get(state.name)
         kind = place.kind if place is not None and place.state is state else self._kind(state)
         profile = kind.profiles.get(used) or self._profile(kind, used)
@@ -256,7 +262,7 @@ class Profiles:
                 self.put(each.state, each.profile.used, each.cpu_free)
 
     def _enter(self, place: Place) -> None:
-        """Groups without nodes are not on record."""
+        """Adds the node to its groups. A group is on record only while it has nodes."""
         bit, state, kind, profile = 1 << place.slot, place.state, place.kind, place.profile
         self._kinds[kind.key], kind.profiles[profile.used], kind.idle[profile.idle.used] = kind, profile, profile.idle
         for room in profile.rooms:
@@ -299,7 +305,7 @@ class Profiles:
         return _Kind(key, NodeState(name="", topology=state.topology, naming=state.naming, gpus=gpus), seen)
 
     def _profile(self, kind: _Kind, used: Used) -> Profile:
-        """MIG devices have places, so a GPU with some of them is not full."""
+        """A GPU with MIG devices does not count as full, since it may have places for more of them."""
         full = [
             Amounts(CORES_PER_GPU, gpu.memory_mebibytes) if held.cores and not gpu.mig else held
             for gpu, held in zip(kind.gpus, used, strict=True)

@@ -1,4 +1,4 @@
-"""Sums over the GPUs of a node, for people and metrics: what is used, what is free, and what of that is out of reach."""
+"""Sums over the GPUs of a node, for people and metrics: what is used, what is free, and which free amounts no pod can get."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from gpumgr.placement.evaluators.mig import has_place
 #: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
 Totals = Counter[tuple[str, str, str]]
 
-#: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on GPUs that have nothing of the other amount, so no
-#: pod can have it. "closed": free on GPUs that are unhealthy or cordoned.
+#: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on GPUs that have nothing left of the other
+#: amount, so no pod can get it. "closed": free on GPUs that are unhealthy or cordoned.
 PARTS: Final = ("used", "free", "partial", "stranded", "closed")
 #: States of whole GPUs; "full": it has no free cores, or no free memory, or no place for a MIG device.
 GPU_PARTS: Final = ("free", "partial", "full", "closed")
@@ -41,7 +41,7 @@ def summarize(node: NodeState, used: Used) -> NodeSummary:
 
 
 def free_sum(gpus: Iterable[tuple[GpuState, Amounts]]) -> Amounts:
-    """What is free on the offered ones of these GPUs together, from (GPU, what is used of it)."""
+    """The sum of what is free on the offered GPUs. `gpus`: pairs of a GPU and what is used of it."""
     return sum((_free(gpu, held) for gpu, held in gpus if gpu.offered), NOTHING)
 
 

@@ -1,4 +1,4 @@
-"""The memory that the bodies of requests take, before anything in them is checked."""
+"""Limits the memory that the bodies of requests take before their content is checked."""
 
 import asyncio
 import time
@@ -12,10 +12,10 @@ from aiohttp import web
 
 _log = structlog.get_logger(__name__)
 
-#: A request with whole nodes has up to 128 MB.
+#: A request with whole Node objects has up to 128 MB.
 BODY_SECONDS: Final = 30.0
 _LOG_SECONDS: Final = 60.0
-#: Added to the age of a body, so that the size decides among bodies that arrive at one time.
+#: Added to the age of a body, so that the size decides among bodies that arrive at the same time.
 _YOUNG_SECONDS: Final = 0.01
 
 
@@ -28,11 +28,11 @@ class _Body:
 
 
 class Bodies:
-    """Each body has at most `most_bytes`, and all that are in memory have at most `total_bytes` together.
+    """Each body may have up to `most_bytes`, and all bodies in memory up to `total_bytes` together.
 
-    If they exceed it, the connection with the unfinished body of the largest product of size and age is closed: kube-scheduler and the
-    API server send a body without a pause, so neither many large bodies nor many slow ones cost them theirs. `clock` is monotonic, in
-    seconds.
+    If the bodies exceed `total_bytes`, the connection of the unfinished body with the largest product of size and age is closed.
+    kube-scheduler and the API server send a body without a pause, so they keep their connections even if others send many large or many
+    slow bodies. `clock` is monotonic, in seconds.
     """
 
     def __init__(self, most_bytes: int, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,10 +44,10 @@ class Bodies:
 
     @asynccontextmanager
     async def of(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
-        """The whole body, as long as it is needed.
+        """Yields the whole body. It counts as in memory until the context ends.
 
         Raises HTTPRequestEntityTooLarge, HTTPRequestTimeout if the body has not arrived in BODY_SECONDS, and ConnectionError if the
-        client has gone or its connection was closed.
+        client has disconnected or its connection was closed.
         """
         body = _Body(request, self._clock())
         self._arriving[body] = None

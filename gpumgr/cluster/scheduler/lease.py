@@ -1,11 +1,11 @@
-"""Which of several replicas answers: decisions about a Lease from what was read and written, and when. Pure.
+"""Decides which of several replicas answers, from what was read from a Lease and written to it, and when. Pure.
 
 Times are seconds of this process's own monotonic clock; the times in the Lease are for people. So the clocks of the replicas need not
-agree, they must only run at about the same speed.
+agree; they need only run at about the same speed.
 
 Invariant: the periods in which two replicas lead do not overlap. A leader leads for `lead_seconds` after it has *begun* a write that
 succeeded. Another replica takes the Lease only after it has *seen* it without a change for `lease_seconds`, which is longer; its write
-has the version that it saw as a precondition, so a write that came in between makes it fail.
+has the version that it saw as a precondition, so it fails if the Lease has changed since.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,8 @@ class LeaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """What the API server has. `version` is its resource version, `holder` empty if it was released, `renewed` differs for each write."""
+    """The Lease as the API server has it. `version` is its resource version. `holder` is empty if the Lease was released. `renewed`
+    differs for each write."""
 
     holder: str
     version: str
@@ -44,8 +45,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One replica's view. `seen` is the Lease as last read (None: there is none), `seen_at` when it was first seen without a change,
-    `until` when this replica ceases to lead."""
+    """One replica's view. `seen` is the Lease as last read (None: there is none), `seen_at` the time when it was first seen with this
+    content, `until` the time when this replica ceases to lead."""
 
     me: str
     times: LeaseTimes = LeaseTimes()
@@ -58,7 +59,7 @@ class Candidate:
 
     def read(self, lease: Lease | None, now: float) -> "Candidate":
         """The Lease was read; `now` is a time after the answer."""
-        if lease is None:  # the leader of a deleted Lease leads on for a while
+        if lease is None:  # the leader of a deleted Lease still leads for a while
             return replace(self, seen=None, seen_at=now if self.seen is not None else self.seen_at, until=float("-inf"))
         unchanged = self.seen is not None and _content(lease) == _content(self.seen)
         until = self.until if lease.holder == self.me else float("-inf")
@@ -79,7 +80,7 @@ class Candidate:
         return "take" if now >= self._expires or not self.seen.holder else "wait"
 
     def pause_seconds(self, now: float) -> float:
-        """Until the next look or renewal."""
+        """The time until the next read or renewal."""
         if self.leads(now):
             return self.times.renew_seconds
         left = self._expires - now

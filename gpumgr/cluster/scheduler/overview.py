@@ -1,4 +1,5 @@
-"""The cluster at a glance, for the page and for metrics: a row and sums of each node, computed again only for nodes that have changed.
+"""The cluster at a glance, for the page and for metrics: a row and sums for each node, which are computed again only for nodes that have
+changed.
 
 A refresh runs in slices, so that a verb never waits for all nodes.
 """
@@ -101,8 +102,8 @@ class ClusterOverview:
         return self._frontier[1]
 
     def since(self, version: int) -> dict[str, Any]:
-        """Rows of the nodes that have changed since that version, and names of nodes that were removed; all rows if that is not
-        known."""
+        """Rows of the nodes that have changed since that version, and names of nodes that were removed; all rows if the changes since
+        then are not known."""
         remembered = self._removed[0][0] - 1 if len(self._removed) == _REMEMBERED else 0
         full = not remembered <= version <= self.version or version == 0
         rows: Iterator[_Node] = takewhile(lambda node: full or node.version > version, reversed(self._nodes.values()))
@@ -115,7 +116,7 @@ class ClusterOverview:
 
 
 def _row(state: NodeState, used: Used, watched: WatchedNode) -> dict[str, Any]:
-    """`gpus`: for each [model's position in `models`, used cores, used MiB, all MiB, 0 = offered, 1 = cordoned, 2 = unhealthy]."""
+    """`gpus` has for each GPU [model's position in `models`, used cores, used MiB, all MiB, 0 = offered, 1 = cordoned, 2 = unhealthy]."""
     models = sorted({gpu.model for gpu in state.gpus})
     return {
         "name": state.name,

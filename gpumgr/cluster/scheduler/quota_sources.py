@@ -1,4 +1,4 @@
-"""The limits of namespaces from their sources: ResourceQuotas, and the ConfigMap, which is decoded on a thread, since the longest one takes
+"""Collects the limits of namespaces from ResourceQuotas and the ConfigMap. A thread decodes the ConfigMap, since the longest one takes
 seconds."""
 
 import asyncio
@@ -32,7 +32,8 @@ class QuotaTexts:
 
 
 class _Limits(Mapping[str, NamespaceQuota]):
-    """All limits of a namespace hold. Joined when they are asked for; a new object after every change, so it is compared by identity."""
+    """The limits of each namespace from both sources; all of them apply. They are joined when a namespace is looked up. Each change makes
+    a new object, so objects are compared by identity."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -60,7 +61,8 @@ class _Limits(Mapping[str, NamespaceQuota]):
 
 
 class QuotaSources:
-    """Sets the limits of `quotas`. `configmap` is NAMESPACE/NAME, for messages. `read`: the ConfigMap is decoded; `run` does that."""
+    """Sets the limits of `quotas`. `configmap` is NAMESPACE/NAME, for messages. `read` is set while no ConfigMap waits to be decoded by
+    `run`."""
 
     def __init__(self, quotas: Quotas, configmap: str) -> None:
         self._quotas, self._configmap = quotas, configmap
@@ -89,7 +91,7 @@ class QuotaSources:
                 self.read.set()
 
     def _use_configmap(self, found: WatchedQuotas | None) -> None:
-        """Limits that can't be read change nothing; if none have been read yet, no pod can be placed."""
+        """A ConfigMap that can't be read changes nothing; if none has been read before, no pod can be placed."""
         if found is None or found.problem is None:
             self._configured, self._known = ({}, False) if found is None else (found.limits, True)
             self._quotas.problem = None

@@ -1,7 +1,8 @@
 """The HTTP server of the extender: the verbs under /scheduler, and probes.
 
-Every verb is answered with status 200. `filter` and `bind` report an error in the field `Error`, which kube-scheduler shows in the pod's
-events. A replica that does not lead answers 503 and closes the connection, so that the client's next connection reaches the leader.
+The response to a verb has status 200 even for an error: `filter` and `bind` report it in the field `Error`, which kube-scheduler shows in
+the pod's events. A replica that does not lead answers 503 and closes the connection, so that the client's next connection reaches the
+leader.
 """
 
 import asyncio
@@ -133,7 +134,7 @@ def _failed_filter(error: str) -> FilterResult:
 
 
 def _no_victims(error: str) -> PreemptResult:
-    """The answer has no `Error`."""
+    """The response to `preempt` has no field `Error`, so the error is logged."""
     _log.warning("preemption_refused", reason=error)
     return PreemptResult()
 

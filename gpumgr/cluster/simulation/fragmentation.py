@@ -1,8 +1,8 @@
 """The fragmentation of a node: the GPU-milli that a pod drawn from the typical pods can't use, on average.
 
-Rule: FGD, "Beware of Fragmentation" (USENIX ATC '23). Typical pods are the most popular requests that make up 95 % of the trace.
-A pod that does not fit can't use any free GPU-milli of the node, and neither can a pod without GPUs; a pod that fits can't use GPUs with
-less free than it requests. GPU memory and RAM are no part of it.
+Rule: FGD, "Beware of Fragmentation" (USENIX ATC '23). Typical pods are the most popular requests that make up 95 % of the trace. A pod
+that does not fit can't use any free GPU-milli of the node, and neither can a pod without GPUs; a pod that fits can't use GPUs with less
+free than it requests. GPU memory and RAM do not count.
 """
 
 from bisect import bisect_right
@@ -58,7 +58,7 @@ class Fragmentation:
         return self._table(model, tuple(sorted(gpu_milli)))[bisect_right(self._cpus, cpu_milli)]
 
     def _computed(self, model: str, gpu_milli: tuple[int, ...]) -> list[float]:
-        """By the number of requests' CPUs, ascending, that the node has."""
+        """Element n is the amount for a node that has enough CPUs for only the n lowest CPU requests."""
         free, idle = sum(gpu_milli), sum(each == GPU_MILLI for each in gpu_milli)
         drops = dict.fromkeys(self._cpus, 0.0)
         for shape, weight in self._typical:

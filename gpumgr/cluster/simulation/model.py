@@ -1,4 +1,4 @@
-"""Nodes, pods and what is free, in thousandths: of a GPU (`*_milli` of GPUs) and of a CPU."""
+"""Nodes, pods and what is free. Amounts in `*_milli` are thousandths of a GPU or of a CPU."""
 
 from collections import Counter
 from collections.abc import Iterable, MutableSequence, Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
 GPU_MILLI: Final = 1000
-#: The number of requests, used last, for which a policy keeps the state of all nodes: a trace of many different ones would fill the memory.
+#: A policy keeps the state of all nodes only for this many requests, which it used last: a trace with many different requests would fill
+#: the memory.
 MAX_SHAPES: Final = 512
 
 #: Positions of GPUs on a node.
@@ -39,7 +40,7 @@ class NodeSpec:
 class Shape:
     """A request. `gpu_milli` is on each of the `gpus`; `memory_blocks` on all of them together.
 
-    `use_models` and `avoid_models`: as the constraints of the scheduler, parts of the model without regard to case.
+    `use_models` and `avoid_models`: parts of the model's name without regard to case, as in the scheduler's constraints.
     """
 
     gpus: int = 0
@@ -124,7 +125,7 @@ class Node:
         return len(self.idle_gpus()) >= shape.gpus and shape.gpus * self.spec.memory_blocks >= shape.memory_blocks
 
     def tightest(self, shape: Shape) -> Gpus:
-        """For a share the GPU with the least room that fits; whole GPUs in their order. The pod must fit."""
+        """For a share, the GPU with the least room that is enough; for whole GPUs, the first idle ones. The pod must fit."""
         if shape.share:
             return (min(self.sharable(shape), key=lambda gpu: (self.gpu_milli[gpu], self.blocks[gpu])),)
         return tuple(self.idle_gpus()[: shape.gpus])

@@ -47,7 +47,7 @@ class _Row:
         return tuple(each for part in self.text(column).split("|") if (each := part.strip()))
 
     def number(self, column: str, most: int = _LARGEST) -> int:
-        """A whole number from 0; an empty field is 0."""
+        """A whole number between 0 and `most`; an empty field is 0."""
         text = self.text(column)
         try:
             number = int(text or "0")

@@ -23,7 +23,7 @@ class OpenServer(Server):
 
     @property
     def methods(self) -> dict[str, Method]:
-        """By path. grpclib looks up each call's method with `get`."""
+        """Path -> method. grpclib looks up each call's method with `get`."""
         return self._mapping
 
     @methods.setter
@@ -52,7 +52,7 @@ class OpenChannel(Channel):
 
     @property
     def authority(self) -> str:
-        """What the connection's calls send; grpclib would send "127.0.0.1:50051" for a unix socket."""
+        """The authority that the connection's calls send; grpclib would send "127.0.0.1:50051" for a unix socket."""
         return "localhost"
 
     def connection(self, made: H2Protocol) -> H2Protocol:
@@ -82,7 +82,7 @@ def h2_of(connection: Connection) -> H2Connection:
 
 
 def replace_flush(connection: Connection, flush: Callable[[], None]) -> Callable[[], None]:
-    """Calls `flush` in place of grpclib's, which is returned: it sends what h2 has to send."""
+    """Makes the connection call `flush` in place of grpclib's function, which is returned; that one sends what h2 has to send."""
     original = connection.flush
     connection.flush = flush  # type: ignore[method-assign]
     return original
@@ -91,7 +91,7 @@ def replace_flush(connection: Connection, flush: Callable[[], None]) -> Callable
 def replace_request_received(
     processor: EventsProcessor, received: Callable[[RequestReceived], None]
 ) -> Callable[[RequestReceived], None]:
-    """Calls `received` for each new request in place of grpclib's, which is returned: it starts the call."""
+    """Makes `received` handle each new request in place of grpclib's function, which is returned; that one starts the call."""
     original = processor.process_request_received
     processor.processors[RequestReceived] = received
     return original

@@ -50,7 +50,7 @@ class GpuManagerFlags:
     notes: tuple[str, ...] = ()
 
 
-#: Takes the flag (with dashes) and its text.
+#: Called with the flag (with dashes) and its text.
 _Rule = Callable[[str, str], GpuManagerFlags]
 
 
@@ -101,12 +101,12 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _sets(key: str) -> _Rule:
-    """The flag's text is our key's value; empty text means the default."""
+    """The flag's text becomes the value of our key; an empty text means the default."""
     return lambda flag, text: GpuManagerFlags(overrides={key: parse_text(key, text, flag) if text else None})
 
 
 def _sets_where_given(key: str) -> _Rule:
-    """As `_sets`, for flags that gpu-manager requires to have a value."""
+    """Like `_sets`, for flags that must have a value in gpu-manager."""
 
     def rule(flag: str, text: str) -> GpuManagerFlags:
         if not text:
@@ -192,7 +192,7 @@ def _read_json(flag: str, path: Path, kind: type[T], wanted: str) -> T:
 
 
 _STDERR: Final = "gpumgr logs to stderr, as log.level and log.format set"
-#: The driver has its value; the value in the flag is ignored.
+#: The value of this label is read from the driver; the value in the flag is ignored.
 _MODEL_LABEL: Final = "gaia.tencent.com/gpu-model="
 
 _RULES: Final[Mapping[str, _Rule]] = {

@@ -1,7 +1,7 @@
-"""Layout 1.2 of HAMi-core's shared region, which libraries since HAMi v2.8.2 have: the one that gpumgr makes.
+"""Layout 1.2 of HAMi-core's shared region, which gpumgr creates and libraries since HAMi v2.8.2 use.
 
-For 64-bit little-endian glibc: 16 devices, 1024 slots, one slot for each process. The library makes the file one byte longer than the
-structure that it maps. Offsets are in bytes; offsets within a slot count from its beginning.
+It is for 64-bit little-endian glibc, with 16 devices and 1024 slots, one slot for each process. The library makes the file one byte
+longer than the structure that it maps. Offsets are in bytes; offsets within a slot count from its beginning.
 """
 
 import struct
@@ -17,11 +17,11 @@ FILE_BYTES: Final = SIZEOF + 1
 #: The words that identify a region: magic (i32), major and minor version (u32).
 HEAD: Final = struct.Struct("<iII")
 SEM: Final = 24
-#: Held by a process that looks for its pid on the host, in cuInit. glibc's sem_t: value and number of waiters (u32 each).
+#: Held by a process in cuInit while it looks for its pid on the host. glibc's sem_t: value and number of waiters (u32 each).
 SEM_POSTINIT: Final = 2_008_920
 UUIDS: Final = 64
 UUID_BYTES: Final = 96
-#: For each device bytes and percent (u64).
+#: For each device the limits of memory in bytes and of cores in percent (u64).
 LIMIT: Final = 1600
 SM_LIMIT: Final = 1728
 LIMITS: Final = struct.Struct(f"<{DEVICES}Q")

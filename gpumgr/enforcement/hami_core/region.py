@@ -12,7 +12,7 @@ from gpumgr.enforcement.hami_core.content import RegionView
 from gpumgr.enforcement.shared_file import SharedFile
 
 FILE_NAME: Final = "region.cache"
-#: futex(2): the call's number, and waking processes that share the mapping.
+#: futex(2): the number of the system call, and the operation that wakes processes that share the mapping.
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAKE: Final = 1
 
@@ -22,7 +22,7 @@ class RegionFile(SharedFile):
 
     @classmethod
     def create_in(cls, folder: Path, data: bytes) -> Self:
-        """Replaces the file in `folder`, which exists; its slots, between the header and the tail, are all zero."""
+        """Replaces the file in `folder`, which must exist; the slots, between the header and the tail, are all zero."""
         parts = {0: data[: layout.PROCS], layout.PROC_NUM: data[layout.PROC_NUM :]}
         return cls.create(folder / FILE_NAME, layout.FILE_BYTES, parts)
 
@@ -31,14 +31,15 @@ class RegionFile(SharedFile):
         return cls.open(folder / FILE_NAME, layout.FILE_BYTES)
 
     def read(self) -> RegionView:
-        """Reads header, tail, and the slots in use, of any content."""
+        """Reads the header, the tail, and the slots in use. They may have any content."""
         self.check()
         return content.decode(self.read_at)
 
     def wake(self, semaphore: int) -> None:
-        """Wakes one waiter of a semaphore that was written to. The memory is mapped for its address only, and not read."""
+        """Wakes one waiter of a semaphore that was written to. The memory is mapped only because futex needs an address; it is not
+        read."""
         page = semaphore // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with suppress(OSError, ValueError), mmap.mmap(self.descriptor, layout.SIZEOF - page, offset=page) as mapped:
             word = ctypes.c_uint32.from_buffer(mapped, semaphore - page)
             ctypes.CDLL(None).syscall(_FUTEX[platform.machine()], ctypes.byref(word), _FUTEX_WAKE, 1)
-            del word  # the mapping can be closed then
+            del word  # otherwise the mapping can't be closed

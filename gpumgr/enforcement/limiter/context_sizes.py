@@ -1,4 +1,4 @@
-"""What a CUDA context takes on a GPU, measured once: a program makes one, and the driver says what the program uses."""
+"""Measures once how much memory a CUDA context takes on a GPU: a program makes one, and the driver reports what the program uses."""
 
 import asyncio
 import contextlib
@@ -22,21 +22,22 @@ log = structlog.get_logger(__name__)
 
 
 class ContextSizes:
-    """`processes` lists the processes of a GPU with their memory; None: not known. It raises NvmlError. `library`: the name or path of
-    libcuda."""
+    """`processes` returns the processes of a GPU with their memory (None: not known), and raises NvmlError. `library`: the name or path
+    of libcuda."""
 
     def __init__(
         self, processes: Callable[[str], Awaitable[Sequence[GpuProcess] | None]], *, library: str = "libcuda.so.1"
     ) -> None:
         self._processes, self._library = processes, library
         self._sizes: dict[str, int] = {}
-        #: For each GPU: one measurement at a time, and when a failed one is repeated.
+        #: For each GPU: the lock that allows one measurement at a time, and the time at which a failed one is repeated.
         self._measuring: dict[str, asyncio.Lock] = {}
         self._again: dict[str, float] = {}
         self._pids: set[int] = set()
 
     async def of(self, uuid: str) -> int:
-        """The size in bytes; 0 where it can't be measured. Then a context counts when the driver's figure has it, within a second."""
+        """The size in bytes; 0 if it can't be measured. Then a context counts only once the driver's figures include it, within a
+        second."""
         loop = asyncio.get_running_loop()
         async with self._measuring.setdefault(uuid, asyncio.Lock()):
             if uuid in self._sizes or loop.time() < self._again.get(uuid, 0.0):

@@ -18,9 +18,8 @@ def page_path(folder: Path, page: str) -> Path:
 
 
 class PageFiles:
-    """The open pages of one start of a container. `written`: the limits that they have, in the pages' order of GPUs. `new`: this process of
-    the agent made them. For one thread at a time. All methods raise OSError: also if the container has spoilt a file, with a text that
-    says how."""
+    """The open pages of one start of a container. `written`: the limits in them, in the pages' order of GPUs. `new`: this process of the
+    agent made them. For one thread at a time. All methods raise OSError, also if the container has damaged a file; the text says how."""
 
     def __init__(self, files: dict[str, SharedFile], *, new: bool) -> None:
         """Owns the files. Raises OSError if the limits can't be read."""
@@ -58,7 +57,7 @@ class PageFiles:
         return made
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes the files. Further calls do nothing."""
         for file in self._files.values():
             file.close()
 
@@ -87,7 +86,7 @@ class PageFiles:
         return pages.decode_in_turns(self.limits.read_at(0, self.limits.size_bytes), len(self.written))
 
     def counts(self) -> Sequence[CountedOnGpu]:
-        """For each GPU."""
+        """The counts for each GPU."""
         return pages.decode_counts(self.use.read_at(0, pages.USE_HEAD_BYTES), len(self.written))
 
     def slots(self) -> Sequence[Slot]:
@@ -96,11 +95,11 @@ class PageFiles:
         return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
-        """Frees the slot of a process that has ended. Its memory is credited by the next reservation that would fail."""
+        """Frees the slot of a process that has ended. Its memory is credited when a reservation would otherwise fail."""
         at = pages.slot_offset(slot.index)
         if self.use.read_at(at, 4) != slot.pid.to_bytes(4, "little"):  # another process has taken it
             return
-        self.use.write(at, pages.HALF_FREED)  # keeps others from the slot until it is empty
+        self.use.write(at, pages.HALF_FREED)  # no other process takes the slot until it is empty
         for gpu in range(len(self.written)):
             self.turn.write(pages.word_offset(gpu, slot.index), bytes(4))
         self.use.write(at + 8, pages.empty_slot())

@@ -35,9 +35,9 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.settings.schema import MpsSettings
 
-#: A process without MPS is reported after this number of further checks: a client that has just started is not listed yet.
+#: A process without MPS is reported after this many further checks, since a client that has just started is not listed yet.
 _CHECKS: Final = 2
-#: Number of processes of a container for which the user is read: the driver does not list a process that waits for MPS.
+#: The user is read for this many processes of a container: the driver does not list a process that waits for MPS.
 _USERS_OF: Final = 16
 #: The kubelet ends PreStartContainer after 30 s.
 _SETTLE_SECONDS: Final = 15.0
@@ -48,15 +48,15 @@ log = structlog.get_logger(__name__)
 
 
 class Mps(Backend):
-    """A container that also has the mechanism nvml-memory gets both limits of memory, of the same size, since this backend's answers
-    to the kubelet must not depend on other mechanisms.
+    """A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the
+    kubelet must not depend on other mechanisms.
 
     `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started.
     `idle_gpu` returns the UUID of a GPU without allocations and processes, on which a daemon may be tried, or None;
     `on_probed` is called after a try. `cuda_library`: the name or path of libcuda, for trials of new clients.
 
-    The agent registers with the kubelet without waiting for the try: it runs beside, `settle` waits for it before a share is granted,
-    and no container starts on a shared GPU or gets a whole one before it has ended.
+    The agent registers with the kubelet without waiting for the try, which runs in the background. `settle` waits for it before a share
+    is granted, and no container starts on a shared GPU or gets a whole GPU before the try has ended.
     """
 
     name: BackendName = "mps"
@@ -87,21 +87,22 @@ class Mps(Backend):
         self._keep = True
         self._supervisor: Supervisor | None = None
         self._outside: dict[tuple[AllocationId, int], int] = {}
-        #: The processes of the last sample -> whether it is a server of a daemon.
+        #: Process of the last sample -> whether it is a server of a daemon.
         self._servers: dict[Process, bool] = {}
-        #: The containers of the last observations, also exempt ones.
+        #: The containers of the last observations, including exempt ones.
         self._latest: dict[AllocationId, RunningContainer] = {}
 
     # -- whether the node can use it ----------------------------------------------------------------------------------------
 
     async def open(self, *, keep_protocol: bool) -> None:
-        """The first call. `keep_protocol`: the ledger has allocations of this backend, so the protocol on record stays."""
+        """Must be called first. `keep_protocol`: the ledger has allocations of this backend, so the protocol on record stays."""
         self._keep = keep_protocol
         if (reason := await self._prepared()) is not None:
             log.info("mps_unavailable", reason=reason)
 
     async def unavailable(self) -> str | None:
-        """Begins a try if one is due; until it has ended the last result counts, without one what the program's help says."""
+        """Begins a try if one is due. Until it ends the result of the last try counts; without one, the program counts as working if its
+        help lists what is needed."""
         reason = await self._prepared()
         return reason if reason is not None else await self._probed()
 
@@ -122,7 +123,7 @@ class Mps(Backend):
         return None
 
     async def _probed(self) -> str | None:
-        """Why the last try failed; None if it did not, or without one. Raises OSError."""
+        """Why the last try failed; None if it succeeded, or if there was none. Raises OSError."""
         config = self._ready().config
         program = await asyncio.to_thread(probe.identify, config.control.program, config.protocol, config.launcher)
         result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
@@ -163,7 +164,7 @@ class Mps(Backend):
             )
 
     def _settle(self, control: ControlProgram, features: ControlFeatures) -> None:
-        """The first call decides the protocol; later ones check that the program still has it. Raises MpsError, OSError."""
+        """The first call decides the protocol; later calls check that the program still supports it. Raises MpsError, OSError."""
         known = self._supervisor.config.protocol if self._supervisor else None
         kept = known or (read_protocol(self._state_dir) if self._keep else None)
         chosen = choose_protocol(self._settings.protocol, features, kept)
@@ -174,8 +175,8 @@ class Mps(Backend):
         self._configure(chosen, control, features[chosen])
 
     def _resume(self) -> None:
-        """MPS is not available, but daemons of an earlier start of the agent may run: they are checked as far as possible, since their
-        GPUs are in EXCLUSIVE_PROCESS mode and their containers get findings."""
+        """Configures MPS, although it is not available, if daemons of an earlier start of the agent may run. They are checked as far as
+        possible, since their GPUs are in EXCLUSIVE_PROCESS mode and problems of their containers must be reported."""
         try:
             if DaemonRecords(self._state_dir / "mps").uuids() or any(gpu_folders(self._root)):
                 before = launcher.host_prefix(self._method)
@@ -199,7 +200,7 @@ class Mps(Backend):
             client=(sys.executable, "-I", "-S", str(processes.CLIENT), self._cuda_library),
         )
         # Protocol 2 limits each process, and without exclusive mode a process may use the GPU beside MPS. Protocol 3 limits the processes
-        # of a namespace; but one that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no limit of memory.
+        # of a namespace; but a process that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no memory limit.
         self.limits = {"core": "hard" if protocol == 3 and self._settings.exclusive_process else "soft", "memory": "soft"}
         if self._supervisor is not None:
             self._supervisor.reconfigure(config)
@@ -253,12 +254,12 @@ class Mps(Backend):
                 async with daemon.lock:
                     try:
                         await daemon.remove(allocation)
-                    except MpsError as error:  # It stays until the daemon ends; no process uses it.
+                    except MpsError as error:  # the limits stay until the daemon ends; no process uses them
                         log.warning("mps_limits_not_removed", allocation=allocation, gpu=daemon.uuid, reason=str(error))
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """Before a container gets these GPUs exclusively: ends idle daemons and their EXCLUSIVE_PROCESS mode, in which one process only
-        could use the GPU. Raises Refusal if the mode can't be restored.
+        """To be called before a container gets these GPUs exclusively. Ends their idle daemons and the EXCLUSIVE_PROCESS mode, in which
+        only one process could use the GPU. Raises Refusal if the mode can't be restored.
         """
         await self._await_probe()
         for daemon in self.daemons():
@@ -299,7 +300,7 @@ class Mps(Backend):
         found: list[Finding] = []
         for each in running:
             tenant = each.tenant
-            daemon, view, kept = views.get(tenant.gpus[0].uuid, (None, None, frozenset()))  # it has no others, see `admit`
+            daemon, view, kept = views.get(tenant.gpus[0].uuid, (None, None, frozenset()))  # it has only this GPU, see `admit`
             if daemon is None or view is None or tenant.allocation not in kept:
                 found.append(findings.lost(tenant))
                 continue
@@ -329,7 +330,8 @@ class Mps(Backend):
         )
 
     def _suspects(self, allocations: Collection[AllocationId], tampering: findings.Tampering) -> list[GpuShare]:
-        """The containers on a GPU that have processes: if only root can do it, processes of root, by the host's user ids."""
+        """The containers on a GPU that may have tampered: those with processes, or, if only root can do it, with processes of root by the
+        host's user ids."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 
@@ -338,7 +340,7 @@ class Mps(Backend):
             await self._supervisor.tick()
 
     async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
-        """`pids`: GPU's UUID -> processes. Terminates the work of these as far as they are clients of the GPU's daemon."""
+        """Terminates the work of those `pids` (UUID of a GPU -> processes) that are clients of the GPU's daemon."""
         await asyncio.gather(*(self._end_clients(each, pids[each.uuid]) for each in self.daemons() if each.uuid in pids))
 
     async def _end_clients(self, daemon: Daemon, pids: Collection[int]) -> None:
@@ -352,8 +354,9 @@ class Mps(Backend):
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
-        """The MPS servers of its daemons and of a trial, also after their daemon has ended. NVML lists a server like any program, also
-        while it exits. Then it can no longer be recognized, so the answers about processes of the last sample are kept."""
+        """The MPS servers of gpumgr's daemons and of a trial, also after their daemon has ended. NVML lists a server like any program,
+        even while it exits. A server that exits can no longer be recognized, so the answers about the processes of the last sample are
+        kept."""
         pipes = [each.folder.pipe for each in self.daemons()] + [probe.folder_of(self._root).pipe]
         known = self._servers
         self._servers = {each: known[each] if each in known else processes.is_server(each[0], pipes) for each in started.items()}
@@ -389,13 +392,13 @@ def answer(
     (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). It is mounted read-only, as NVIDIA's container toolkit does: sockets and pipes
     work there, and root in a container can't make links where the daemon, which is root on the host, opens its files next time. In
     protocol 3 only the folder of the container's own namespace is mounted. The socket determines the limits, so the container can't
-    select others.
+    select other limits.
 
     /dev/shm: client and server of the CUDA driver share memory there, and NVIDIA's device plugin gives both the same small tmpfs. gpumgr
-    does the same with one tmpfs for each GPU, which is all the shared memory of the GPU's containers. A pod that mounts a volume of its
-    own at /dev/shm keeps that volume: the kubelet lists the pod's mounts after the mounts of device plugins, and the last mount covers
-    the others. Its processes and the server then share no memory. NVIDIA's guide to protocol 3 shows such clients; for protocol 2 it is not
-    known whether they work.
+    does the same with one tmpfs for each GPU. The GPU's containers have no other shared memory. A pod that mounts a volume of its own at
+    /dev/shm keeps that volume: the kubelet lists the pod's mounts after the mounts of device plugins, and the last mount covers the
+    others. The pod's processes and the server then share no memory. NVIDIA's guide to protocol 3 shows such clients; for protocol 2 it is
+    not known whether they work.
 
     The pod's annotation vcuda-core-limit has no effect: MPS has no limit that is lifted while other containers are idle.
     """
@@ -417,8 +420,8 @@ def answer(
 
 
 class UnlimitedMps(Unlimited):
-    """A GPU of MPS gives CUDA contexts through its daemon only, so exempt containers use the daemon, without limits of their own. The
-    backend `mps` manages the daemons and the files of these containers.
+    """On a GPU with MPS, CUDA contexts can be created only through its daemon, so exempt containers use the daemon, without limits of
+    their own. The backend `mps` manages the daemons and the files of these containers.
 
     In protocol 2 the outer bound of a GPU's daemon is its largest share: with an exempt container on the GPU that is the whole GPU, and
     the other containers are limited by their environment alone.
@@ -439,5 +442,5 @@ class UnlimitedMps(Unlimited):
         await super().start(tenant)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        """Whether the daemon works for them; they have no limits to evade. Raises OSError."""
+        """Reports only whether the daemon works for the containers; they have no limits to evade. Raises OSError."""
         return [finding for finding in await self._mps.observe(running) if finding.code == "broken"]

@@ -1,4 +1,5 @@
-"""One GPU's control daemon: started at first use, adopted after a restart of the agent, restarted after a crash, ended when idle.
+"""One GPU's control daemon. It is started at first use, adopted after a restart of the agent, restarted after a crash, and ended when
+idle.
 
 Callers hold `lock` around every coroutine here. The daemon's process is no child of the agent: it is found by its pipe folder.
 """
@@ -29,12 +30,12 @@ from gpumgr.ledger.ledger import AllocationId
 _START_SECONDS: Final = 10.0
 #: How long the trial of a new client may take. On an H200 a context takes less than a second.
 _CLIENT_SECONDS: Final = 15.0
-#: Between two trials, and after one that hung.
+#: The pause between two trials, and after a trial that hung.
 _CLIENT_PAUSE_SECONDS: Final = 15.0
 _HANG_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
-#: After a crash the daemon is restarted at once, after further ones with pauses that double.
+#: After the first crash the daemon is restarted at once, after further crashes with pauses that double up to this length.
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 
 log = structlog.get_logger(__name__)
@@ -42,7 +43,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonConfig:
-    """What all daemons of the node share. `exclusive`: a shared GPU is in EXCLUSIVE_PROCESS mode. `clock` is monotonic, in seconds."""
+    """The configuration that all daemons of the node share. `exclusive`: a shared GPU is in EXCLUSIVE_PROCESS mode. `clock` is monotonic,
+    in seconds."""
 
     protocol: MpsProtocol
     multiuser_option: str
@@ -58,10 +60,11 @@ class DaemonConfig:
 
 @dataclass(slots=True)
 class Daemon:
-    """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks;
-    `checked_at`: when the last one began. `tampering`: found at the last check or since. `idle_since`: no container uses it since then;
-    `unused`: the records of containers that have ended. `hang`: a sentence if its new clients hang. `silent`: the last command to it did
-    not end in time. `end_not_before`: after a failed try to end it, when the next one is due. Times are in seconds of the clock."""
+    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `checks` counts
+    successful checks; `checked_at`: when the last check began. `tampering`: found at the last check or later. `idle_since`: since when no
+    container uses it; `unused`: the records of containers that have ended. `hang`: a sentence if new clients hang. `silent`: the last
+    command to the daemon did not end in time. `end_not_before`: when the next try to end it is due, after a failed one. Times are in
+    seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -94,7 +97,7 @@ class Daemon:
 
     @property
     def folder(self) -> GpuFolder:
-        """Its folder: not `home` if it was started with another enforcement.run_dir."""
+        """The daemon's folder. It differs from `home` if the daemon was started with another enforcement.run_dir."""
         record = self.records.of(self.uuid)
         return GpuFolder(Path(record.folder)) if record is not None else self.home
 
@@ -123,7 +126,7 @@ class Daemon:
         self.trouble, self.silent = None, False
 
     def _is_healthy(self) -> bool:
-        """Whether it answered at the last check, some seconds ago, and is still the same process."""
+        """Whether the daemon answered at the last check, some seconds ago, and is still the same process."""
         return (
             self.trouble is None
             and self.process is not None
@@ -132,7 +135,7 @@ class Daemon:
         )
 
     async def _move_home(self, allocation: AllocationId) -> None:
-        """Ends a daemon in another folder: a GPU has one daemon, and what its containers were given names its folder.
+        """Ends a daemon in another folder: a GPU has one daemon, and its folder is named in what its containers were given.
 
         Raises MpsError if containers still use that daemon. Raises OSError.
         """
@@ -148,11 +151,11 @@ class Daemon:
 
     @property
     def blocked(self) -> str | None:
-        """Why it must be replaced, None if it works. On an H200 a server that is stopped blocks every command to its daemon."""
+        """Why the daemon must be replaced, None if it works. On an H200 a stopped server blocks every command to its daemon."""
         return self.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:
-        """Ends the daemon if it is blocked. Raises MpsError while other containers depend on it, OSError."""
+        """Ends the daemon if it is blocked. Raises MpsError while other containers depend on it, and OSError."""
         if self.blocked is None:
             return
         if others := {*self.folder.allocations()} - self.unused - {allocation}:
@@ -160,7 +163,7 @@ class Daemon:
         await self.stop()
 
     async def remove(self, allocation: AllocationId) -> None:
-        """The container is gone: drops its record and its limits. Raises MpsError, OSError; the record is dropped in any case."""
+        """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped in any case."""
         self.folder.drop(allocation)
         if processes.find_daemon(self.folder.pipe, self.process) is not None:
             await self._limits.drop(self._client, self.folder.shares(), allocation)
@@ -175,7 +178,7 @@ class Daemon:
         return Namespaces() if self.config.protocol == 3 else Bounds()
 
     async def _limit(self, allocations: Collection[AllocationId], *, anew: bool = True) -> None:
-        """Sets limits: in protocol 3 of these containers, in protocol 2 of all clients. `anew`: also what was set already."""
+        """Sets the limits of these containers in protocol 3, of all clients in protocol 2. `anew`: also limits that were set already."""
         await self._limits.put(self._client, self.folder.shares(), allocations, anew=anew)
 
     async def _restore_limits(self) -> Tampering | None:
@@ -188,7 +191,7 @@ class Daemon:
     # -- the daemon --------------------------------------------------------------------------------------------------------
 
     async def adopt(self) -> bool:
-        """Returns whether it runs, in which case it has answered. Raises MpsError if it runs and does not answer."""
+        """Returns whether the daemon runs. If it runs, it has answered; raises MpsError if it runs and does not answer."""
         found = processes.find_daemon(self.folder.pipe, self.process)
         if found is None:
             return False
@@ -205,7 +208,7 @@ class Daemon:
         return True
 
     async def check(self) -> None:
-        """Checks it once, restarts it if it has ended, and corrects its limits; sets `trouble` and `tampering`."""
+        """Checks the daemon once, restarts it if it has ended, and corrects its limits; sets `trouble` and `tampering`."""
         try:
             if await self.adopt():
                 self.tampering = await self._restore_limits()
@@ -220,12 +223,12 @@ class Daemon:
     def _set_trouble(self, error: Exception) -> None:
         if str(error) != self.trouble:
             log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
-        # A command may time out while the daemon is started: there is nothing to replace then.
+        # A command may time out while the daemon is started: then there is nothing to replace.
         self.trouble, self.silent = str(error), isinstance(error, MpsTimeoutError) and self.pid is not None
 
     async def guard(self) -> None:
         """Between checks, in protocol 3: corrects namespaces that a container changed, by one run of the control program. A daemon that
-        has ended or refuses is checked at once."""
+        has ended or answers with an error is checked at once."""
         if self.trouble is not None or not self.folder.allocations():
             return
         try:
@@ -261,7 +264,7 @@ class Daemon:
         self.folder.clear_pipe()
         await self._mount_shm(mounted=True)
         config = self.config
-        # The daemon finds the server program in PATH only; it lies beside the control program.
+        # The daemon finds the server program only in PATH; the server program is beside the control program.
         program = config.control.program
         folder = f"{program.parent}{os.pathsep}" if program.is_absolute() else ""
         environment = {**self._client.environment, "PATH": f"{folder}{os.environ.get('PATH', os.defpath)}"}
@@ -288,7 +291,7 @@ class Daemon:
         await self._list()
 
     async def _create_server(self) -> None:
-        """The daemon accepts a server for a missing GPU, which then ends; so servers are listed afterwards."""
+        """The daemon creates a server even for a missing GPU, and that server ends at once; so servers are listed afterwards."""
         await self._client.run(commands.create_server(self.uuid, multiuser=bool(self.config.multiuser_option)))
         if commands.SERVER not in commands.parse_servers(3, await self._client.run(commands.list_servers(3))):
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")
@@ -316,7 +319,7 @@ class Daemon:
         return bool(self.servers) and (self._client_left or self.hang is not None) and waited >= pause
 
     def _serves_others(self) -> bool:
-        """Whether a client of the agent's user waits until the clients of another user have ended (see `findings.judge`)."""
+        """Whether a client of the agent's user would wait until the clients of another user have ended (see `findings.judge`)."""
         if self.config.protocol == 3 or self.config.multiuser_option:
             return False
         return any(processes.user_of(pid) != os.geteuid() for pid in self.servers)
@@ -340,7 +343,7 @@ class Daemon:
             hang = f"new CUDA programs hang at the MPS daemon of GPU {self.uuid}: a trial got no context within {config.client_seconds:g} s"
         except MpsTransientError:  # the program can't be run, which says nothing about the daemon
             return
-        # Another status means that the program was not started, or that CUDA refused. By now the server may be another one.
+        # Another status means that the program was not started, or that CUDA refused. By now there may be another server.
         if process == self.process and status == 0 and not self._serves_others():
             self._set_hang(hang)
 
@@ -362,7 +365,7 @@ class Daemon:
         for server in self.servers if not self.clients.keys().isdisjoint(pids) else ():
             answer = await self._client.run_for_server(server, commands.list_clients(protocol, server))
             ending = sorted(commands.parse_clients(protocol, answer or "").keys() & set(pids))
-            # The kubelet kills all of them soon, so a client that can't be terminated must not delay the others.
+            # The kubelet kills all these processes soon, so a client that can't be terminated must not delay the others.
             ended = await asyncio.gather(*(self._terminate(server, pid) for pid in ending), return_exceptions=True)
             if error := next(filter(None, ended), None):
                 raise error
@@ -373,7 +376,7 @@ class Daemon:
         log.info("mps_client_terminated", gpu=self.uuid, pid=pid, server=server)
 
     async def stop(self) -> None:
-        """Ends it and removes all its files. Raises MpsError, OSError if something is left; a later call continues."""
+        """Ends the daemon and removes all its files. Raises MpsError or OSError if something is left; a later call continues."""
         found = processes.find_daemon(self.folder.pipe, self.process)
         if found is not None:
             await self._quit(found)

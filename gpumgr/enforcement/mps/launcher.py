@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 LaunchMethod = Literal["systemd", "host", "namespace", "plain"]
 
-#: All shared memory of the containers on one GPU; the kernel accounts it to the container that uses it.
+#: The size of all shared memory of the containers on one GPU; the kernel accounts it to the container that uses it.
 SHM_BYTES: Final = 1 << 30
 #: After this time systemd ends a trial's CUDA program that the agent no longer waits for.
 _CLIENT_SECONDS: Final = 60
@@ -27,7 +27,7 @@ _BIND: Final = 'mount --bind "$0" /dev/shm && exec "$@"'
 
 
 def best_method(*, in_pod: bool = False) -> LaunchMethod:
-    """The method for this host. In a pod there is one only; `find_control_program` checks whether it works."""
+    """The method for this host. In a pod only one is possible; `find_control_program` checks whether it works."""
     if in_pod:
         return "host"
     if os.geteuid() != 0:
@@ -44,7 +44,7 @@ def host_prefix(launch: LaunchMethod) -> tuple[str, ...]:
 def daemon_command(
     launch: LaunchMethod, uuid: str, shm: Path, environment: Mapping[str, str], command: Sequence[str]
 ) -> list[str]:
-    """The command line that starts the daemon with `command`, which goes into the background. Servers are not ended with the daemon."""
+    """The command line that starts the daemon with `command`, which goes into the background. Servers outlive the daemon."""
     match launch:
         case "systemd":
             unit = ["systemd-run", "--quiet", "--collect", f"--unit=gpumgr-mps-{uuid}", "--service-type=forking"]
@@ -59,8 +59,8 @@ def daemon_command(
 
 
 def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """A command that runs a CUDA program with the daemon's /dev/shm and waits for its end. From a pod it runs in the pod, as the clients in
-    other containers do: the host may not have the program."""
+    """A command that runs a CUDA program with the daemon's /dev/shm and waits for its end. If the agent runs in a pod, the program runs
+    in that pod, as clients run in other containers: the host may not have the program."""
     if launch == "systemd":
         unit = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"]
         unit.append(f"--property=BindPaths={shm}:/dev/shm")
@@ -69,7 +69,8 @@ def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, st
 
 
 def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] | None:
-    """Mounts a tmpfs of limited size, or unmounts it, in the host's mount namespace; None if the folder stays a plain one."""
+    """The command that mounts a tmpfs of limited size, or unmounts it, in the host's mount namespace; None if the folder stays a plain
+    one."""
     options = f"nosuid,nodev,noexec,mode=1777,size={SHM_BYTES}"
     return outside(launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)] if mounted else ["umount", str(shm)])
 

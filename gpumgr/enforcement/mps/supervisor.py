@@ -15,7 +15,7 @@ from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, gpu_folders
 from gpumgr.ledger.ledger import AllocationId
 
 _CHECK_SECONDS: Final = 5.0
-#: How long a tick waits for the checks that it started; a check of a daemon that hangs continues by itself.
+#: How long a tick waits for the checks that it started; the check of a daemon that hangs continues in the background.
 _TICK_SECONDS: Final = 1.0
 
 log = structlog.get_logger(__name__)
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """`root` has one folder for each GPU; `records` has all daemons, also daemons with a folder elsewhere.
 
-    A daemon is checked every _CHECK_SECONDS, in protocol 3 its namespaces at every tick. The record of a container is kept
+    A daemon is checked every _CHECK_SECONDS; in protocol 3 its namespaces are checked at every tick. The record of a container is kept
     for enforcement.orphan_grace_seconds after its end, so records do not show whether a daemon is in use.
     """
 
@@ -34,13 +34,13 @@ class Supervisor:
         self._idle_seconds = idle_seconds
         self._daemons: dict[str, Daemon] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        #: By GPU: the trials of new clients that run.
+        #: GPU -> its running trial of a new client.
         self._clients: dict[str, asyncio.Task[None]] = {}
-        for uuid, folder in gpu_folders(root):  # without a record, so with an unknown former mode
+        for uuid, folder in gpu_folders(root):  # if it has no record, its former mode is unknown
             records.begin(uuid, folder.root, former_mode=DEFAULT)
 
     def reconfigure(self, config: DaemonConfig) -> None:
-        """Uses another control program from now on, perhaps a newer one; the protocol is the same."""
+        """Uses another control program from now on, perhaps a newer one; the protocol stays the same."""
         self.config = config
         for daemon in list(self._daemons.values()):  # `own_pids` may add one on another thread
             daemon.config = config
@@ -50,11 +50,11 @@ class Supervisor:
         return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.config))
 
     def daemons(self) -> Sequence[Daemon]:
-        """The daemons that have a record, also of an earlier start of the agent. Reads no file."""
+        """The daemons that have a record, including daemons of an earlier start of the agent. Reads no file."""
         return [self.of(uuid) for uuid in self._records.uuids()]
 
     async def tick(self) -> None:
-        """Checks the daemons that are due. A check that takes longer than a tick continues by itself."""
+        """Checks the daemons that are due. A check that takes longer than a tick continues in the background."""
         now = self.config.clock()
         free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
         due = sorted((d for d in free if now - d.checked_at >= _CHECK_SECONDS), key=lambda d: d.checked_at)
@@ -92,8 +92,8 @@ class Supervisor:
             del self._tasks[daemon.uuid]
 
     async def end_idle(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends each daemon `idle_seconds` after the last of its containers; `known`: the allocations that exist at present. Returns the
-        seconds until the next one is due, None if all are in use."""
+        """Ends each daemon `idle_seconds` after its last container has ended; `known` returns the allocations that exist now. Returns the
+        seconds until the next end is due, None if all daemons are in use."""
         now, due = self.config.clock(), list[float]()
         for daemon in self.daemons():
             if _in_use(daemon, known()):

@@ -1,4 +1,4 @@
-"""The events that entries of the history and placements become. Pure."""
+"""Makes the events for entries of the history and for placements. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
@@ -30,7 +30,7 @@ Label = Callable[[GpuName], str]
 
 
 def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label) -> Event:
-    """All containers of a pod, and which of them run without limits."""
+    """The event with the GPUs of all containers of a pod, and with the containers that run without limits."""
     return Event(
         about=about,
         reason=PLACED,
@@ -46,7 +46,7 @@ def refusal(about: ObjectRef, entry: HistoryEntry) -> Event:
 
 
 def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
-    """The event of an entry "event": all of them are warnings."""
+    """The event of an entry of the kind "event". All such events are warnings."""
     return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=True, allocations=_ids(entry))
 
 

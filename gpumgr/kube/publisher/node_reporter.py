@@ -20,8 +20,9 @@ NO_TROUBLE: Final = "GpusWork"
 MAX_MESSAGE_BYTES: Final = 2048
 #: How long the kubelet or the driver may be unavailable before the condition says so: both are restarted in normal operation.
 PATIENCE_SECONDS: Final = 15.0
-#: Why a GPU takes no new containers although it is healthy, as in the alert rules (config/prometheus/gpumgr.rules.yaml): leftovers of an
-#: ended pod are temporary, a cordon has its own message, MIG is a setting, and an unavailable driver is a state of the node.
+#: Reasons why a GPU takes no new containers that do not count as trouble, as in the alert rules (config/prometheus/gpumgr.rules.yaml):
+#: leftovers of an ended pod are temporary, a cordon has its own message, MIG is a setting, and an unavailable driver is a state of the
+#: node.
 _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
@@ -83,7 +84,7 @@ class NodeReporter:
         if not self._describe_node and not self._removed:
             self._removed = True
             self._node.set_condition(None)
-            if not self._node_labels:  # else the others are removed when these are written
+            if not self._node_labels:  # otherwise other labels are removed when these are written
                 self._node.label({})
         if not (self._describe_node or self._node_labels):
             return
@@ -114,8 +115,8 @@ class NodeReporter:
 
 
 def condition_of(troubles: Sequence[tuple[str, str]], *, healthy: str) -> Condition:
-    """The condition for (reason, sentence) pairs, the most severe first: its reason is the condition's. `healthy` is the message if
-    there are none."""
+    """The condition for (reason, sentence) pairs, the most severe first, which gives the condition its reason. `healthy` is the message
+    without any pair."""
     if not troubles:
         return Condition(trouble=False, reason=NO_TROUBLE, message=healthy)
     message = cut("; ".join(sentence for _, sentence in troubles), MAX_MESSAGE_BYTES)

@@ -1,4 +1,4 @@
-"""Locks that permit one agent per node: binding a unix socket replaces that of a running agent, so the agent takes the lock first.
+"""Locks that permit one agent per node: binding a unix socket replaces the socket of a running agent, so the agent takes the lock first.
 
 The kernel releases the lock when its holder ends. The file is kept: if it were removed, two agents could lock two files.
 """
@@ -48,7 +48,8 @@ def lock_node(path: Path) -> Iterator[None]:
 
 
 def holder(path: Path) -> str | None:
-    """The process that holds a lock on a file or folder, as text with a trailing comma; "" if it is not known, None if there is none.
+    """The process that holds a lock on a file or folder, as text with a trailing comma; "" if the pid is not known, None if no process
+    holds a lock.
 
     It takes a shared lock for an instant. An agent that starts in that instant ends with code 3 and is started again.
     """
@@ -81,7 +82,7 @@ def _locked(path: Path) -> int:
                 f"another gpumgr agent (pid {holder or 'unknown'}) runs on this node: it holds {path}; stop it before starting this one",
                 pid=holder or None,
             ) from error
-        # The file may have been deleted between open and lock: then `path` names another one.
+        # The file may have been deleted between open and lock: then `path` names another file.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), path.stat()):
                 return file

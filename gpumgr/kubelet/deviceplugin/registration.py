@@ -36,7 +36,7 @@ from gpumgr.ledger.node import NodeDevices
 
 _log = structlog.get_logger(__name__)
 
-#: Short, since the whole path must fit a unix socket; the kubelet joins it to its own folder.
+#: The names are short, since the whole path must fit a unix socket; the kubelet appends the name to its own folder.
 SOCKET_NAMES: Final[dict[Resource, str]] = {
     "core": "gpumgr-core.sock",
     "memory": "gpumgr-memory.sock",
@@ -54,7 +54,7 @@ class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.25
-    #: The same while the kubelet watches the devices: if it ends, so do its streams, which is noticed at once.
+    #: The same while the kubelet watches the devices: if the kubelet ends, its streams end, which is noticed at once.
     watched_poll_seconds: float = 1.0
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
@@ -70,7 +70,8 @@ class LinkTiming:
 
 
 class KubeletLink:
-    """Registers both resources with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
+    """Registers both resources with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, and removes the
+    sockets."""
 
     def __init__(
         self,
@@ -131,7 +132,8 @@ class KubeletLink:
             daemon.cancel()
         if self._daemons:
             await asyncio.wait(self._daemons)
-        # The kubelet refuses pods from the end of the first stream on, and admits one pod by calls of all resources.
+        # From the end of the first stream on the kubelet refuses pods. One pod needs calls for all resources, so all servers must be
+        # idle.
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_seconds
         servers = [each.server for each in self._resources.values() if each.server is not None]
@@ -189,7 +191,7 @@ class _ResourceLink:
                 retry_seconds = self._timing.first_retry_seconds
             try:
                 server = await self._answer_calls()
-                # Directly before Register: a kubelet that replaces its socket at this time must not count as yet another one.
+                # Directly before Register: a kubelet that replaces its socket at this time must not count as a further new kubelet.
                 kubelet = FileIdentity.at(self._kubelet_socket)
                 await self._register()
             except KubeletError as error:
@@ -356,8 +358,8 @@ def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: 
 
 
 def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
-    """Maps each resource to every MIG device that was ever offered as this resource. `resource` is its name, or the prefix of all their
-    names."""
+    """Maps each resource to every MIG device that was ever offered as this resource. `resource` is the name of the only resource, or
+    MIG_PREFIX if each profile has a resource of its own."""
     found: dict[str, list[DeviceEntry]] = {}
     for each in node_devices:
         for number, instance in enumerate(each.gpu.instances):

@@ -3,7 +3,7 @@
 Invariants:
 1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
 2. A call that has begun is completed even if the kubelet cancels it. The claims of a call are decided at the same time.
-3. Only malformed requests are returned as a gRPC status.
+3. Only a malformed request is answered with a gRPC status.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class Claims(Protocol):
 class DraPlugin:
     """The service object of the DRA socket. Calls wait for `decide_with`."""
 
-    #: For the registration. The kubelet uses the first one that it knows. The messages are the same, but a kubelet with v1beta1 skips the
-    #: field with the share's id, which it does not know.
+    #: The versions in the registration. The kubelet uses the first one that it knows. The messages are the same, but a kubelet with
+    #: v1beta1 skips the field with the share's id, which it does not know.
     versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 
     def __init__(self, pool: str, *, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -64,7 +64,7 @@ class DraPlugin:
         self.observe: Observe = lambda *_: None
 
     def decide_with(self, claims: Claims) -> None:
-        """Waiting calls continue."""
+        """Lets `claims` decide from now on. Waiting calls continue."""
         self._claims.set_result(claims)
 
     def __mapping__(self) -> dict[str, Method]:

@@ -1,12 +1,12 @@
 """Makes the kubelet retry pods that wait for a claim of this driver.
 
-A kubelet that could not prepare a pod's claims tries again only after 60 to 90 s, unless the pod changes. It does not even call the driver
-if the driver is not registered, or if the API server refuses to show it the claim because the authorizer has not processed the binding of
-the pod yet ("no relationship found between node and this object", seen with 40 pods at once). So a pod that still has no prepared claim
-some seconds after its binding gets an annotation, which changes it; again with growing pauses.
+A kubelet that could not prepare a pod's claims tries again only after 60 to 90 s, unless the pod changes. It does not even call the
+driver if the driver is not registered, or if the API server refuses to show it the claim because the authorizer has not processed the
+binding of the pod yet ("no relationship found between node and this object", seen with 40 pods at once). So a pod that still has no
+prepared claim some seconds after its binding gets an annotation, which changes the pod. This is repeated with growing pauses.
 
-A claim that the ledger holds, but that this process has not prepared, is ambiguous: the kubelet may have had no answer from a former
-process, or the pod's image is being pulled. It causes only a few retries after each registration.
+A claim that the ledger holds, but that this process has not prepared, is ambiguous: the kubelet may have got no answer from an earlier
+process of the agent, or the pod's image is being pulled. It causes only a few retries after each registration.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ _LONGEST_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
 #: Retries of a pod for a claim that the ledger holds, after each registration.
 _HELD_RETRIES: Final = 3
-#: The requests about one pod.
+#: Time limit for all requests about one pod.
 _TRY_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True)
 class _Wait:
-    """A pod, and the claims that it waits for. `ours` is None until it is known whether one of them is for this driver. `tried`: its
-    retries since the last registration, for each claim that the ledger holds."""
+    """A pod, and the claims that it waits for. `ours` is None until it is known whether one of them is for this driver. `tried`: claim
+    that the ledger holds -> retries of the pod since the last registration."""
 
     due_at: float
     pause_seconds: float
@@ -49,7 +49,7 @@ class _Wait:
 
 class WaitingPods:
     """`run` it as a daemon. `pods`: the pods that are bound to this node. `pool`: the node's pool of devices. `held` returns the claims
-    that the ledger has (namespace and name), and whether this process has prepared them. `clock` is monotonic, in seconds."""
+    in the ledger: (namespace, name) -> whether this process has prepared the claim. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class WaitingPods:
         self._error = ""
 
     def retry_now(self) -> None:
-        """The kubelet has registered the driver: every pod that waits is due."""
+        """To be called when the kubelet has registered the driver. Makes every waiting pod due."""
         for wait in self._waiting.values():
             wait.due_at, wait.pause_seconds = self._clock(), _FIRST_SECONDS
             wait.tried.clear()
@@ -102,7 +102,7 @@ class WaitingPods:
                     await self._retry(pod, wait)
 
     async def _retry(self, pod: PodView, wait: _Wait) -> None:
-        wait.due_at = self._clock() + _FIRST_SECONDS  # if a request fails: the pause grows only between retries
+        wait.due_at = self._clock() + _FIRST_SECONDS  # for a request that fails; the pause grows only after a retry
         if wait.ours is None:
             for name in sorted(wait.missing):
                 _, shares = await find_shares(self._server, self._pool, pod.namespace, name)

@@ -43,7 +43,7 @@ def prepare(folder: Path) -> Path:
     path = folder / NAME
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # sqlite gives the files beside it the same mode. No descriptor of it may be closed later: that would drop sqlite's locks.
+        # sqlite gives the files beside this one the same mode. No descriptor of it may be closed later: that would drop sqlite's locks.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(descriptor, 0o600)
@@ -56,7 +56,8 @@ def prepare(folder: Path) -> Path:
 
 
 def check_header(path: Path) -> None:
-    """Finds a file that sqlite would treat as empty or as read-only. Call it before any connection, since it opens the file.
+    """Finds a file that sqlite would treat as empty or as read-only. Call it before any connection is open: it opens and closes the file,
+    which would drop sqlite's locks.
 
     Raises CorruptError. Source of the layout: sqlite's file format, section 1.3.
     """
@@ -70,7 +71,7 @@ def check_header(path: Path) -> None:
 
 
 def set_aside(path: Path, now_seconds: float) -> Path:
-    """Renames the file and those beside it, and returns the new name. Raises CheckpointError."""
+    """Renames the file and sqlite's files beside it, and returns the new name. Raises CheckpointError."""
     stamp = datetime.fromtimestamp(now_seconds, UTC).strftime("%Y%m%dT%H%M%SZ")
     names = (path.with_name(f"{path.name}.corrupt-{stamp}{f'.{n}' if n else ''}") for n in range(1 << 16))
     try:

@@ -28,7 +28,7 @@ _UNSET: Final = Allocation(id="")
 
 
 def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
-    """(id, record, checksum): a row. The record has the allocation's fields that are not empty."""
+    """The row of an allocation: (id, record, checksum). The record has the fields that are not empty."""
     row = {name: value for name in _FIELDS if (value := getattr(allocation, name)) != getattr(_UNSET, name)}
     if allocation.device_ids:
         row["device_ids"] = {
@@ -39,7 +39,7 @@ def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
 
 
 def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Allocation:
-    """The allocation of a row. Raises CorruptRowError, which names it."""
+    """The allocation of a row. Raises CorruptRowError, which names the row."""
     try:
         if sum_ != checksum(allocation_id, record):
             raise ValueError("its checksum is wrong")
@@ -58,7 +58,7 @@ def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Al
 
 
 def encode_entry(entry: HistoryEntry) -> tuple[int, str, int]:
-    """(number, record, checksum): a row."""
+    """The row of an entry: (number, record, checksum)."""
     record = _encoder.encode(entry).decode()
     return entry.number, record, checksum(str(entry.number), record)
 
@@ -110,8 +110,8 @@ class Loaded:
     """The content of a checkpoint.
 
     `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state: at a first start, after the file was deleted, or
-    after a corrupt file was renamed to `set_aside`. `why` gives the cause. `notes` of a corrupt file are the readable ones of those to
-    keep; `notes_lost`: some of them may be missing. `history` is in order of time; `unreadable` counts its entries that were skipped.
+    after a corrupt file was renamed to `set_aside`. `why` gives the cause. After a corrupt file `notes` has the notes to keep that are
+    readable; `notes_lost`: some of them may be missing. `history` is in order of time; `unreadable` counts its entries that were skipped.
     """
 
     ledger: Ledger = field(default_factory=Ledger)
@@ -139,7 +139,8 @@ def create(connection: sqlite3.Connection, notes: Mapping[str, str]) -> None:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises CorruptError for a damaged file and for one of another program or schema, CheckpointError for one of a newer gpumgr."""
+    """Raises CorruptError for a damaged file and for a file of another program or an older schema, CheckpointError for a file of a newer
+    gpumgr."""
     results = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
     if results != ["ok"]:
         raise CorruptError(f"sqlite's integrity check reports: {'; '.join(map(str, results))}")
@@ -196,7 +197,7 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
         [encode_allocation(allocation) for allocation in change.put],
     )
     write_entries(connection, change.entries)
-    if change.entries and not change.put:  # not on a grant, to keep it fast; the end of its allocation prunes
+    if change.entries and not change.put:  # not on a grant, which must be fast; the end of an allocation prunes
         connection.execute(_PRUNE, (HISTORY_ENTRIES,))
 
 

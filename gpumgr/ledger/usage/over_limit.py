@@ -38,7 +38,7 @@ class OverLimitState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverLimitChange:
-    """The state after a sample, and the uses that went over their limit or came back."""
+    """The state after a sample, and the uses that went over their limit or back within it."""
 
     state: OverLimitState
     began: tuple[ContainerUse, ...] = ()
@@ -46,7 +46,7 @@ class OverLimitChange:
 
 
 def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, samples: int, slack_bytes: int) -> OverLimitChange:
-    """The state after one sample. `uses`: all of existing allocations; those without a limit are ignored."""
+    """The state after one sample. `uses`: all uses of existing allocations; uses without a limit are ignored."""
     streaks: dict[AllocationOnGpu, _Streak] = {}
     began, ended = list[ContainerUse](), list[ContainerUse]()
     for use in uses:

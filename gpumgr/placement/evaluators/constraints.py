@@ -1,6 +1,6 @@
-"""What a pod demands of its GPUs beside their room: models, UUIDs, one NUMA node for the GPUs of a container, no other containers there.
+"""What a pod demands of its GPUs beside their room: models, UUIDs, one NUMA node for a container's GPUs, no other containers on them.
 
-The scheduler obeys it when it chooses, and the agent before a container gets the GPUs.
+The scheduler applies the constraints when it chooses GPUs, the agent before a container gets them.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ def device_type(model: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Models are substrings without regard to case, of the model as HAMi registers it: with "NVIDIA-" if it begins otherwise. UUIDs are
-    exact. Empty "use": any. `same_numa_node` is about each container that has several GPUs. `unused`: GPUs on which no container is yet.
-    `modes`: of MODES; None: any.
+    """Models are substrings, without regard to case, of the model as HAMi registers it: with "NVIDIA-" before it, unless it begins with
+    "NVIDIA". UUIDs are exact. Empty "use": any. `same_numa_node` concerns each container with several GPUs. `unused`: only GPUs without
+    containers. `modes`: some of MODES; None: any.
 
-    A GPU without a known model satisfies no constraint on models, one without a known UUID none on UUIDs.
+    A GPU without a known model satisfies no constraint on models, and a GPU without a known UUID satisfies none on UUIDs.
     """
 
     use_models: tuple[str, ...] = ()
@@ -35,17 +35,17 @@ class Constraints:
 
     @property
     def of_single_gpus(self) -> bool:
-        """Some GPUs may satisfy them and others not, independent of their use."""
+        """Whether some GPUs may satisfy the constraints and others not, independent of their use."""
         return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.modes is not None)
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """GPUs by which the constraints make a node differ from nodes with equal GPUs."""
+        """All UUIDs in the constraints. They make a node differ from nodes with equal GPUs."""
         return self.use_uuids + self.avoid_uuids
 
     @property
     def text(self) -> str:
-        """To follow "GPU", for example " of model A100 and not of UUID GPU-1"; empty without constraints on single GPUs."""
+        """A text to follow "GPU", for example " of model A100 and not of UUID GPU-1"; empty without constraints on single GPUs."""
         parts = [
             f"{negation}of {each}"
             for negation, models, uuids in (("", self.use_models, self.use_uuids), ("not ", self.avoid_models, self.avoid_uuids))
@@ -61,7 +61,8 @@ class Constraints:
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 
     def allows(self, uuid: str, model: str, *, mig: bool = False) -> bool:
-        """What constraints see of one GPU; UUID and model are empty if they are not known. `mig`: containers get MIG devices of it."""
+        """Whether a GPU satisfies the constraints on modes, models and UUIDs. `uuid` and `model` are empty if they are not known. `mig`:
+        containers get MIG devices of the GPU."""
         if self.modes is not None and MODES[mig] not in self.modes:
             return False
         if self.use_models or self.avoid_models:

@@ -28,7 +28,8 @@ _LISTED_GPUS: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The GPUs chosen for a request. `gpus` are ascending indices, `score` the set's under link, `why` a short sentence for the log."""
+    """The GPUs chosen for a request. `gpus` are ascending indices, `score` is the score of the set (link only), `why` a short sentence
+    for the log."""
 
     evaluator: Evaluator
     gpus: tuple[int, ...]
@@ -37,7 +38,7 @@ class Placement:
 
 
 def evaluator_for(cores: int) -> Evaluator | None:
-    """The evaluator of a request for so many cores; None for no cores."""
+    """The evaluator of a request for this many cores; None for no cores."""
     if cores < 1:
         return None
     return "share" if cores < CORES_PER_GPU else "fragment" if cores == CORES_PER_GPU else "link"

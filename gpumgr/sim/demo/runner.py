@@ -31,11 +31,11 @@ SIM: Final = "hgx-h100-8"
 #: Time limits of the whole script and of one step. A step that takes longer waits for something that does not happen.
 _SCRIPT_SECONDS: Final = 120.0
 _STEP_SECONDS: Final = 30.0
-#: The agent's default port first.
+#: The ports to try; the agent's default port is the first.
 _PAGE_PORTS: Final = range(5678, 5698)
 _TEMPORARY_FOLDER_BYTES: Final = 40
 _NAME_CELLS: Final = 23
-#: Between two steps, for a user who watches.
+#: The pause between two steps, for a user who watches.
 _PAUSE_SECONDS: Final = 0.5
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -67,7 +67,7 @@ class Display:
             click.echo(f"       . {sentence}")
 
     def step_ended(self, result: Result) -> None:
-        """More than one line only for an error with more lines."""
+        """Prints one line, or more for an error that has more lines."""
         click.echo(f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}")
 
 

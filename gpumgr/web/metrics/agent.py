@@ -46,7 +46,7 @@ OUTCOMES: Final = ("ok", "refused")
 
 
 def render_agent(report: NodeReport | None, *, sampled_at: float | None) -> Iterator[RenderedFamily]:
-    """`report` is None before the first. `sampled_at`: unix time of its sample, None if it has none."""
+    """`report` is None before the first report. `sampled_at`: the unix time of the report's sample, None without a sample."""
     yield render(_UP, {"": report is not None and report.nvml_up})
     yield render(_READY, {"": report is not None and not report.not_ready})
     if report is None:

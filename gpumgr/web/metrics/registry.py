@@ -151,7 +151,7 @@ class Metrics:
         self._names = names
 
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
-        """All series of this resource exist from now on. `listed`: the kubelet is offered device lists."""
+        """Creates all series of this resource. `listed`: the kubelet gets device lists of it."""
         self._resources[kind], self._counted_registrations[kind] = resource, 0
         for rpc, (requests, seconds) in self._served.items():
             self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}

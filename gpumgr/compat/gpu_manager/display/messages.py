@@ -1,7 +1,7 @@
 """gpu-manager's three answers as plain JSON data: pure functions.
 
-Source of the shapes: proto/display/api.proto, as grpc-gateway v1 writes it. Fields have their names from there; fields that are zero
-or empty are left out; entries of maps and lists never are. An answer without any entry is {}.
+Source of the shapes: proto/display/api.proto, as grpc-gateway v1 writes it. Fields have the names in that file. Fields that are zero or
+empty are left out; entries of maps and lists never are. An answer without any entry is {}.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,9 +35,9 @@ def version_message(version: str) -> Message:
 def usage_message(report: NodeReport, pods: Pods) -> Message:
     """UsageResponse: the use of GPUs by pod and container.
 
-    A pod's key is its UID in the API server (of a static pod the mirror's), or "namespace/name" if the UID is unknown; a pod without
-    either is left out. A container without a known name has its allocation's id as key. An init container is listed only while it has
-    a process, and a GPU only while the driver lists it, as with gpu-manager.
+    A pod's key is its UID in the API server (for a static pod, the mirror pod's UID), or "namespace/name" if the UID is unknown; a pod
+    without either is left out. The key of a container without a known name is its allocation's id. An init container is listed only while
+    it has a process, and a GPU only while the driver lists it, as with gpu-manager.
     """
     if report.use is None or not report.nvml_up:
         return {}  # the last numbers are outdated
@@ -81,7 +81,7 @@ def _pod(uses: Iterable[ContainerUse], view: PodView | None, ledger: Ledger, gpu
 
 
 def _spec(cores: int, blocks: int, devices: Message | None) -> Message:
-    """Spec. Without requested memory a container has all of its GPUs."""
+    """Spec. A container that requests no memory has all memory of its GPUs."""
     of_gpus = sum(device.get("device_mem", 0) for device in devices["dev"]) if devices else 0
     return _filled({"gpu": _short(cores / CORES_PER_GPU), "mem": blocks * (BLOCK_BYTES // _MIB) or of_gpus})
 

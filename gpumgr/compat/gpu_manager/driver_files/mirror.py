@@ -1,10 +1,10 @@
-"""A volume on disk. A version is made under a temporary name, complete and durable, before a link points to it, and never changed.
+"""A volume on disk. A version is made under a temporary name. It is complete and durable before a link points to it, and never changes.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
     <base>/<link> -> .versions/<version>/<volume>
 
-A container's mount follows the link when the container starts, so it keeps its version until it ends. The modification time of a
-version's folder is the last time at which it was in use. One agent per node, one call at a time.
+A container's mount follows the link when the container starts, so the container keeps that version until it ends. The modification time
+of a version's folder is the last time at which it was in use. One agent per node, one call at a time.
 """
 
 import errno
@@ -26,7 +26,7 @@ from gpumgr.compat.gpu_manager.driver_files.volume_plan import File, Source, Vol
 
 VERSIONS: Final = ".versions"
 _FOLDERS: Final = ("bin", "lib", "lib64")
-#: Prefix of incomplete folders, which were not completely made or not completely removed.
+#: Prefix of folders that were not completely made or not completely removed.
 _PARTIAL: Final = "."
 _CHUNK_BYTES: Final = 1 << 20
 #: Errors after which a file is copied instead of linked.
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 
 def build(plan: VolumePlan, base: Path) -> bool:
-    """Creates the plan's version unless it exists; returns whether it did. If it raises DriverFilesError, nothing has changed.
+    """Creates the plan's version unless it exists; returns whether it was created. If this raises DriverFilesError, nothing has changed.
 
     A damaged version is renamed, so that containers that have it mounted keep the rest of it.
     """
@@ -63,7 +63,7 @@ def build(plan: VolumePlan, base: Path) -> bool:
 
 
 def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
-    """Points `link` to the plan's version in the link's folder; returns whether it changed. Raises DriverFilesError.
+    """Points `link` to the plan's version in the link's folder; returns whether the link changed. Raises DriverFilesError.
 
     Anything else at that path, such as gpu-manager's folder, is renamed: containers keep it.
     """
@@ -103,9 +103,9 @@ def is_current(place: Path, plan: VolumePlan) -> bool:
 
 
 def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seconds: float) -> tuple[str, ...]:
-    """Removes versions without a link that are not `in_use` (names) and were not for `grace_seconds`; returns their names.
+    """Removes versions that no link points to and that have not been `in_use` (names) for `grace_seconds`; returns their names.
 
-    The grace covers a container that is being started: its mount was resolved, and no process has it yet. Raises DriverFilesError.
+    The grace covers a container that is being started: its mount is resolved, but no process has the mount yet. Raises DriverFilesError.
     """
     versions = base / VERSIONS
     removed: list[str] = []

@@ -27,7 +27,8 @@ from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 
-#: From 11.3 on libcudart calls cuGetProcAddress, which returns the library's 32-bit functions of CUDA 2.
+#: The newest CUDA that the library supports. From 11.3 on libcudart calls cuGetProcAddress, which returns the library's 32-bit functions
+#: of CUDA 2.
 _NEWEST: Final = (11, 2)
 _DECLARED: Final = re.compile(
     rb"(?:^|\0)(?:CUDA_VERSION=|NVIDIA_REQUIRE_CUDA=[^\0]*?\bcuda>=?)(\d{1,3})(?:\.(\d{1,3}))?(?![0-9])", re.ASCII
@@ -36,22 +37,23 @@ _READ_SECONDS: Final = 0.2
 
 
 def newer_cuda(environment: bytes) -> str | None:
-    """The newest CUDA version that `environment` (`NAME=value` with NULs between) declares, such as "12.4"; None if the library supports
-    all of them. Texts that are no version are ignored."""
+    """The newest CUDA version that `environment` (`NAME=value` texts, separated by NULs) declares, such as "12.4"; None if the library
+    supports all versions in it. Texts that are no version are ignored."""
     newest = max(((int(major), int(minor or 0)) for major, minor in _DECLARED.findall(environment)), default=_NEWEST)
     return None if newest <= _NEWEST else f"{newest[0]}.{newest[1]}"
 
 
 class ImageCheck:
-    """Finds containers with an image of a newer CUDA than the library supports, by what the image declares in its environment: NVIDIA's
-    images set CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`). The tenant can change the
-    environment, so it may have any size and content.
+    """Finds containers with an image that has a newer CUDA than the library supports. The image declares its CUDA in its environment:
+    NVIDIA's images set CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`). The tenant can change
+    the environment, so it may have any size and content.
 
-    `environment_of` returns the environment of a process. A tenant can make it hang, so it is called on a thread of its own."""
+    `environment_of` returns the environment of a process. A tenant can make this call hang, so it runs on a thread of its own."""
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:
         self._environment_of, self._calls = environment_of, DaemonCalls("vcuda_environment")
-        #: (container id, whether it uses a GPU) -> the result. At a container's start its environment may still be the runtime's.
+        #: (container id, whether it uses a GPU) -> the result. Read again once the container uses a GPU, since at its start the
+        #: environment may still be the runtime's.
         self._found: dict[tuple[str, bool], Finding | None] = {}
 
     async def findings(self, running: Sequence[RunningContainer]) -> list[Finding]:
@@ -82,7 +84,7 @@ def _finding(running: RunningContainer, environment: bytes) -> Finding | None:
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
 #: The library that containers get instead of libcuda.so.1.
 LIBRARY: Final = "libcuda-control.so"
-#: Some symbols that it must have: functions of the driver, and of NVML.
+#: Some symbols that the library must have: functions of the driver, and of NVML.
 EXPORTS: Final = ("cuInit", "cuMemAlloc_v2", "nvmlInit")
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
@@ -90,7 +92,7 @@ _CLOSE_GRACE_SECONDS: Final = 1.0
 class VcudaBackend(Backend):
     """`container_of` returns the container of a process, `pids_of` the processes of a container.
 
-    `driver_files_obstacle` returns why the driver's files of containers lack the library (None if they have it), `environment_of` the
+    `driver_files_obstacle` returns why containers do not get the library with the driver's files (None if they do), `environment_of` the
     environment of a process.
     """
 

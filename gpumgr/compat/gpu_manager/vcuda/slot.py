@@ -30,18 +30,19 @@ _BACKLOG: Final = 128
 _MOST_CONNECTIONS: Final = 128
 #: Longer than any client waits for an answer.
 _MOST_CONNECTION_SECONDS: Final = 30.0
-#: A registration takes some hundred bytes; h2 itself would collect a frame of 16 MiB before it finds it too large.
+#: A registration takes some hundred bytes; h2 itself would collect a frame of 16 MiB before it refuses the frame as too large.
 _MOST_CONNECTION_BYTES: Final = 256 * 1024
-#: The minimum of HTTP/2: as many bytes of one connection may wait here unread.
+#: The minimum that HTTP/2 allows. At most this many bytes of a connection wait here unread.
 _WINDOW_BYTES: Final = 65535
-#: grpclib's own does not validate headers.
+#: grpclib's own configuration does not validate headers.
 _CHECKED: Final = H2Configuration(client_side=False, header_encoding="ascii")
 
 
 class RegistrationListener(DrainingServer):
-    """Serves `service` at `path`, once: a new socket needs a new listener. The file stays when it ends: a restarted agent replaces it.
+    """Serves `service` at `path`, once: a new socket needs a new listener. The socket's file stays when the listener ends; a restarted
+    agent replaces it.
 
-    Its clients are not trusted: h2 checks their headers, and little memory is kept for each of them.
+    The clients are not trusted: h2 checks their headers, and each client gets little memory.
     """
 
     def __init__(self, path: Path, service: Any) -> None:
@@ -63,7 +64,7 @@ class RegistrationListener(DrainingServer):
 
 
 class _LimitedConnection(ServedConnection):
-    """Limits one connection in time and bytes, and all connections in number, before its bytes reach HTTP/2."""
+    """Limits the time and the bytes of one connection, and the number of all connections, before bytes reach HTTP/2."""
 
     _end: asyncio.TimerHandle | None = None
     _received_bytes = 0
@@ -93,14 +94,15 @@ class _LimitedConnection(ServedConnection):
 
 #: The host's pids of all processes in a container's cgroup and below; none if the cgroup is not known. Blocks. Raises GpumgrError.
 PidsOf = Callable[[Container], Collection[int]]
-#: One thread for all batches: several would only compete for the interpreter.
+#: One thread for all batches: several threads would only compete for the interpreter.
 _THREAD: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vcuda_register")
 
 
 class ContainerSlot:
     """The folder of one allocation. The methods that are not coroutines block for some file operations; any thread may call them.
 
-    One lock covers the pids, so that an older listing of the container's processes never overwrites a newer one.
+    One lock is held while pids are listed and written, so that an older listing of the container's processes never overwrites a newer
+    one.
     """
 
     def __init__(self, tenant: GpuShare, folder: Path, pids_of: PidsOf) -> None:
@@ -115,7 +117,7 @@ class ContainerSlot:
         self._containers: Mapping[str, Container] = {}
 
     async def listen(self, service: Any) -> None:
-        """Serves the socket, unless it is served already and its file in place. Raises OSError."""
+        """Serves the socket, unless it is served already and its file is in place. Raises OSError."""
         if self._listener is not None and self._listener.in_place:
             return
         await self.hang_up(0)
@@ -127,7 +129,7 @@ class ContainerSlot:
             await self._listener.drain(grace_seconds, lambda: None)
 
     def prepare_start(self, tenant: GpuShare) -> None:
-        """Writes both files again before the container starts. Raises Refusal for names that don't fit, OSError."""
+        """Writes both files again before the container starts. Raises Refusal for names that vcuda.config can't hold, and OSError."""
         with self._lock:
             self.tenant = tenant
             self._registered.clear()
@@ -136,9 +138,9 @@ class ContainerSlot:
             files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def take_over(self) -> None:
-        """Adopts what an earlier process of the agent left. It is not recorded which of the pids in the file had registered, so all count.
+        """Adopts the files that an earlier process of the agent left. No file records which pids had registered, so all of them count.
 
-        Raises Refusal for names that don't fit, OSError.
+        Raises Refusal for names that vcuda.config can't hold, and OSError.
         """
         with self._lock:
             self._write_config()
@@ -148,9 +150,11 @@ class ContainerSlot:
                 files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def update(self, running: RunningContainer) -> None:
-        """Writes what has changed in both files. Raises GpumgrError for names that don't fit and if the cgroup can't be read, OSError.
+        """Brings both files up to date. Raises GpumgrError for names that vcuda.config can't hold or if the cgroup can't be read, and
+        OSError.
 
-        The pids are listed again instead of taken from `running`: a process that registered since that listing must stay.
+        The pids are listed again instead of taken from `running`: a process that registered since `running` was listed must stay in the
+        file.
         """
         with self._lock:
             self.tenant = running.tenant
@@ -160,8 +164,8 @@ class ContainerSlot:
             self._write_pids({pid for each in running.containers for pid in self._pids_of(each)})
 
     def register(self, containers: Mapping[str, Container], clients: Collection[int]) -> None:
-        """Adds clients that wait for the answer, and their parents, which are about to use the GPU. `containers`: those of the clients, by
-        id. Raises OSError."""
+        """Adds clients that wait for the answer, and their parents, the programs that are about to use the GPU. `containers`: the
+        containers of the clients, by id. Raises OSError."""
         with self._lock:
             parents = {parent for pid in clients if (parent := parent_pid(pid)) is not None}
             self._registered |= parents.union(clients)
@@ -175,7 +179,7 @@ class ContainerSlot:
     def unregistered(self, running: RunningContainer) -> tuple[int, ...]:
         """Processes with a context on the GPU that have not registered and have no registered ancestor in the container, ascending.
 
-        A child that did not execute another program has the library of its parent, which registers once.
+        A child that did not execute another program shares the library of its parent, which registers only once.
         """
         with self._lock:
             inside = frozenset(running.pids)
@@ -205,7 +209,7 @@ class ContainerSlot:
 
 @dataclass(slots=True)
 class _Registration:
-    """The clients of one allocation that wait for a batch. `done` yields the error, None if there is none."""
+    """The clients of one allocation that wait for a batch. The result of `done` is the error, or None."""
 
     containers: dict[str, Container]
     clients: set[int]
@@ -213,10 +217,10 @@ class _Registration:
 
 
 class RegistrationBatches:
-    """Registers processes of all containers in batches: one batch runs on a thread, later calls wait for the next.
+    """Registers processes of all containers in batches: one batch runs on a thread, later calls wait for the next one.
 
-    A call that arrives during a batch is part of the next, which lists the container's processes after the call and so includes its
-    own. Each container's processes are listed once in a batch, however many of them call.
+    A call that arrives during a batch is part of the next batch, which lists the container's processes after the call, and so lists the
+    caller. Each container's processes are listed once in a batch, however many of them call.
     """
 
     def __init__(self) -> None:
@@ -224,7 +228,7 @@ class RegistrationBatches:
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, slot: ContainerSlot, container: Container, pid: int) -> None:
-        """Returns when a batch with `pid` has ended. A caller that is cancelled stops no batch. Raises OSError."""
+        """Returns when a batch with `pid` has ended. A cancelled caller does not stop the batch. Raises OSError."""
         entry = self._waiting.get(slot)
         if entry is None:
             future = asyncio.get_running_loop().create_future()
@@ -245,7 +249,8 @@ class RegistrationBatches:
 
 
 def _register_all(batch: Mapping[ContainerSlot, _Registration]) -> list[Exception | None]:
-    """Maps each container to the error of its registration. A container that fails does not affect the others."""
+    """The error of each container's registration, in the order of `batch`; None if there is none. A container that fails does not affect
+    the others."""
     errors: list[Exception | None] = []
     for slot, entry in batch.items():
         try:
