@@ -28,17 +28,17 @@ class Request:
     size: int
 
     def foreign(self, ledger: Ledger) -> Masks:
-        """The ids of other holders."""
+        """The ids that other allocations hold."""
         return minus(ledger.held(self.resource), self.must)
 
     def free(self, ledger: Ledger) -> Masks:
-        """The ids that it may get."""
+        """The ids that this call may get."""
         return minus(union(self.available, self.must), self.foreign(ledger))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The ids to prefer, the GPUs chosen for the container, and why these (for the log)."""
+    """The ids to prefer, the GPUs chosen for the container, and the reason of the choice (for the log)."""
 
     masks: Masks
     gpus: tuple[GpuName, ...]
@@ -57,7 +57,7 @@ class _Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Needs:
-    """What must fit on the chosen GPUs. `whole_gpus` counts the entirely free GPUs that the pod's chain of containers takes in all."""
+    """What must fit on the chosen GPUs. `whole_gpus`: how many entirely free GPUs the pod's chain of containers takes in total."""
 
     cores: int
     memory_blocks: int
@@ -65,7 +65,7 @@ class _Needs:
 
 
 def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """Best ids for this call, on the GPUs that the scheduler named if it did. Raises Refusal if the container's request is wrong or fits
+    """The best ids for this call; if the scheduler named GPUs, ids on them. Raises Refusal if the container's request is wrong or fits
     nowhere."""
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
@@ -74,7 +74,7 @@ def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> 
 
 
 def followed(caller: Caller, named: Sequence[GpuName], select: Callable[[], Choice]) -> Choice:
-    """What `select` returns; if the scheduler `named` the GPUs, as its choice. Raises Refusal."""
+    """What `select` returns; if the scheduler `named` the GPUs, the reasons of the choice and of a Refusal say so. Raises Refusal."""
     if not named:
         return select()
     try:
@@ -101,7 +101,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
-    """The caller's allocation that has only the other resource yet. Without a spec it is the one that the caller `continues`."""
+    """The caller's allocation that still has only the other resource. Without a spec it is the allocation that the caller `continues`."""
     resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
     return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
@@ -124,7 +124,7 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own:
 
 
 def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
-    """GPUs on which the container's other resource will be, because it takes over ids of an init container."""
+    """The GPUs of the container's other resource, if the container takes over an init container's ids of that resource."""
     if own is not None or caller.spec is None or not caller.spec.wants(other):
         return frozenset()
     most = sorted(spare, key=lambda gpu: (-spare[gpu].bit_count(), gpu))
@@ -132,7 +132,7 @@ def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation 
 
 
 def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> _Needs:
-    """`alone`: without the pod's later containers, which the scheduler has placed, too."""
+    """What must fit. `alone`: without the pod's later containers, since the scheduler has placed each of them."""
     if caller.spec is None:
         if request.resource == "core":
             return _Needs(cores=request.size, memory_blocks=0 if own or request.size >= CORES_PER_GPU else 1)
@@ -151,11 +151,11 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
     held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
-    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # no blocks are left there for others
+    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # their blocks are not left for others
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
-        # The kubelet may offer more ids than amounts of other allocations leave, or already as few as these leave.
+        # The kubelet may offer more ids than other allocations leave by their amounts, or may already have withdrawn the difference.
         cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
         left = blocks_with_ids(node, ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
         blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
@@ -197,7 +197,7 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
 
 
 def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
-    """`size` blocks on these GPUs: all on the first for a share, spread evenly for whole GPUs."""
+    """`size` blocks on these GPUs: for a share all on the first GPU, for whole GPUs spread evenly."""
     order = _pinned_first(room, gpus)[: 1 if share else None]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
@@ -230,7 +230,8 @@ def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
-    """Memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that these fit too."""
+    """The memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that its cores fit
+    too."""
     capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
     names = node.gpu_of_row
     one = [
@@ -267,7 +268,7 @@ def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
 
 
 def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
-    """What each registered GPU has available, in their order. A GPU that one container has whole has no blocks for others."""
+    """What each registered GPU has available, in the order of registration. A GPU that one container has as a whole has no free blocks."""
     return tuple(
         Candidate(
             gpu=gpu.name,

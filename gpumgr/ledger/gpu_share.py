@@ -1,4 +1,4 @@
-"""A container that shares GPUs, with the limits that it asked for: all that enforcement knows of it."""
+"""A container that shares GPUs, with the limits that it asked for. This is all that enforcement knows about a container."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from gpumgr.ledger.pods import USUAL_PRIORITY, PodKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is decided at a grant about a container's limits and kept with its allocation: see there."""
+    """How a container is limited. This is decided at the grant and kept with the allocation: see Allocation."""
 
     mechanisms: tuple[str, ...] = ()
     exemption: str | None = None
@@ -21,7 +21,7 @@ class Terms:
 class SharedGpu:
     """One GPU of a share, and the amounts granted on it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
 
-    The kubelet asks for cores and memory in two calls, in either order: each is 0 until its call has come, and both are known when the
+    The kubelet asks for cores and memory in two calls, in either order: each is 0 until its call, and both are known when the
     container starts. `burst_bytes`: how much more memory it may use now (annotation `gpumgr.io/memory-limit`). `bus_id` and `total_bytes`
     are None while the driver does not show the GPU.
     """
@@ -41,21 +41,21 @@ class SharedGpu:
 
     @property
     def core_percent(self) -> int:
-        """The limit of cores; 100 is none. A container of `nvidia.com/gpu` may have memory without cores."""
+        """The limit of cores; 100 is no limit. A container of `nvidia.com/gpu` may have memory without cores."""
         return self.cores or CORES_PER_GPU
 
     @property
     def whole(self) -> bool:
-        """The container has the whole GPU, so nothing is limited there."""
+        """Whether the container has the whole GPU, so that nothing is limited there."""
         return self.cores >= CORES_PER_GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShare:
-    """A container that has a part of at least one GPU (containers with whole GPUs only have no limits, so they are no tenants).
+    """A container that has a part of at least one GPU. A container that has only whole GPUs is not limited, so it has no share.
 
-    `gpus` are in the order of their PCI bus ids, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. What names the pod is None
-    until it is known, and may be a guess before the container starts: what Allocate answers depends on none of it.
+    `gpus` are in the order of their PCI bus ids, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. The names and UIDs of the pod are
+    None until they are known, and may be guesses before the container starts: the answer to Allocate does not depend on them.
     """
 
     allocation: AllocationId
@@ -63,17 +63,17 @@ class GpuShare:
     pod: PodKey | None = None
     pod_uid: str | None = None
     container: str | None = None
-    #: The UID by which the container runtime knows a static pod (the API server knows its mirror); None for all others.
+    #: The UID that the container runtime has for a static pod (the API server has the UID of its mirror pod); None for other pods.
     runtime_uid: str | None = None
-    #: Annotation `tencent.com/vcuda-core-limit` of the pod, in percent, capped at 100: how far it may go while others are idle.
+    #: Annotation `tencent.com/vcuda-core-limit` of the pod, at most 100: the percent of a GPU that it may use while others are idle.
     core_limit: int | None = None
-    #: By `nvidia.com/priority` of the container: of those on one GPU a lower number comes first.
+    #: The container's `nvidia.com/priority`: among containers on one GPU, a lower number has precedence.
     priority: int = USUAL_PRIORITY
-    #: It is of a ResourceClaim, which other containers may use, too.
+    #: Whether the share belongs to a ResourceClaim, which several containers may use.
     claim: bool = False
 
     def only_gpu(self, mechanism: str) -> SharedGpu:
-        """The GPU, for a mechanism that serves a container on one GPU. Raises Refusal for a container with several."""
+        """The container's only GPU, for a mechanism that limits on one GPU only. Raises Refusal if the container has several GPUs."""
         if len(self.gpus) != 1:
             raise Refusal(
                 "internal",

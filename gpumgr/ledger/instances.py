@@ -1,6 +1,6 @@
-"""MIG devices: decides which of them are offered, and grants the devices that the kubelet names.
+"""MIG devices: decides which MIG devices are offered, and grants the devices that the kubelet names.
 
-An instance has one holder. It is the limit of its container, so nothing else is enforced. Its memory counts on its GPU.
+A MIG device has one holder. The device itself limits its container, so nothing else is enforced. Its memory counts on its GPU.
 Source of the resources' names and of the strategies: NVIDIA's device plugin.
 """
 
@@ -24,7 +24,7 @@ _COMPUTE: Final = re.compile(r"([1-7])c\.([1-7])g\.")
 
 
 def resource_of(profile: str) -> str:
-    """With the strategy mixed: the resource of the MIG devices of this profile."""
+    """The resource of the MIG devices of this profile with the strategy mixed."""
     return MIG_PREFIX + profile.replace("+", ".")
 
 
@@ -36,7 +36,7 @@ def offered_instances(gpus: Sequence[Gpu], strategy: MigStrategy) -> Mapping[str
 
 
 def obstacle_of_single(gpus: Collection[Gpu]) -> str | None:
-    """Why the strategy single is not possible on a node with these GPUs; None if it is, or if none of them is in MIG mode."""
+    """Why the strategy single is not possible on a node with these GPUs; None if it is possible, or if no GPU is in MIG mode."""
     if not any(gpu.mig_enabled for gpu in gpus):
         return None
     if without := [f"GPU{gpu.index}" for gpu in gpus if not gpu.mig_instances]:
@@ -48,7 +48,7 @@ def obstacle_of_single(gpus: Collection[Gpu]) -> str | None:
 
 
 def _registered(instance: MigInstance) -> RegisteredInstance:
-    """Compute instances of one GPU instance share its memory, so that each counts as its part."""
+    """The MIG device as registered. Compute instances of one GPU instance share its memory, so each counts with its part."""
     memory, parts = instance.memory_bytes >> 20, _COMPUTE.match(instance.profile)
     return RegisteredInstance(instance.uuid, instance.profile, memory * int(parts[1]) // int(parts[2]) if parts else memory)
 

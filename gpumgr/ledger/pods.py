@@ -1,4 +1,4 @@
-"""The part of a pod that the allocator needs: names, requests and order of its containers."""
+"""The part of a pod that the allocator needs: names, requests, and the order of containers."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,13 +11,13 @@ from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
-#: (namespace, name). Names recur (StatefulSets): where it is known, the UID distinguishes two incarnations.
+#: (namespace, name). Names recur (StatefulSets); the UID, if it is known, distinguishes two incarnations.
 PodKey = tuple[str, str]
 
 #: UUID of a GPU, and what a container gets of it.
 NamedGpu = tuple[str, Amounts]
 
-#: HAMi's, of containers that name none.
+#: HAMi's priority of containers that request none.
 USUAL_PRIORITY: Final = 1
 
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
@@ -41,7 +41,7 @@ class PodSandbox:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSpec:
     """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices. `priority`: a lower number
-    comes first."""
+    has precedence."""
 
     name: str
     kind: ContainerKind = "app"
@@ -63,7 +63,8 @@ class ContainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimUse:
-    """A container uses a ResourceClaim of its pod's namespace; `request` is the main request that it names, None: all of them."""
+    """A container uses a ResourceClaim of its pod's namespace; `request` is the main request that the container names, None: all
+    requests."""
 
     container: str
     claim: str
@@ -78,19 +79,19 @@ class ClaimUse:
 class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
-    `created_at` is in unix seconds; `phase`, `reason` and `message` are the API's values (a kubelet that refuses a pod sets them).
-    `controlled`: a controller would replace the pod. `deleted`: it is to be deleted, also if its containers still run. `ends_at`: when its
-    grace period ends then, by the API server's clock, in unix seconds; `grace_seconds`: how long that is.
-    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation
-    `gpumgr.io/memory-limit`: containers and MiB; `memory_limits_ignored`: why that is not used. `runtime_uid` is the UID of a static pod in
-    the kubelet and the runtime; its `uid` is that of its mirror pod. `submitter` (SUBMITTER in the environment of the first app
-    container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
+    `created_at` is in unix seconds; `phase`, `reason` and `message` are from the pod's status (a kubelet that refuses a pod sets them).
+    `controlled`: a controller would replace the pod. `deleted`: the pod is being deleted, though its containers may still run. `ends_at`:
+    when its grace period then ends, by the API server's clock, in unix seconds; `grace_seconds`: the length of that period. `core_limit`
+    is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation `gpumgr.io/memory-limit`:
+    containers and MiB; `memory_limits_ignored`: why that is not used. `runtime_uid` is the UID of a static pod in the kubelet and the
+    runtime; a static pod's `uid` is the UID of its mirror pod. `submitter` (SUBMITTER in the environment of the first app container) and
+    `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
 
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
-    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices. `started`: a container of
-    it runs or has run, so the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`: why these
-    can't be read, so that it may have no GPU.
+    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices. `started`: one of its
+    containers runs or has run, so the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`:
+    why the annotations can't be read, so that it gets no GPU.
     """
 
     namespace: str
@@ -126,7 +127,7 @@ class PodView:
 
     @property
     def account(self) -> str:
-        """Its service account as "namespace/name"."""
+        """The pod's service account as "namespace/name"."""
         return f"{self.namespace}/{self.service_account or 'default'}"
 
     @property
@@ -141,7 +142,7 @@ class PodView:
         return next((c for c in self.containers if c.name == name), None)
 
 
-#: (namespace, name) of a ResourceClaim: PodResources knows no UID, neither of claims nor of pods.
+#: (namespace, name) of a ResourceClaim: PodResources has no UIDs of claims or pods.
 ClaimKey = tuple[str, str]
 #: Device ids by container name and resource name.
 Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -151,8 +152,8 @@ class Listing:
     """The pods that the kubelet counts as active, in the order of the response, and the ids of their containers. Kubelets before 1.34
     also list ended and refused pods, without ids, until they are deleted.
 
-    Ordinary init containers are not in it; sidecars are. The response has every id of the node (100 kB and more), while a decision needs
-    the ids of one or two pods: names are decoded at once, the rest on demand.
+    It has sidecars, but no ordinary init containers. The response has every id of the node (100 kB and more), while a decision needs the
+    ids of one or two pods. So names are decoded at once, and the rest on demand.
     """
 
     def __init__(
@@ -182,14 +183,14 @@ class Listing:
 
     @cached_property
     def claims(self) -> Collection[ClaimKey]:
-        """The claims of all listed containers, from kubelet 1.34 on by default."""
+        """The claims of all listed containers. Kubelets list claims by default from 1.34 on."""
         return self._read_claims()
 
     def __contains__(self, pod: PodKey) -> bool:
         return pod in self.pods
 
     def containers(self, pod: PodKey) -> Containers:
-        """The containers of `pod`, every one that the kubelet lists, also those without devices.
+        """All containers of `pod` that the kubelet lists, also containers without devices.
 
         Raises KeyError if the pod is not listed.
         """

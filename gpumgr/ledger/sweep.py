@@ -2,15 +2,15 @@
 
 The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
 
-* `freed_by_offer`: GetPreferredAllocation offers its ids, the `List` of the same call does not show them with it, and its pod has ended.
-* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (after a kubelet restart `List` is incomplete until the
-  kubelet's sources are ready, so one call proves nothing).
+* `freed_by_offer`: GetPreferredAllocation offers its ids, a `List` during that call does not show it with its ids, and its pod has ended.
+* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it. One call proves nothing: after a kubelet restart
+  `List` is incomplete until the kubelet's sources are ready.
 
-The kubelet alone does not prove an end: after the loss of its checkpoint it offers the ids of running pods, and lists these pods without
-ids. So the callers pass which pods have ended, from the API server or the container runtime.
+The kubelet alone does not prove that a pod has ended: after the loss of its checkpoint it offers the ids of running pods, and lists
+these pods without ids. So the callers pass which pods have ended, as the API server or the container runtime reports it.
 
 Ordinary init containers are missing in `List`: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod
-until it is deleted, without ids: there an init container's go with those of its pod's other containers.
+without ids until it is deleted: then an init container's ids are freed together with the ids of the pod's other containers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,14 +22,14 @@ from gpumgr.ledger.ids import GpuRegistry, Masks, common, within
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import Listing, PodKey, PodView
 
-#: (pod, container) -> the ids of gpumgr that `List` shows for it.
+#: (pod, container) -> the ids of gpumgr's resources that `List` shows for it.
 Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """The result of one sweep. `renamed` had a wrong name; one that had none yet is not among them. `absent` counts for each allocation how
-    often in a row it was missing."""
+    """The result of one sweep. `renamed`: allocations that had a wrong name, but not allocations that had no name before. `absent`:
+    allocation -> how many times in a row it was missing."""
 
     ledger: Ledger
     freed: tuple[Allocation, ...] = ()
@@ -55,17 +55,17 @@ def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | 
 def not_shown(
     suspects: Iterable[Allocation], visible: Shown, listing: Listing, find_pod: FindPod
 ) -> Mapping[AllocationId, Allocation]:
-    """Those of `suspects` that `List` does not show. `visible`: all that it shows."""
+    """The `suspects` that `List` does not show. `visible`: all that `List` shows."""
     return {a.id: a for a in suspects if not _is_shown(a, visible, listing, find_pod)}
 
 
 def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown, listing: Listing, find_pod: FindPod) -> Ledger:
-    """The ledger without these allocations of ended pods, and without those of the same pods that `List` does not show."""
+    """The ledger without these allocations of ended pods, and without other allocations of the same pods that `List` does not show."""
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
-        """Names recur. Without a UID, an allocation under the same name that was granted after `g` belongs to a later incarnation; one
-        that `List` never shows and that was granted before belongs to the same incarnation."""
+        """Whether `a` ends with `g`. Names recur: without a UID, an allocation of the same name that was granted after `g` belongs to a
+        later incarnation. If it was granted before, and `List` does not or never shows it, it belongs to the same incarnation."""
         if a.uid is not None or g.uid is not None:
             return not _is_shown(a, visible, listing, find_pod)
         earlier = order.index(a.id) < order.index(g.id)
@@ -96,7 +96,7 @@ def sweep(
     for allocation_id in sorted(before, key=lambda each: before[each].init):
         a = ledger.allocations.get(allocation_id)
         if a is None or not a.device_ids:
-            continue  # removed because of an earlier one's name, or a claim, which has no ids
+            continue  # removed because another allocation got its name, or a claim, which has no ids
         named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
             ledger = _with_name(ledger, named)
@@ -126,9 +126,9 @@ def _had_another_name(before: Allocation, after: Allocation) -> bool:
 
 
 def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
-    """Allocations that `List` never shows, of pods with a later allocation that is now `freed`.
+    """Allocations that `List` never shows, and that have a later allocation of the same pod among the `freed`.
 
-    If the pod runs (its name was a wrong guess for the freed allocation), only allocations that share ids with it are returned.
+    If the freed allocation's pod was a wrong guess and runs, only allocations that share ids with the freed allocation are returned.
     """
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
@@ -147,19 +147,19 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
 
 def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
-    """The ledger with the names that `List` has for allocations without one, and for the `latest`, which may have a guessed name."""
+    """The ledger with names from `List` for allocations without a name, and for the `latest`, which may have a guessed name."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
-        # The common case: its own pod's entry is sufficient, so the rest of the long list is not decoded.
+        # The common case: the entry of its own pod is sufficient, so the rest of the long list is not decoded.
         alone = shown(ledger.gpu_registry, listing, (there,))
         if _owner(unsure[0], alone) is not None:
             return _renamed(ledger, unsure, alone, find_pod)
-    # If one container's pod was a wrong guess, that of the pod's other containers was, too.
+    # If the pod of one container was a wrong guess, it was also wrong for the other containers of that pod.
     family = [a for a in ledger.allocations.values() if any(a is b or a.same_pod(b) for b in unsure)]
     if not family:
         return ledger
     named = _renamed(ledger, family, shown(ledger.gpu_registry, listing), find_pod)
-    return ledger if named.violations() else named  # an incomplete `List`: a later one corrects the names
+    return ledger if named.violations() else named  # `List` was incomplete: a later one corrects the names
 
 
 def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_pod: FindPod) -> Ledger:
@@ -172,7 +172,8 @@ def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_
 
 
 def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allocation) -> Allocation:
-    """With the right pod for an init container of a wrongly guessed pod: the one to which `List` assigns that pod's other containers."""
+    """The allocation, with another pod if it is an init container's and its pod was a wrong guess: it gets the pod to which `List` assigns
+    the other containers."""
     if not a.init or a.uid is None or a.pod != before[a.id].pod:
         return a
     siblings = [ledger.allocations[b.id] for b in before.values() if b.uid == a.uid and not b.init and b.id in ledger.allocations]
@@ -184,8 +185,8 @@ def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allo
 
 
 def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
-    """The ledger with this name. The kubelet shares ids only within one pod, so another allocation with some of these ids belongs to an
-    init container of the same pod, if it was granted as such or its pod is not certain; otherwise the same `List` refutes it."""
+    """The ledger with this name. The kubelet shares ids only within one pod. So another allocation with some of these ids belongs to an
+    init container of the same pod, if it was granted as one or its pod is not certain. Otherwise `List` refutes it, and it is freed."""
     before = ledger.allocations[named.id]
     for b in {b.id: b for resource in ALL_RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
@@ -196,8 +197,9 @@ def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
 
 
 def _joined(ledger: Ledger, named: Allocation) -> Ledger:
-    """The ledger in which `named` and the allocation of the same container's other resource are one. It keeps the id of the one with the
-    cores, because the container's folder has that name. Without a UID the other one may belong to an earlier incarnation."""
+    """The ledger in which `named` and the allocation of the same container's other resource are one allocation. It has the id of the
+    allocation with the cores, because the container's folder has that name. Without a UID nothing is joined: the other allocation may
+    belong to an earlier incarnation."""
     mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
     cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
     if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
@@ -208,7 +210,7 @@ def _joined(ledger: Ledger, named: Allocation) -> Ledger:
 
 
 def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[[str], PodView | None]) -> Allocation:
-    """With the pod and container that `List` has, and with the pod's name if only its UID is known."""
+    """The allocation with the pod and container that `List` has, or with the pod's name if only its UID was known."""
     owner = _owner(a, visible)
     if owner is not None:
         view = find_pod(owner[0])
@@ -216,7 +218,7 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
         return replace(a, pod=owner[0], container=owner[1], uid=uid)
     if a.init and (place := _place(a, visible)) is not None and place[0] != a.pod:
         if a.pod is None:
-            # `List` was incomplete when it was marked as an init container's, or an app container has taken over its ids.
+            # It was marked as an init container's while `List` was incomplete, or an app container has taken over its ids.
             return replace(a, pod=place[0], init=a.container != place[1])
         view = find_pod(place[0])
         return replace(a, pod=place[0], container=place[1], uid=view.uid if view else None, init=False)
@@ -226,7 +228,7 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
 
 
 def _ended(a: Allocation, find_pod: FindPod) -> bool:
-    """The phase is Succeeded or Failed: such a pod holds nothing, also if an older kubelet still lists it.
+    """Whether the pod's phase is Succeeded or Failed: such a pod holds nothing, even if an older kubelet still lists it.
 
     Without a UID the name proves nothing: the ended pod may be an earlier incarnation.
     """
@@ -235,8 +237,8 @@ def _ended(a: Allocation, find_pod: FindPod) -> bool:
 
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
-    """`List` shows its container with other ids. The kubelet never changes a container's ids, so these were never its own, or belonged to
-    an earlier incarnation."""
+    """Whether `List` shows its container with other ids. The kubelet never changes a container's ids, so the allocation's ids never were
+    the container's, or belonged to an earlier incarnation."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
@@ -265,13 +267,14 @@ def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod
 
 
 def unlisted(a: Allocation) -> bool:
-    """`List` never shows it: it belongs to an ordinary init container, has ids of gpu-manager, or has no name, which `List` would have
-    given unless it belongs to an init container."""
+    """Whether `List` never shows it: it belongs to an ordinary init container, or has gpu-manager's ids, or has no container name, which
+    `List` would have given to any other container."""
     return a.init or a.anonymous or a.container is None
 
 
 def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """Pod and container with which `List` shows this allocation's ids: the allocation's own, or others with all its ids."""
+    """Pod and container for which `List` shows this allocation's ids: its own pod and container if they have any of its ids, else any
+    with all of them."""
     if a.init or a.anonymous:
         return None
     if a.pod is not None and a.container is not None:
@@ -282,7 +285,7 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
 
 
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """Pod and container with which `List` shows all of this allocation's ids."""
+    """The pod and container for which `List` shows all ids of this allocation."""
     for owner, masks in visible.items():
         if any(a.held(resource) for resource in ALL_RESOURCES) and all(
             within(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES

@@ -1,4 +1,4 @@
-"""The API server's side of the agent: the pods of this node, what is published, and the deletion of refused pods."""
+"""The part of the agent that uses the API server: the pods of this node, what is published, and the deletion of refused pods."""
 
 import asyncio
 import contextlib
@@ -23,13 +23,13 @@ from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
 
-#: How long the stop waits for what is still to be published.
+#: How long the agent's stop waits until everything is published.
 FLUSH_SECONDS: Final = 1.0
 
 
 @dataclass
 class ApiSide:
-    """`pods` is the agent's port; without an API server it has no pods, and `publisher` is None. The reporters exist from `start` on."""
+    """`pods` implements the agent's port; without an API server it is empty, and `publisher` is None. The reporters exist after `start`."""
 
     pods: PodCache | NoPods
     publisher: Publisher | None
@@ -76,13 +76,13 @@ class ApiSide:
         return self._watch
 
     def api_queue(self) -> ApiQueueState | None:
-        """What waits for the API server; None without one."""
+        """The writes that wait for the API server; None: there is no API server."""
         if self.publisher is None or not isinstance(self.pods, PodCache):
             return None
         return replace(self.publisher.state(), unreadable=self.pods.unreadable)
 
     def start(self, group: asyncio.TaskGroup, components: Components) -> list[asyncio.Task[None]]:
-        """The daemons of this side."""
+        """Starts the daemons of this part, and returns their tasks."""
         if not isinstance(self.pods, PodCache) or self.publisher is None:
             return []
         failed = FailedPods(self.pods)
@@ -119,7 +119,8 @@ class ApiSide:
         return tasks
 
     def _annotation_reporters(self, components: Components) -> Mapping[str, Callable[[NodeReport], None]]:
-        """None in mode dra: the scheduler extender must not choose GPUs that kube-scheduler gives to claims."""
+        """The reporters that annotate the node; none in mode dra, where the scheduler extender must not choose GPUs: kube-scheduler
+        does."""
         if components.dra is not None or self.publisher is None:
             return {}
         annotate, settings = self.publisher.annotate, components.settings

@@ -1,11 +1,11 @@
 """One agent per node: the locks, and the second agent of a rolling update.
 
-The second one loads all that it can without the node, and is ready once it waits only for the locks, so that its DaemonSet ends the first
-one. It polls them, so that it goes on some milliseconds after the first one has released them.
+The second agent loads all that it can without the locks. It is ready once it waits only for the locks; then the DaemonSet ends the first
+agent. The second agent polls the locks, so it continues some milliseconds after the first one has released them.
 
-In node mode dra it also registers the driver with sockets of its own. The kubelet sends its calls to the driver that registered last; they
-wait until the first agent has ended and this one has its ledger. If the first one has pods of mode plugin, the second one registers
-nothing.
+In node mode dra the second agent also registers the driver with sockets of its own. The kubelet sends its calls to the driver that
+registered last; the calls wait until the first agent has ended and the second one has its ledger. If the first agent has pods of mode
+plugin, the second one registers nothing.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class _Wait:
             log.info("other_agent_ended")
 
     def _other(self, running: AlreadyRunning) -> None:
-        """Names the agent that has the node now. If several wait, any of them may be the next."""
+        """Records and reports the agent that has the node now. If several agents wait, any of them may get the node next."""
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
         if text != self._for:
             self._for = text
@@ -101,7 +101,7 @@ class _Wait:
                 self._driver.plugin.waits_for = f"the new agent {text}"
 
     async def _register(self) -> None:
-        """In mode dra, as soon as all is loaded: the kubelet's calls then wait for this agent."""
+        """In mode dra, registers the driver as soon as everything is loaded. From then on the kubelet's calls wait for this agent."""
         if self._driver is None:
             return
         await self._preload.loaded.wait()
@@ -111,7 +111,7 @@ class _Wait:
             await self._driver.link.run()
 
     def _not_ready(self) -> list[str]:
-        """Empty if this agent waits for nothing but the end of the other one, which the DaemonSet then causes."""
+        """Why this agent is not ready. Empty if it waits only for the end of the other agent, which the DaemonSet then causes."""
         missing = self._preload.missing()
         if not missing and not self._preload.loaded.is_set():
             missing = ["this agent is still loading"]

@@ -1,4 +1,4 @@
-"""Bursts of memory: how far containers may go above their requests now, and what they hold above them. See `gpumgr.ledger.burst`."""
+"""Bursts of memory: how much memory above their requests containers may use now, and how much they hold. See `gpumgr.ledger.burst`."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ class Bursts:
         return place in self._above or place[0] in self._unknown
 
     def enforced(self, number: int) -> None:
-        """The limits of this evaluation are in force."""
+        """To be called when the limits of this evaluation are in force."""
         self._enforced = max(self._enforced, number)
         self._tell()
 

@@ -1,8 +1,8 @@
 """Maps GPU processes to containers, from the container runtime's list and the kernel's cgroups.
 
-- The processes of a container that shares a GPU are read from its cgroup: one small file, and no process can avoid it.
+- The processes of a container that shares a GPU are read from its cgroup, which is one small file. No process can leave the cgroup.
 - Every other GPU process is looked up by its own cgroup, once.
-- A slow container runtime delays nothing: after `timeout_seconds` the last known answers count.
+- A slow container runtime delays nothing: after `timeout_seconds` its last answers are used.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from gpumgr.runtime.background_call import BackgroundCall
 
 log = structlog.get_logger(__name__)
 
-#: A process in no container, or in one without a name yet, is looked up again after this time.
+#: A process in no container, or in a container without a name yet, is looked up again after this time.
 RETRY_SECONDS: Final = 5.0
 
 
 class RunningContainers(Protocol):
-    """The container runtime's containers, from memory (gpumgr.runtime.containers.Containers)."""
+    """The container runtime's containers, as last listed. Implemented by gpumgr.runtime.containers.Containers."""
 
     @property
     def due(self) -> bool:
-        """Whether the containers are to be listed."""
+        """Whether `tick` would list the containers now."""
         ...
 
     async def tick(self) -> None:
@@ -44,11 +44,12 @@ class RunningContainers(Protocol):
         ...
 
     async def container_of(self, pid: int, start_time: int) -> Container | None:
-        """None: the process has ended or is in no container of the kubelet. Without a name while the runtime does not answer."""
+        """The container of this process; None: the process has ended or is in no container of the kubelet. While the runtime does not
+        answer, the container has no name."""
         ...
 
     def runs(self, process: Process, /) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         ...
 
 
@@ -56,8 +57,8 @@ class RunningContainers(Protocol):
 class ProcessOwnership:
     """`owners`: pid -> its container, None if it is in no container; a pid that is not known yet is missing.
 
-    `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all processes of these,
-    ascending.
+    `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all
+    processes of these containers, ascending.
     """
 
     owners: Mapping[int, Container | None] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class ProcessOwners:
     async def find(
         self, index: AllocationIndex, shares: Collection[AllocationId], seen: Collection[int], started: Mapping[int, int]
     ) -> ProcessOwnership:
-        """`shares`: allocations for which all processes of the container are wanted. `seen`: pids to find the containers of.
+        """`shares`: allocations for which all processes of the container are wanted. `seen`: pids for which the container is wanted.
 
         `started`: pid -> start time in clock ticks since boot, without processes that have ended.
         """
@@ -108,7 +109,7 @@ class ProcessOwners:
         await self._look_up.close()
 
     def _containers(self, index: AllocationIndex, shares: Collection[AllocationId]) -> dict[AllocationId, Sequence[Container]]:
-        """The latest of several starts of a container counts."""
+        """Allocation -> its running containers. If a container was started several times, the latest start counts."""
         found: dict[AllocationId, dict[object, Container]] = {}
         for container in self._runtime.running():
             for allocation in index.exact(container):
@@ -142,11 +143,11 @@ class ProcessOwners:
         return (container is None or not container.name) and self._clock() - answered_at >= RETRY_SECONDS
 
     async def _look_up_all(self, processes: Sequence[Process]) -> None:
-        """Concurrently: one List call to the runtime answers for all processes with unknown containers."""
+        """Looks up all processes concurrently, so that one List call to the runtime serves all processes with unknown containers."""
         await asyncio.gather(*map(self._look_up_one, processes))
 
     async def _look_up_one(self, process: Process) -> None:
         container = await self._runtime.container_of(*process)
-        # A process that has ended since the driver listed it gets no answer: in no container it would be unattributed.
+        # A process that has ended since the driver listed it is not recorded: without a container it would be unattributed.
         if container is not None or self._runtime.runs(process):
             self._answers[process] = (container, self._clock())

@@ -27,7 +27,7 @@ def mig_resource(settings: Settings) -> str | None:
 
 
 def mig_on_demand(settings: Settings) -> Collection[str] | None:
-    """The profiles of the MIG devices that are created for containers (empty: all); None: none are."""
+    """The profiles of the MIG devices that are created for containers (empty: all); None: no MIG devices are created."""
     wanted = settings.hami.operating_mode == "mig" and "replica" in offered(settings)
     return settings.hami.mig_profiles if wanted else None
 
@@ -38,11 +38,12 @@ def mig_offered(settings: Settings) -> bool:
 
 
 def inner_names(settings: Settings) -> Mapping[str, str]:
-    """Resource in the kubelet's lists -> the name by which the agent knows it. Under another name, nvidia.com/gpu is another plugin's."""
+    """Resource in the kubelet's lists -> the name by which the agent knows it. If the settings name another resource, nvidia.com/gpu
+    belongs to another plugin."""
     count = MIG_RESOURCE if settings.node.mig_strategy == "single" else REPLICA_RESOURCE
     return {REPLICA_RESOURCE: "", settings.hami.count_resource: count}
 
 
 def replica_resources(settings: Settings) -> ReplicaResources | None:
-    """None: requests of HAMi's resources are not this agent's."""
+    """The settings of HAMi's resources; None: this agent does not serve requests of them."""
     return settings.hami if "replica" in offered(settings) else None

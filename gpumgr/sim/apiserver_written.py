@@ -1,7 +1,7 @@
 """What clients write to the simulated API server: events, the node, and access reviews.
 
-It refuses what Kubernetes refuses as invalid (source: its API validation): labels and annotations beyond their limits, and an
-event if its namespace is not the namespace of its object.
+Like Kubernetes (source: its API validation), it refuses labels and annotations beyond their limits, and an event that is not in the
+namespace of its object.
 """
 
 import re
@@ -25,8 +25,8 @@ _STRATEGIC: Final = "application/strategic-merge-patch+json"
 class Written:
     """Stores what clients write.
 
-    The key of `events` is (namespace, name). `annotations`, `labels` and `conditions` (by type) are the node's. `managers` are field
-    managers that also write to the node. Each request is appended to `requests` as "event", "recount", "annotate", "label", "condition",
+    The key of `events` is (namespace, name). `annotations`, `labels` and `conditions` (by type) belong to the node. `managers`:
+    other field managers of the node. Each request is appended to `requests` as "event", "recount", "annotate", "label", "condition",
     "node" (a read) or "review".
     """
 
@@ -90,7 +90,8 @@ class Written:
         return web.json_response(node)
 
     async def _patch_status(self, request: web.Request) -> web.Response:
-        """`type` is the merge key of conditions: conditions that the patch does not name stay, conditions that it deletes go."""
+        """`type` is the merge key of conditions: conditions that the patch does not name stay. A condition with `$patch: delete` is
+        removed."""
         if refused := self.refused(request, "condition", "patch", "nodes/status", _STRATEGIC) or self._unknown(request):
             return refused
         for condition in (await request.json())["status"]["conditions"]:

@@ -1,4 +1,4 @@
-"""The device manager of the simulated kubelet: which ids a container gets, in the real order of choices.
+"""The device manager of the simulated kubelet: which ids a container gets, in the real kubelet's order of choices.
 
 Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where Go uses map order, one seeded Random decides here.
 
@@ -6,11 +6,11 @@ Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where G
 any available ids.
 2. Ids of ended pods are freed by the next `free_ended`: an admission, or a PodResources List.
 3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold: ids that were chosen for an Allocate
-call which has not returned are lost from it and are offered twice.
+call that has not returned are missing in the new table and are offered twice.
 
-The Topology Manager's hints for each resource are merged under the best-effort policy. Source: the same, topology_hints.go, and
-pkg/kubelet/cm/topologymanager/policy.go. One simplification: among merged hints that are not preferred the narrowest is used (the
-kubelet uses the one with the width closest to the widest minimum).
+The Topology Manager's hints for each resource are merged under the best-effort policy. Source: topology_hints.go in the same
+folder, and pkg/kubelet/cm/topologymanager/policy.go. One simplification: among merged hints that are not preferred, the narrowest is
+used, while the kubelet uses the hint with the width closest to the widest minimum.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ ResourceOrder = Literal["random", "core_first", "memory_first"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimCall:
-    """One call to a plugin, as recorded for scripts and tests. `available` is the number of ids offered with a preference."""
+    """One call to a plugin, as recorded for scripts and tests. `available` is the number of ids that a GetPreferredAllocation offers."""
 
     rpc: Literal["GetPreferredAllocation", "Allocate", "PreStartContainer"]
     resource: str
@@ -63,7 +63,7 @@ class DeviceChoice:
 
 
 class DeviceManager:
-    """Devices, their holders, and the allocation of more. The caller must run one admission at a time."""
+    """Keeps devices and their holders, and allocates devices. The caller must run one admission at a time."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class DeviceManager:
         return self.held.get(uid, {}).get(container, {}).get(resource)
 
     def update(self, resource: str, devices: DeviceList) -> None:
-        """A ListAndWatch message: the whole list."""
+        """Takes the whole list of a ListAndWatch message."""
         self.devices[resource] = devices
         self.healthy[resource] = {device_id for device_id, (healthy, _) in devices.items() if healthy}
 
     def disconnect(self, resource: str) -> None:
-        """The stream of `resource` has ended: no device is healthy any longer, the capacity stays."""
+        """The stream of `resource` has ended: no device is healthy now, but the capacity stays."""
         self.healthy[resource] = set()
 
     def forget(self, shape: KubeletShape, held: PodDevices, resources: Iterable[str]) -> None:
@@ -107,7 +107,7 @@ class DeviceManager:
         self.allocated = self._held_ids()
 
     def free_ended(self, active: Collection[str]) -> None:
-        """Removes pods with a UID that is not in `active`; if there was one, rebuilds the allocated ids (point 3 of the module)."""
+        """Removes pods with a UID that is not in `active`. If there was such a pod, rebuilds the allocated ids (point 3 of the module)."""
         ended = self.held.keys() - set(active)
         if not ended:
             return
@@ -116,7 +116,7 @@ class DeviceManager:
         self.allocated = self._held_ids()
 
     async def allocate(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> bool:
-        """Devices for one container; True if a plugin's Allocate was called. Raises SimKubeletError with the kubelet's text."""
+        """Allocates devices for one container; True if a plugin's Allocate was called. Raises SimKubeletError with the kubelet's text."""
         if self._reusable_of != pod.uid:
             self._reusable_of, self._reusable = pod.uid, {}
         wanted = {resource: count for resource, count in container.limits.items() if self._is_known(resource)}
@@ -198,7 +198,7 @@ class DeviceManager:
             )
 
     def _has_already(self, pod: SimPod, container: SimContainer, resource: str, required: int) -> bool:
-        """Whether nothing is needed, by the kubelet's checks before any choice. Raises SimKubeletError."""
+        """Whether the container has its devices already, by the kubelet's checks before any choice. Raises SimKubeletError."""
         holding = self.holding(pod.uid, container.name, resource)
         if holding is not None and len(holding.ids) != required:
             raise SimKubeletError(
@@ -288,7 +288,8 @@ class DeviceManager:
         return resource in self.healthy or resource in self.allocated
 
     def _order(self, resources: Iterable[str]) -> list[str]:
-        """Go's map order is random; a script may need a fixed order. "core" sorts before "memory"."""
+        """The resources in the order of calls. Go's map order is random, but a script may need a fixed order. "core" sorts before
+        "memory"."""
         ordered = sorted(resources, reverse=self._resource_order == "memory_first")
         if self._resource_order == "random":
             self._random.shuffle(ordered)
@@ -314,7 +315,7 @@ class Hint:
 
 
 def hints_for(devices: Devices, available: AbstractSet[str], reusable: AbstractSet[str], requested: int) -> Sequence[Hint] | None:
-    """The hints of one resource; None if its devices have no NUMA node. `available` and `reusable` do not overlap."""
+    """The hints of one resource; None if none of its devices has a NUMA node. `available` and `reusable` do not overlap."""
     nodes = sorted(frozenset().union(*devices.values()))
     if not nodes:
         return None

@@ -1,8 +1,8 @@
-"""The version of the simulated kubelet: what device plugins see of the differences between versions.
+"""The version of the simulated kubelet: the differences between versions that device plugins see.
 
 Source: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4): pkg/kubelet/cm/devicemanager,
-pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. 1.21 and 1.22 are alike in these facts, and so are
-1.23 and 1.24.
+pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. 1.21 and 1.22 do not differ in these facts, nor do 1.23
+and 1.24.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Call = Literal["List", "Get"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletShape:
-    """The facts of one version; the defaults are 1.35's."""
+    """The facts of one version; the defaults are the facts of 1.35."""
 
     version: str = "1.35"
 
@@ -32,7 +32,7 @@ class KubeletShape:
 
     # Allocation
 
-    #: A container is refused while nothing of a resource is healthy, independent of what it holds or could reuse (1.25).
+    #: A container is refused while a resource has no healthy device, even if it holds or could reuse devices (1.25).
     checks_health_first: bool = True
     #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier versions drop the field.
     knows_cdi: bool = True
@@ -41,14 +41,14 @@ class KubeletShape:
     #: The checkpoint file has a container's ids by NUMA node (1.20), not as a list.
     checkpoint_by_node: bool = True
 
-    # PodResources v1; without any call there is no such service
+    # The calls of PodResources v1; empty: there is no such service
 
     calls: frozenset[Call] = frozenset({"List", "Get"})
-    #: 100 calls a second for all clients together.
+    #: PodResources serves 100 calls a second, for all clients together.
     limits_rate: bool = True
     #: List includes pods that ended or were refused, without ids, until they are deleted (before 1.34).
     lists_ended: bool = False
-    #: One entry for all ids of a resource on a NUMA node, not one for each id (1.20).
+    #: List has one entry for all ids of a resource on a NUMA node, not one for each id (1.20).
     groups_ids: bool = False
 
 

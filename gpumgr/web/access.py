@@ -1,11 +1,11 @@
-"""Authorization: which client may read or change what. Pure.
+"""Authorization: what each client may read or change. Pure.
 
 Clients on this host may read everything. Maintenance requests are accepted only over the unix socket, which only root can open. Remote
-clients may read metrics and probes until the settings allow more: by a bearer token, by a client certificate, or by either. The origin
-is read from the connection alone, never from a header.
+clients may read metrics and probes; the settings can allow more by a bearer token, a client certificate, or either. A client's origin is
+read only from the connection, never from a header.
 
-The `Host` header is checked for loopback clients. A foreign web page in a browser on this host can let its own name resolve to
-127.0.0.1 (DNS rebinding) and read the pages then; its requests have that name in `Host`.
+The `Host` header is checked for loopback clients. A foreign web page in a browser on this host can make its own name resolve
+to 127.0.0.1 (DNS rebinding) to read the pages; its requests have that name in `Host`.
 """
 
 import hmac
@@ -40,7 +40,7 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthPolicy:
-    """What remote clients must present. If `takes_token` and `token` is None, the file cannot be read now, and no token is valid."""
+    """What remote clients must present. `takes_token` with `token` None: the token file cannot be read now, so no token is valid."""
 
     takes_token: bool = False
     token: bytes | None = None
@@ -106,7 +106,7 @@ def authorize(scope: Scope, caller: HttpClient, policy: AuthPolicy, names: Colle
 
 
 def origin_of(family: int, peer: Any) -> Origin:
-    """By the family of the socket and the peer's address, which counts as remote if it cannot be parsed."""
+    """The origin, by the family of the socket and the peer's address. An address that cannot be parsed counts as remote."""
     if family == socket.AF_UNIX:
         return "unix"
     try:
@@ -119,7 +119,7 @@ def origin_of(family: int, peer: Any) -> Origin:
 
 
 def _names_this_host(host: str, names: Collection[str]) -> bool:
-    """True for every IP address: unlike a name, an address cannot be made to resolve to another one."""
+    """Whether `host` names this host. True for every IP address: unlike a name, it cannot be made to resolve to another address."""
     found = _HOST.fullmatch(host)
     if found is None:
         return False

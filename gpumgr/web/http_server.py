@@ -29,22 +29,22 @@ from gpumgr.web.responses import failure
 
 _log = structlog.get_logger(__name__)
 
-# asyncio allocates this buffer for each connection before the handshake, so before it is known who the client is. With its default of
-# 256 KiB, 4096 connections take 1 GiB.
+# asyncio allocates this buffer for each connection before the handshake, so for unknown clients, too. With asyncio's default of 256 KiB,
+# 4096 connections take 1 GiB.
 asyncio.sslproto.SSLProtocol.max_size = 32 << 10
 
-#: How long the rest of a refused body is read: a client that still sends might otherwise never read the response.
+#: How long the rest of a refused body is read. Otherwise a client that still sends might never read the response.
 _LINGER_SECONDS: Final = 2.0
-#: The pause after a failure to accept, which lasts as long as the process has no file descriptor left.
+#: The pause after a failure to accept: accepting fails as long as the process has no file descriptor left.
 _PAUSE_SECONDS: Final = 1.0
-#: aiohttp reports here, with tracebacks, when clients send something that is not HTTP; the server itself logs errors of handlers.
+#: aiohttp logs here, with tracebacks, that a client sent something that is not HTTP. The server itself logs errors of handlers.
 _AIOHTTP_LOG: Final = logging.getLogger("gpumgr.web.aiohttp")
 _AIOHTTP_LOG.disabled = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`connections` over TCP; further ones are closed at once. Connections to the unix socket count, but are never refused.
+    """`connections`: the most connections; further TCP connections are closed at once. Unix connections count, but are never refused.
 
     A connection ends if its handshake, and then the headers of its first request, take more than `request_seconds`; if it is idle for
     `idle_seconds`; or if the client leaves a response unread for `unread_seconds`. For `stop_seconds` see `HttpServer.stop`.
@@ -61,7 +61,7 @@ class Limits:
 class HttpServer:
     """Serves an application on a TCP address, and on a unix socket without TLS, between `start` and `stop`.
 
-    `port` 0 takes a free one; `address` has it. `tls` None: plain HTTP. Must be created inside the event loop.
+    `port` 0 takes a free port, which `address` returns. `tls` None: plain HTTP. Must be created inside the event loop.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class HttpServer:
         self._starting: dict[asyncio.Task[None], socket.socket] = {}
         self._bugs = BugLog("web_connection")
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
-        #: Connections on which no request has arrived yet, with the deadline for it (the event loop's clock).
+        #: Connections without a request yet, with the deadline for the first request (the event loop's clock).
         self._silent: weakref.WeakKeyDictionary[asyncio.Transport, float] = weakref.WeakKeyDictionary()
-        #: Since the start: connections above the limit; requests that the client ended before they were answered.
+        #: Since the start: connections above the limit; requests of clients that disconnected before the response.
         self.connections_refused = 0
         self.disconnects = 0
 
@@ -112,7 +112,7 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """Open now, over TCP and the unix socket."""
+        """The number of connections that are open now, over TCP and the unix socket."""
         server = self._runner.server
         return len(self._starting) + (len(server.connections) if server is not None else 0)
 
@@ -208,7 +208,7 @@ class HttpServer:
         self._silent[transport] = loop.time() + limits.request_seconds
 
     async def _end_silent(self) -> None:
-        """One daemon for all connections: a timer for each would outlive the short ones, and take memory during a flood."""
+        """Closes silent connections. A timer for each connection would outlive short connections, and take memory during a flood."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(until_tick(min(1.0, self._limits.request_seconds)))
@@ -240,10 +240,10 @@ class HttpServer:
 
 
 class PageServer(HttpServer):
-    """The pages of a process under the rules of the settings' section `http`.
+    """Serves the pages of a process under the rules of the settings' section `http`.
 
-    `make_app` gets a function that returns the current policy for remote clients. Reads the files; raises SettingsError if one can't be
-    used.
+    `make_app` gets a function that returns the current policy for remote clients. The constructor reads the section's files, and
+    raises SettingsError if a file can't be used.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class PageServer(HttpServer):
 
 
 async def _readable(listening: socket.socket) -> None:
-    """Waits until `accept` does not block. The event loop's own sock_accept loses a connection if it is cancelled just then."""
+    """Waits until `accept` does not block. The event loop's own sock_accept may lose a connection when it is cancelled."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(listening, ready.set)

@@ -13,7 +13,7 @@ from gpumgr.web.responses import failure
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-#: A maintenance request has some hundred bytes, a request for a page none.
+#: The body of a maintenance request has some hundred bytes; a request for a page has no body.
 MAX_BODY_BYTES: Final = 4096
 BODY_SECONDS: Final = 10.0
 #: Key of a request: its client may read any page, not only metrics and probes.
@@ -29,8 +29,8 @@ OriginOf = Callable[[int, Any], Origin]
 def make_middleware(
     scopes: Mapping[str, Scope], policy: CurrentPolicy, names: Collection[str], *, origin_of: OriginOf = origin_of
 ) -> Middleware:
-    """`scopes` maps canonical paths to scopes; other paths count as "page". `policy` is read for remote clients, `names` are the names of
-    this host."""
+    """`scopes` maps canonical paths to scopes; other paths count as "page". `policy` is read for remote clients; `names`: this
+    host's names."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -78,8 +78,8 @@ async def _respond(request: web.Request, handler: _Handler) -> web.StreamRespons
 
 
 async def _read_body(request: web.Request) -> None:
-    """Raises HTTPRequestEntityTooLarge before more than the limit is in memory, HTTPRequestTimeout, ConnectionError if the client has
-    gone."""
+    """Raises HTTPRequestEntityTooLarge before more than the limit is in memory, HTTPRequestTimeout if the body takes too long, and
+    ConnectionError if the client has disconnected."""
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES)
     try:
@@ -110,6 +110,6 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> web.Respons
 
 
 def _last(response: web.Response) -> web.Response:
-    """The connection is closed after it."""
+    """The response, after which the connection is closed."""
     response.force_close()
     return response

@@ -1,4 +1,4 @@
-"""Reads gpu-manager's checkpoint, for migration: which container holds which GPUs. Its device ids name no GPU.
+"""Reads gpu-manager's checkpoint, for migration: which container holds which GPUs. gpu-manager's device ids do not name a GPU.
 
 {"PodGPUMapping": {"<pod uid>": {"<container>": {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 268435456}}}}
 """
@@ -40,7 +40,7 @@ class _Document(msgspec.Struct, rename={"pods": "PodGPUMapping"}):
 
 
 def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
-    """The records, sorted by pod and container; empty if the file is missing or has none.
+    """The records, sorted by pod and container; empty if the file is missing or has no records.
 
     Null maps count as empty ones, and device paths that name no GPU are skipped, as gpu-manager itself does at its start.
     Raises InputError for a file that can't be read or parsed.

@@ -1,24 +1,26 @@
 """link: several whole GPUs. Source of the rule: docs/user-guide.md, "Placement".
 
-Among the sets T of k entirely free GPUs, the one with the highest score(T) plus the best score of a partition of the remaining free
-GPUs into sets of k (one short set allowed), so that what is left stays good for the next pod. Then, in order: the higher score(T),
-the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
+Chooses a set T of k entirely free GPUs: the set with the highest score(T) plus the best score of a partition of the remaining free
+GPUs into sets of k (one short set allowed), so that the remaining GPUs stay good for the next pod. Ties are decided by, in order: the
+higher score(T), the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
 
-Exact as long as the search is short enough, which it is on every node of up to 12 GPUs and on boards of 16. Beyond
-that, with hardly any symmetry, the candidates are the sets grown from each GPU by the best gain, and the rest is split in the same
-manner: good, not proven best.
+The search is exact if it is short enough, as it is on every node of up to 12 GPUs and on boards of 16. On larger nodes with hardly
+any symmetry, the candidates are the sets grown from each GPU by the best gain, and the rest is split in the same manner. The result
+is then good, but not proven to be the best.
 
 Two ideas make the search fast enough for plain Python:
 
-* GPUs that score alike to all others are interchangeable, so only *how many* of each class a set takes matters. A two-socket
-  NVSwitch box of 16 has 81 states instead of 65,536. A GPU like no other is a class of one, and the search is one over masks.
-* Scores are turned into losses: what a set misses of the k-1 best scores that each member could have. Losses are never negative
-  and sum up to the same optimum, so candidates sorted by loss can be cut as soon as one alone is worse than the best answer.
+* GPUs with the same scores to all others are interchangeable, so it matters only *how many* GPUs of each class a set has. A
+  two-socket NVSwitch box of 16 has 81 states instead of 65,536. A GPU that is like no other is a class of one; with only such
+  classes, the search is over masks.
+* Scores are turned into losses: how much a set lacks of the k-1 best scores that each member could have. Losses are never negative,
+  and the least sum of losses is the highest sum of scores. So with candidates sorted by loss, the search stops at the first candidate
+  that alone is worse than the best answer.
 
 Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits.
 
-The search runs on the event loop, so its length is bounded by a number of steps. A number and not a time, so that the same
-question has the same answer on every machine.
+The search runs on the event loop, so its length is bounded: by a number of steps and not by a time, so that the same question has
+the same answer on every machine.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -32,7 +34,7 @@ from gpumgr.placement.topology.tree import Group, build_tree, enclosing_group, g
 #: Steps before the search gives up; a step takes about 0.1 microseconds (`make bench`: link_worst_case). Enough for every node of
 #: up to 12 GPUs, and for 16 GPUs with the symmetry of real boards.
 STEP_LIMIT: Final = 200_000
-#: The cost in steps of listing one set (and a quarter for each GPU in it and each class), and of opening one state of the rest.
+#: The cost in steps of listing one set (plus a quarter step for each pair of a GPU in it and a class), and of opening one state.
 _STEPS_PER_SET: Final = 40
 _STEPS_PER_STATE: Final = 20
 _NO_LOSS_YET: Final = 1 << 60
@@ -43,7 +45,7 @@ class TooManySets(Exception):
 
 
 def interchangeable(scores: Scores, gpus: Sequence[int], kind: Mapping[int, Hashable]) -> list[list[int]]:
-    """Classes of GPUs, ascending, that score alike to all other `gpus` and are of the same kind."""
+    """Classes of GPUs, ascending: GPUs of a class are of the same kind and have the same scores to all other `gpus`."""
     classes: list[list[int]] = []
     for gpu in gpus:
         for members in classes:
@@ -63,8 +65,8 @@ def _alike(scores: Scores, a: int, b: int, gpus: Sequence[int]) -> bool:
 class PartitionSearch:
     """One search over the free GPUs of a node for sets of `k`.
 
-    `required` GPUs must be in T. GPUs with another `kind` must not be exchanged, even if they score alike.
-    Only sets of the lowest indices of each class are made: any other set has an equal among them that wins the last tie.
+    `required` GPUs must be in T. GPUs of different `kind` must not be exchanged, even if they have the same scores. Only sets with the
+    lowest indices of each class are made: for any other set there is an equal one among them that wins the last tie.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class PartitionSearch:
         self._short_by_first = self._by_first_class(self._short)
 
     def best_sets(self, feasible: Callable[[tuple[int, ...]], bool] | None = None) -> list[tuple[int, tuple[int, ...]]]:
-        """All sets T that reach the optimum, as (score, GPUs ascending); empty where no set is feasible. Raises TooManySets."""
+        """All sets T that reach the optimum, as (score, GPUs ascending); empty if no set is feasible. Raises TooManySets."""
         everything = sum(len(members) << (self._width * position) for position, members in enumerate(self._classes))
         best = _NO_LOSS_YET
         found: list[tuple[int, tuple[int, ...]]] = []
@@ -106,13 +108,13 @@ class PartitionSearch:
         return found
 
     def _loss_of_rest(self, state: int, size: int, limit: int) -> int:
-        """The least loss with which the GPUs that `state` counts, `size` in all, are split into sets; above `limit`, limit + 1."""
+        """The least loss of splitting the GPUs that `state` counts (`size` in total) into sets; if it is above `limit`, limit + 1."""
         known = self._loss.get(state)
         if known is not None:
             return known
         if self._above.get(state, -1) >= limit:
             return limit + 1
-        if self._short_size and size == self._k + self._short_size:  # two sets are left, and the smaller one decides
+        if self._short_size and size == self._k + self._short_size:  # two sets are left: the smaller one determines both
             best = self._least(self._short, state, self._k, limit + 1)
         else:
             first = ((state & -state).bit_length() - 1) // self._width
@@ -144,13 +146,13 @@ class PartitionSearch:
             raise TooManySets
 
     def _partition_sets(self, size: int) -> list[tuple[int, int]]:
-        """All sets of `size` as (loss, counts), the least loss first; each is noted as the way to split itself."""
+        """All sets of `size` as (loss, counts), the least loss first. Records each set as the best split of its own GPUs."""
         made = [(loss, packed) for loss, packed, _ in self._sets(size, ())] if size else []
         self._loss.update((packed, loss) for loss, packed in made)
         return made
 
     def _by_first_class(self, sets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """The sets by the first class that they take from: a partition is built from its first GPU on."""
+        """The sets by the first class with a GPU in them: a partition is built from its first GPU on."""
         filed: list[list[tuple[int, int]]] = [[] for _ in self._classes]
         for loss, packed in sets:
             filed[((packed & -packed).bit_length() - 1) // self._width].append((loss, packed))
@@ -167,7 +169,7 @@ class PartitionSearch:
         return sorted(found)
 
     def _number_of_sets(self, size: int) -> int:
-        """How many sets of `size` GPUs there are, counted by class."""
+        """The number of sets of `size` GPUs; sets with the same number of GPUs of each class count once."""
         numbers = [1] + [0] * size
         for members in self._classes:
             numbers = [sum(numbers[max(0, total - len(members)) : total + 1]) for total in range(size + 1)]
@@ -185,7 +187,7 @@ class PartitionSearch:
     ) -> None:
         """Adds to `found` every way to take `size` more GPUs from the classes at `start` and after, as (loss, counts, score).
 
-        `gains` are what one GPU of each class adds to the score of the set so far.
+        `gains`: how much one GPU of each class adds to the score of the set so far.
         """
         if size == 0:
             found.append((potential - 2 * score, packed, score))
@@ -256,7 +258,7 @@ def has_room(room: Mapping[int, int], k: int, required: Collection[int], blocks_
 
 
 def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> dict[int, Hashable]:
-    """The key of each GPU that may be exchanged only for GPUs of the same key: its group, and its memory if that decides."""
+    """GPU -> its kind: the smallest group of the GPU, and its free memory if that matters. GPUs are exchanged only within a kind."""
     home = {
         child: group.mask for group in (tree, *groups_smallest_first(tree)) for child in group.children if isinstance(child, int)
     }
@@ -266,7 +268,7 @@ def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> 
 def _grown_sets(
     scores: Scores, free: Sequence[int], k: int, required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The best of the sets that are grown from each GPU, as (score, GPUs): those with the highest sum over themselves and the rest."""
+    """The best of the sets that are grown from each GPU, as (score, GPUs): the sets with the highest sum of their score and the rest's."""
     found: dict[tuple[int, ...], int] = {}
     for seed in free:
         chosen = list(required) if seed in required or len(required) == k else [*required, seed]
@@ -285,8 +287,8 @@ def _without(free: Sequence[int], taken: Collection[int]) -> list[int]:
 
 
 def _grow(scores: Scores, rest: list[int], k: int, chosen: list[int]) -> int:
-    """Moves GPUs from `rest` to `chosen` until that has k: the one that adds most each time; ties go to the lowest index. Returns what
-    they add to the score."""
+    """Moves GPUs from `rest` to `chosen` until `chosen` has k: each time the GPU that adds most to the score, on a tie the lowest index.
+    Returns how much they add."""
     gains: Sequence[int] = scores[chosen[0]]
     for gpu in chosen[1:]:
         gains = list(map(add, gains, scores[gpu]))
@@ -301,7 +303,7 @@ def _grow(scores: Scores, rest: list[int], k: int, chosen: list[int]) -> int:
 
 
 def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
-    """The score of one reasonable partition of `rest`: each set is grown from its lowest GPU."""
+    """The score of a good partition of `rest`: each set is grown from the lowest GPU that is left."""
     score = 0
     while rest:
         size = min(k, len(rest))
@@ -312,7 +314,7 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """`chosen` with its smallest GPUs exchanged for the largest outside until it has `blocks_needed`, which some set has."""
+    """Exchanges GPUs with the least room in `chosen` for other GPUs with the most room until it has `blocks_needed`, as some set has."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]

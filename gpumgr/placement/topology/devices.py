@@ -1,4 +1,4 @@
-"""The GPUs of a node, their topology and their use: frozen values, which gpumgr.driver reads."""
+"""The GPUs of a node, their topology and their use, as frozen values. gpumgr.driver reads them from the driver."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +20,14 @@ class Level(IntEnum):
     PIX = 50
     PSB = 60
 
-    # Enum's own hash is a Python call; topologies of 16 GPUs are keys of caches and hash hundreds of levels.
+    # Enum's own hash is a Python function: a topology of 16 GPUs is a cache key, and its hash needs the hashes of hundreds of levels.
     __hash__ = int.__hash__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks (direct, or the smaller number of fabric links of both)."""
+    """What joins two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks: direct links, or for a fabric the links of the GPU that
+    has fewer."""
 
     level: Level
     nvlinks: int = 0
@@ -34,7 +35,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Pairwise links of n GPUs, indices 0..n-1. `levels` and `nvlinks` are symmetric n x n; the diagonals are not meaningful (PSB, 0)."""
+    """Pairwise links of n GPUs, indices 0..n-1. `levels` and `nvlinks` are symmetric n x n; their diagonals (PSB, 0) have no meaning."""
 
     levels: tuple[tuple[Level, ...], ...]
     nvlinks: tuple[tuple[int, ...], ...]
@@ -48,8 +49,8 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigProfile:
-    """A kind of MIG device that a GPU can have: `slices` of its compute, `size` slices of its memory in a row. `starts` are the memory
-    slices at which such a device may begin, ascending. `number` is the driver's id of the profile.
+    """A kind of MIG device that a GPU can have: `slices` of the GPU's compute, and `size` adjacent slices of its memory. `starts`: the
+    memory slices at which such a device may begin, ascending. `number` is the driver's id of the profile.
 
     Source: nvmlDeviceGetGpuInstanceProfileInfo and nvmlDeviceGetGpuInstancePossiblePlacements.
     """
@@ -67,7 +68,7 @@ class MigInstance:
     """A MIG device: one compute instance of a GPU instance. `profile` as `nvidia-smi -L` shows it (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
 
     `gpu_instance` and `compute_instance` are the driver's ids. The UUID changes whenever the instance is created again. `memory_slices`:
-    those of its GPU instance, slice n as bit n; 0 = not known.
+    the memory slices of its GPU instance, slice n as bit n; 0 = not known.
     """
 
     uuid: str
@@ -82,9 +83,9 @@ class MigInstance:
 class Gpu:
     """One physical GPU as NVML describes it. None = the driver does not report it.
 
-    `index` is NVML's and its row in the topology; it may change across reboots, so everything that lasts is keyed by `uuid`.
-    `mig_profiles`: the MIG devices that it could have, also while its MIG mode is off; empty if it or the driver has no MIG.
-    Without `memory_bytes` (GB10 has the host's memory) it has no shares.
+    `index` is NVML's index and the GPU's row in the topology. It may change at a reboot, so lasting data has `uuid` as its key.
+    `mig_profiles`: the MIG devices that the GPU could have, also while its MIG mode is off; empty if the GPU or driver has no MIG.
+    A GPU without `memory_bytes` (GB10 uses the host's memory) is not shared.
     """
 
     index: int
@@ -111,7 +112,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFailure:
-    """A GPU that NVML lists and can't describe. `uuid` is known if it was seen before or still answers."""
+    """A GPU that NVML lists but can't describe. `uuid` is known if the GPU was seen before or still answers."""
 
     index: int
     uuid: str | None
@@ -126,7 +127,7 @@ class GpuFailure:
 class NodeSnapshot:
     """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`.
 
-    `failures` are listed by NVML, too. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that NVML does not list.
+    NVML lists `failures`, too. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that NVML does not list.
     """
 
     gpus: tuple[Gpu, ...]
@@ -139,12 +140,12 @@ class NodeSnapshot:
 
     @property
     def unlisted(self) -> int:
-        """How many of the node's GPUs NVML does not list."""
+        """The number of the node's GPUs that NVML does not list."""
         return max(0, len(self.pci_gpus) - len(self.gpus) - len(self.failures))
 
     @property
     def unlisted_sentence(self) -> str | None:
-        """None if there are none. The addresses are left out if a GPU that NVML lists may be among them."""
+        """A sentence about GPUs that NVML does not list; None if there are none. It has no addresses if a listed GPU may be among them."""
         if not self.unlisted:
             return None
         known = {gpu.bus_id for gpu in self.gpus}
@@ -156,7 +157,7 @@ class NodeSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process with a context on a GPU. `memory_bytes` None = not reported; pids are the host's.
+    """A process with a context on a GPU. `memory_bytes` None = not reported; `pid` is the pid on the host.
 
     `utilization_ratio` is the share of the last period in which its kernels ran, 0..1; None = not sampled, or not
     reported.

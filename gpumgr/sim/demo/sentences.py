@@ -59,7 +59,7 @@ class LogSentences:
         return None
 
     def _granted(self, line: Line) -> str | None:
-        """A sentence for a container's first grant; the grant of its other resource follows from it."""
+        """A sentence for a container's first grant. The grant of its other resource has the same GPUs, so it has no sentence."""
         if line["allocation"] in self._known:
             return None
         self._known.add(line["allocation"])

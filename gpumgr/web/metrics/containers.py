@@ -1,6 +1,6 @@
 """Metrics of containers: what they hold, use and may use. Pure functions of a report. A container that left the ledger has no series.
 
-Only shares have limits; a container with whole GPUs has no series of limits. Turns have a series where the limiter limits the container.
+Only shares have limits; a container with whole GPUs has no series of limits. Turns have series only for containers that the limiter limits.
 """
 
 import operator
@@ -17,7 +17,7 @@ from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
 #: The labels of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
 
-#: Merges two values of one series: incarnations of one pod, and containers without a name yet, have the same labels.
+#: Merges two values of one series: incarnations of one pod have the same labels, and so have containers without a name yet.
 Merge = Callable[[float, float], float]
 
 
@@ -30,12 +30,13 @@ def _counter(name: str, about: str) -> Family:
 
 
 def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
-    """Not for a container without a name yet: others have the same labels, and a counter must not drop when one of them ends."""
+    """A container without a name yet has no value: several have the same labels, and a counter must not drop when one of them ends."""
     return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
 
 
 def _newer(_: float, newer: float) -> float:
-    """The end of the older one changes nothing. When the newer one begins, the counter begins again, as after a restart."""
+    """The value of the newer container, so the end of the older one changes nothing. The counter begins again with the newer container, as
+    after a restart."""
     return newer
 
 
@@ -112,7 +113,7 @@ FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, *(family for family, _, _ in 
 
 
 def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
-    """`texts` are those of CONTAINER_LABELS. Families without a series are included."""
+    """`texts` caches label texts of CONTAINER_LABELS. Families without a series are included."""
     yield from _held(report.view.ledger, texts)
     # While the driver does not answer, old values would look current.
     use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
