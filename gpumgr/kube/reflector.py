@@ -1,11 +1,13 @@
 """A local copy of a list of API objects, kept up to date by a watch: the contract of client-go's reflector, on plain JSON.
 
-Invariants: 1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what
-is missing there counts as deleted. 2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is
-retried with growing, jittered pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch without events
-does not prove that nothing has changed: with `list_seconds` a list follows. 3. Only the result of `parse` is kept. Each object is decoded
-on its own: an object that can't be read is named in the log and in an event, keeps its last result, and never counts as deleted. The others
-are not affected.
+Invariants:
+1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what is missing
+   there counts as deleted.
+2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered pauses,
+   or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch without events does not prove that nothing has
+   changed: with `list_seconds` a list follows.
+3. Only the result of `parse` is kept. Each object is decoded on its own: an object that can't be read is named in the log and in an event,
+   keeps its last result, and never counts as deleted. The others are not affected.
 
 The API has no option to leave out `metadata.managedFields`; the decoders skip them.
 """

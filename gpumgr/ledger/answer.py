@@ -1,7 +1,7 @@
 """The response to Allocate: devices, environment, mounts and annotations of one container.
 
-It depends on the allocation alone, not on the pod. As in gpu-manager, the core call's response
-has everything but the annotation `tencent.com/vcuda-memory`, which the memory call's has.
+It depends on the allocation alone, not on the pod. As in gpu-manager, the response to the core call has everything but the annotation
+`tencent.com/vcuda-memory`, which is in the response to the memory call.
 """
 
 import re
@@ -59,10 +59,9 @@ def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerRes
 
 
 LIBRARY_PATH = "/usr/local/nvidia"
-#: Where glibc looks for libraries in every image, also without LD_LIBRARY_PATH and without an entry in the image's cache of libraries:
-#: subfolders of its own folders (Debian's, then those of others), which images normally do not have. glibc 2.33 and later look into the
-#: former ones, glibc before 2.37 into the latter ones. They are those of x86-64.
-#: Source: ld.so(8), "Hardware capabilities".
+#: Where glibc looks for libraries in every image, even without LD_LIBRARY_PATH and without an entry in the image's cache of libraries:
+#: subfolders of its own folders (Debian's, then other distributions'), which images normally do not have. glibc 2.33 and later look into
+#: `glibc-hwcaps`, glibc before 2.37 into `tls`. The paths are for x86-64. Source: ld.so(8), "Hardware capabilities".
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
 )
@@ -72,16 +71,17 @@ ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 #: Names of the container's mechanisms, joined by "+".
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
-#: GPU=cores,MiB of each GPU, separated by ";"; with /cores,MiB the limits, where they differ from what counts.
+#: GPU=cores,MiB of each GPU, separated by ";". If the limits on the GPU differ from these amounts, they follow as /cores,MiB.
 AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
 #: GPU=profile,memory slices as bits,UUID,GPU instance,compute instance of each MIG device that was created, separated by ";".
 MIG_ANNOTATION = "gpumgr.io/mig-devices"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
-#: The only node of WSL2, for all its GPUs; these have no minor number there. Source: NVIDIA's CUDA on WSL user guide.
+#: The only device node of WSL2, for all its GPUs, which have no minor numbers there. Source: NVIDIA's CUDA on WSL user guide.
 WSL_NODE = "dxg"
 #: The name of the mechanism that puts a library in the place of the driver's.
 VCUDA = "vcuda"
-#: With this in NVIDIA_VISIBLE_DEVICES NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit, docker-specialized.md.
+#: If NVIDIA_VISIBLE_DEVICES has this value, NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit,
+#: docker-specialized.md.
 NO_DEVICES = "void"
 
 
@@ -122,7 +122,7 @@ class GrantedGpu:
 
 
 def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """Response to the core call; `gpus` has at least the granted ones."""
+    """Response to the core call; `gpus` has at least the granted GPUs."""
     granted = [gpus[name] for name in allocation.gpus]
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
     common = [WSL_NODE] * (len(nodes) < len(granted)) + [*CONTROL_NODES]
@@ -161,7 +161,7 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
     """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does
-    not search LOADER_PATHS; other images need their own value. NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding mounted files."""
+    not search LOADER_PATHS; otherwise the image keeps its own value. NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding mounted files."""
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit
@@ -169,7 +169,7 @@ def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence
 
 
 def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """Response to the call for `nvidia.com/gpu`. The amounts and MIG devices are kept for a rebuild of the ledger."""
+    """Response to the call for `nvidia.com/gpu`. The annotations keep amounts and MIG devices for a rebuild of the ledger."""
     amounts = (
         f"{gpu}={each.cores},{each.memory_mebibytes}"
         + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
@@ -189,9 +189,9 @@ def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], h
 def instance_answer(
     allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], uuids: Sequence[str], host: HostPaths
 ) -> ContainerResponse:
-    """Response to the call for the MIG devices `uuids`: these, their GPUs, and their capabilities. Raises Refusal if one is gone.
+    """Response to the call for the MIG devices `uuids`, with their GPUs and their capabilities. Raises Refusal if a device is gone.
 
-    Source of the list's form and of the nodes: NVIDIA's MIG user guide, device nodes and capabilities.
+    Source of the form of `mig_minors` and of the device nodes: NVIDIA's MIG user guide, device nodes and capabilities.
     """
     places = {uuid: (name, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
     if gone := [uuid for uuid in uuids if uuid not in places]:

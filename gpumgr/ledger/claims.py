@@ -1,7 +1,7 @@
 """Grants a ResourceClaim (DRA): kube-scheduler has chosen GPUs and amounts, and the claim's status names them.
 
-One allocation for each request of the claim, since the limits of a container apply to all GPUs of a request together. The amounts are
-checked again here: kube-scheduler has granted devices twice before (kubernetes PR 136269), and a claim's status can be forged.
+A claim gets one allocation for each of its requests, since the limits of a container apply to all GPUs of a request together. The amounts
+are checked again here: kube-scheduler has granted devices twice before (kubernetes PR 136269), and a claim's status can be forged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, ClaimReques
 from gpumgr.ledger.node import NodeView
 from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
 
-#: A device's name, and the UUID of the share of it (None: not a shared device).
+#: A device's name, and the UUID of the claim's share of the device (None: not a shared device).
 Share = tuple[str, str | None]
 #: A pod that a claim is reserved for: its name, its UID, and its view (None: it is not known).
 ClaimPod = tuple[PodKey, str, PodView | None]
@@ -39,7 +39,7 @@ class ClaimShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatedClaim:
-    """What the API server has of an allocated claim, as far as it concerns this node and gpumgr's driver.
+    """The part of an allocated claim in the API server that concerns this node and gpumgr's driver.
 
     `pods`: name and UID of the pods that the claim is reserved for. `enforcement`: the mechanism that the configuration of the
     DeviceClass names.
@@ -57,13 +57,13 @@ def device_name(gpu: GpuName) -> str:
 
 
 def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
-    """What these allocations of claims have."""
+    """The shares that these allocations of claims have."""
     return {(device_name(gpu), share) for a in allocations if a.claim for gpu, share in a.claim.share_ids.items()}
 
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
-    """The id of the allocation for these shares of one request. The same after a loss of the ledger, since the names of the CDI devices
-    that the kubelet keeps contain it; another one when the same claim is allocated again, since a CDI name may have only one content."""
+    """The id of the allocation for these shares of one request. It is the same after a loss of the ledger, since the kubelet keeps names of
+    CDI devices that contain it. It is another one when the same claim is allocated again, since a CDI name may have only one content."""
     key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
     return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 
@@ -77,8 +77,8 @@ def grant_claim(
     terms: Callable[[PodView | None, bool], Terms],
     now: float,
 ) -> Sequence[Allocation]:
-    """The allocations of the claim, for `ledger.occupy`. `terms`: those of the limits, given a pod that uses the request, and whether it
-    is a share. Raises Refusal."""
+    """The allocations of the claim, for `ledger.occupy`. `terms` returns mechanisms and exemption, given a pod that uses the request, and
+    whether the request is a share. Raises Refusal."""
     after, granted = ledger, list[Allocation]()
     for request in dict.fromkeys(share.request for share in claim.shares):
         shares = [share for share in claim.shares if share.request == request]
@@ -115,8 +115,8 @@ def grant_claim(
 
 
 def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) -> None:
-    """Refuses a claim with which a container has two limited allocations: the variables and files of one set of limits would replace
-    the other's. `pods`: the pods that may start with it. Raises Refusal."""
+    """Refuses a claim that would give a container two limited allocations: the variables and files of one set of limits would replace the
+    other's. `pods`: the pods that may start with it. Raises Refusal."""
     limited = [a.claim for a in ledger.allocations.values() if a.claim is not None and a.mechanisms not in ((), ("none",))]
     for pod in pods:
         uses = [
@@ -161,7 +161,7 @@ def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:
 
 
 def _amounts(gpu_registry: GpuRegistry, gpu: GpuName, share: ClaimShare) -> Amounts:
-    """A whole GPU is granted with all of its memory, also if the claim names less."""
+    """A whole GPU is granted with all of its memory, even if the claim names less."""
     asked = Amounts(share.cores, share.memory_mebibytes)
     if share.admin:
         return Amounts()

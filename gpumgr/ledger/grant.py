@@ -6,7 +6,7 @@ Rules:
 * Whole GPUs are granted with all their cores; no other pod holds anything on them.
 * Ids of the pod's own init containers may be taken over in any combination; the container is then granted one of the pod's GPUs, or as
   many as it requests.
-* New ids of a container that the scheduler placed lie on the GPUs that it named.
+* New ids of a container that a scheduler placed lie on the GPUs that the scheduler named.
 * An id that a running container holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager,
   UpdateAllocatedDevices while an Allocate is in flight).
 """
@@ -80,7 +80,7 @@ def refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
 
 
 def _refuse_excess(node: NodeView, after: Ledger, gpus: Iterable[GpuName]) -> None:
-    """The kubelet does not know the amounts of allocations without ids."""
+    """Refuses GPUs that do not have so much left: the kubelet does not know the amounts of allocations without ids."""
     for gpu in gpus:
         if gpu in after.by_amount and after.exceeded(gpu):
             raise Refusal(
@@ -166,7 +166,7 @@ def _of_caller(allocation: Allocation, caller: Caller) -> bool:
 def _granted_gpus(
     ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks], named: Collection[GpuName]
 ) -> Sequence[GpuName]:
-    """GPUs of the container, in the order of the registry: all of its ids' GPUs, or of taken-over ids as many as it requests."""
+    """GPUs of the container, in the order of the registry: all GPUs of its ids, or, if it took over ids, as many as it requests."""
     order = [gpu.name for gpu in ledger.gpu_registry.gpus]
     cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
     wanted = max(1, count(cores) // CORES_PER_GPU)

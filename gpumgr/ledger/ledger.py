@@ -43,7 +43,7 @@ class ClaimRef:
 class ClaimRequest(ClaimRef):
     """The request of a ResourceClaim that an allocation serves, with the share of each of its GPUs (None: not a shared device).
 
-    `admin`: with admin access (KEP-5018), which counts nothing and is never limited.
+    `admin`: with admin access (KEP-5018); such an allocation counts nothing and is never limited.
     """
 
     request: str
@@ -75,18 +75,17 @@ class MigDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What one container holds, or all containers that use one request of a ResourceClaim.
+    """What one container holds, or what all containers hold together that use one request of a ResourceClaim.
 
-    `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was granted, with the amounts on each; on
-    a GPU that is granted whole that is all of it. `device_ids` is the kubelet's record: the ids that it handed out, empty for an
-    allocation that has none. Ids may lie on more GPUs than were granted: a container that takes over ids of an init container is
-    granted one GPU, or as many as it requested.
-    `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU, and `device_ids`
-    are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
-    `exemption` is the namespace or namespace/serviceaccount that makes them differ from the node's; `cdi`: the answer to its
-    container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of its users.
-    `limits` has what the container may use where that is not what counts on the GPU, because memory or cores are oversubscribed.
-    `mig_devices`: the MIG devices that were created for it; then nothing else limits it.
+    `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was granted, with the amounts on each; a GPU
+    that is granted whole counts with all it has. `device_ids` is the kubelet's record: the ids that it handed out, empty for an allocation
+    that has none. Ids may lie on more GPUs than were granted: a container that takes over ids of an init container is granted one GPU, or
+    as many as it requested. `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU,
+    and `device_ids` are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
+    `exemption` is the namespace or namespace/serviceaccount that has other mechanisms than the node; `cdi`: the answer to its container
+    names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container then name one of its users. `limits` has what
+    the container may use where that differs from what counts on the GPU, because memory or cores are oversubscribed. `mig_devices`: the MIG
+    devices that were created for it; then nothing else limits it.
     """
 
     id: AllocationId
@@ -108,12 +107,12 @@ class Allocation:
 
     @property
     def by_ids(self) -> bool:
-        """Its amounts are the ids of cores and memory that it holds."""
+        """Whether the ids of cores and memory that it holds are its amounts."""
         return "core" in self.device_ids or "memory" in self.device_ids
 
     @property
     def by_mig(self) -> bool:
-        """MIG devices are the limit of its container."""
+        """Whether MIG devices limit its container."""
         return bool(self.mig_devices or self.held("mig"))
 
     @property
@@ -137,7 +136,7 @@ class Allocation:
 
     @property
     def whole(self) -> bool:
-        """It has all of its GPUs whole."""
+        """Whether it has all of its GPUs whole."""
         return bool(self.gpus) and all(amounts.whole for amounts in self.gpus.values())
 
     @property
@@ -160,7 +159,7 @@ class Allocation:
         return self.device_ids.get(resource, NO_IDS)
 
     def with_ids(self, gpu_registry: GpuRegistry, device_ids: Mapping[Resource, Masks], gpus: Iterable[GpuName]) -> "Allocation":
-        """With these ids, and these GPUs granted for them."""
+        """The allocation with these ids, and these GPUs granted for them."""
         cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
         names, granted = tuple(gpus), dict[GpuName, Amounts]()
         for name in names:
@@ -220,8 +219,8 @@ class Ledger:
 
     @cached_property
     def by_amount(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> amounts of the allocations without ids of cores and memory. Init containers and the others of a pod do not run at the
-        same time: their most at one time counts, in the order of their grants."""
+        """GPU -> amounts of the allocations without ids of cores and memory. Init containers and the other containers of a pod do not run
+        at the same time: the most that they hold at one time counts, in the order of their grants."""
         running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
         for a in self.allocations.values():
             for gpu, amounts in a.gpus.items() if not a.by_ids else ():
@@ -242,7 +241,7 @@ class Ledger:
         return held + self.by_amount.get(gpu, Amounts())
 
     def exceeded(self, gpu: GpuName, burst_mebibytes: int = 0) -> bool:
-        """More is in use than the GPU has, `burst_mebibytes` beside."""
+        """Whether more is in use than the GPU has, if `burst_mebibytes` are added."""
         used, registered = self.used(gpu) + Amounts(0, burst_mebibytes), self.gpu_registry.by_name.get(gpu)
         return used.cores > CORES_PER_GPU or used.memory_mebibytes > (registered.memory_mebibytes if registered else 0)
 
@@ -277,7 +276,7 @@ class Ledger:
 
     @property
     def claims(self) -> Mapping[str, ClaimRequest]:
-        """The claims that hold GPUs, by UID; of each one of its requests."""
+        """The claims that hold GPUs, by UID. Each is represented by one of its requests."""
         return {a.claim.uid: a.claim for a in self.allocations.values() if a.claim is not None}
 
     def of_claim(self, uid: str) -> list[Allocation]:
@@ -303,7 +302,7 @@ class Ledger:
     # -- changes -----------------------------------------------------------------------------------------------------------
 
     def occupy(self, allocation: Allocation) -> "Ledger":
-        """With this allocation added, or replaced by id."""
+        """The ledger with this allocation added, or put in the place of the one with the same id."""
         return Ledger(self.gpu_registry, {**self.allocations, allocation.id: allocation})
 
     def free(self, ids: Iterable[AllocationId]) -> "Ledger":
@@ -322,7 +321,7 @@ class Ledger:
         )
 
     def freed_since(self, before: "Ledger") -> list[Allocation]:
-        """The allocations of `before` that have ended; not those with ids that moved into another allocation of `before`."""
+        """The allocations of `before` that have ended, without allocations with ids that moved into another allocation of `before`."""
         grown = [(b, old) for k, b in self.allocations.items() if (old := before.allocations.get(k)) is not None and old is not b]
         return [
             a

@@ -1,4 +1,4 @@
-"""GPUs with processes of an ended allocation, which are not offered until these processes have ended.
+"""Decides which GPUs have processes of an ended allocation; they are not offered until these processes have ended.
 
 A pod can end while a process of its container stays in the driver (D state, a detached child) with its GPU memory. Processes that ran
 before the first allocation (a display server, the operator's tools) do not count.
@@ -19,8 +19,8 @@ EXPECTED_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """`tenants`: processes first sampled while the GPU was allocated. `unattributed`: those first sampled while it was not.
-    `held`: GPU -> the processes that keep it in quarantine."""
+    """`tenants`: processes first sampled while the GPU was allocated. `unattributed`: processes first sampled while it was not. `held`: GPU
+    -> the processes that keep it in quarantine."""
 
     tenants: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
     unattributed: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Quarantine:
 
 
 def sampled(state: Quarantine, processes: Mapping[GpuName, Collection[Process]], occupied: Collection[GpuName]) -> Quarantine:
-    """After a sample. `processes` has only GPUs with a readable process list."""
+    """The state after a sample. `processes` has only GPUs with a readable process list."""
     tenants, unattributed, held = dict(state.tenants), dict(state.unattributed), dict(state.held)
     for gpu, running in processes.items():
         now = frozenset(running)
@@ -51,14 +51,14 @@ def sampled(state: Quarantine, processes: Mapping[GpuName, Collection[Process]],
 
 
 def ended(state: Quarantine, gpus: Collection[GpuName], runs: Callable[[Process], bool]) -> Quarantine:
-    """After the end of the last allocation on `gpus`: those with a tenant that still `runs` go into quarantine."""
+    """The state after the end of the last allocation on `gpus`: a GPU with a tenant that still `runs` goes into quarantine."""
     left = {gpu: frozenset(p for p in state.tenants.get(gpu, ()) if runs(p)) for gpu in gpus}
     tenants = {gpu: who for gpu, who in state.tenants.items() if gpu not in left}
     return _tidy(replace(state, tenants=tenants, held={**state.held, **left}))
 
 
 def released(state: Quarantine, runs: Callable[[Process], bool]) -> Quarantine:
-    """Without the processes that no longer run."""
+    """The state without the processes that no longer run."""
     return _tidy(replace(state, held={gpu: frozenset(p for p in who if runs(p)) for gpu, who in state.held.items()}))
 
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from gpumgr.kubelet.dra.side import DraSide
     from gpumgr.node.api_side import ApiSide
 
-#: Note in the checkpoint: gpu-manager's allocations are in the ledger.
+#: The note in the checkpoint with this name means that gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
 
 
@@ -114,7 +114,7 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: In mode plugin: for what is left of mode dra.
+        #: In mode plugin: serves what mode dra left behind, such as claims.
         self.leaving = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
             self.leaving = self._make_dra(make_driver(settings), server, lost=loaded.lost)
@@ -242,8 +242,8 @@ class Components:
         as_nvidia = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
 
         async def held_back_by() -> str | None:
-            """The reason not to register yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or claims
-            hold GPUs."""
+            """The reason not to register yet: another device plugin has the same resource names, the GPUs of gpu-manager's pods are
+            unknown, or claims hold GPUs."""
             adopting = await self.leaving.held_back_by() if self.leaving is not None else None
             holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
             unserved = self.leaving.link.state.error if self.leaving is not None else None
@@ -406,7 +406,7 @@ def _host_paths(settings: Settings, proc_root: Path, driver_access: Callable[[],
 
 
 def _text_of(path: Path) -> str:
-    """Empty if there is no such file."""
+    """The text of the file; empty if it can't be read."""
     with contextlib.suppress(OSError):
         return path.read_text()
     return ""

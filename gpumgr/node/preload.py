@@ -1,7 +1,7 @@
-"""Loads what an agent can load while another one has the node: a session with the driver, the pods, the containers.
+"""Loads what an agent can load while another agent has the node: a session with the driver, the pods, the containers.
 
-It changes nothing on the node. It reads the checkpoint only to see whether this version can, since the agent that has the node still writes
-it.
+It changes nothing on the node. It reads the checkpoint to see whether this version can read it; its content is not final, since the agent
+that has the node still writes it.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Preload:
     async def run(self) -> None:
         """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
         watch of the pods raises."""
-        with suppress(CorruptError):  # it is being written now; if not, the start sets the file aside
+        with suppress(CorruptError):  # the other agent may be writing it now; if it stays corrupt, the start sets the file aside
             self.ledger = (await asyncio.to_thread(read_checkpoint, self._settings.checkpoint.dir)).ledger
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reach_driver())

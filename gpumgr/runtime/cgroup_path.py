@@ -26,7 +26,7 @@ _NSPID: Final = re.compile(r"^NSpid:[ \t0-9]*[ \t](?P<pid>[0-9]{1,10})[ \t]*$", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerCgroup:
-    """A container, as a path names it. `cgroup` is the container's own, without what is below it, with a leading slash."""
+    """A container, as a path names it. `cgroup` is the path of the container's own cgroup, with a leading slash."""
 
     pod_uid: str
     container_id: str
@@ -66,8 +66,8 @@ def container_cgroup_in(path: str) -> ContainerCgroup | None:
 
 
 def container_id_in(path: str) -> str | None:
-    """The id of the kubelet's container that `path` names; else the first container id in it, wherever the runtime puts containers: it
-    chooses the parent if the kubelet names none (cgroupsPerQOS false), such as /system.slice, /k8s.io or /docker."""
+    """The id of the kubelet's container that `path` names, else the first container id in the path. If the kubelet names no parent
+    (cgroupsPerQOS false), the runtime chooses one, such as /system.slice, /k8s.io or /docker."""
     if (place := container_cgroup_in(path)) is not None:
         return place.container_id
     found = next(filter(None, map(_CONTAINER.fullmatch, path.split("/"))), None)
@@ -75,7 +75,7 @@ def container_id_in(path: str) -> str | None:
 
 
 def own_cgroup(path: str, container_id: str) -> str | None:
-    """The cgroup of a container in the path of one of its processes, which may be in a cgroup below; None if no name contains the id."""
+    """The cgroup of a container, from the path of one of its processes, which may be in a cgroup below; None if no name contains the id."""
     above, found, _ = path.partition(container_id)
     return above + found + path[len(above) + len(found) :].partition("/")[0] if found else None
 

@@ -1,4 +1,5 @@
-"""Entries of the history about containers, which become events of their pods. `FindingsReporter` adds those of the enforcement backends."""
+"""Entries of the history about containers, which become events of their pods. `FindingsReporter` adds entries for findings of the
+enforcement backends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
@@ -16,10 +17,10 @@ from gpumgr.ledger.usage.node_use import Container
 
 
 class AgentRecords(Protocol):
-    """The agent's state, to read, and its history, to add to (gpumgr.agent.state.AgentState)."""
+    """The agent's state, which is read, and its history, to which entries are added (gpumgr.agent.state.AgentState)."""
 
     async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
-        """What containers hold above their requests, as measured."""
+        """Sets what containers hold above their requests, as measured."""
         ...
 
     @property
@@ -39,7 +40,7 @@ class ContainerEvents:
         self._records, self._containers = records, containers
 
     def add(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
-        """`reason` and `message` are those of the event. `gpus` are the GPUs concerned; none means all of the allocation."""
+        """`reason` and `message` are the event's. `gpus` are the GPUs concerned; without them, all GPUs of the allocation."""
         self._records.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
@@ -63,7 +64,7 @@ class ContainerEvents:
 
 log = structlog.get_logger(__name__)
 
-#: The same finding within this time is not reported again, so that one that comes and goes is reported once.
+#: The same finding within this time is not reported again, so that a finding that goes and returns is reported once.
 SAME_FINDING_SECONDS: Final = 60.0
 #: Reason of the event of a container that is over its memory limit.
 OVER_LIMIT: Final = "GpuMemoryOverLimit"

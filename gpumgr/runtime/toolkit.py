@@ -21,7 +21,7 @@ _TOOLKIT: Final = re.compile("nvidia", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtimes:
-    """The low-level runtimes. `programs`: name -> program, "" if it is not reported. `default`: the name of the one for pods without a
+    """The low-level runtimes. `programs`: name -> program, "" if it is not reported. `default`: the name of the runtime for pods without a
     runtime class. `cdi_dirs`: folders of CDI specs, empty if CDI is off. None: not reported."""
 
     default: str | None = None
@@ -29,7 +29,7 @@ class Runtimes:
     cdi_dirs: tuple[Path, ...] | None = None
 
     def of_toolkit(self) -> tuple[str, ...]:
-        """The names of the runtimes that are the toolkit's."""
+        """The names of the toolkit's runtimes."""
         return tuple(name for name, program in self.programs.items() if _TOOLKIT.search(f"{name} {Path(program).name}"))
 
     def describe_default(self) -> str:
@@ -48,8 +48,8 @@ class _Containerd(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The object under the key "config". containerd (1.6: pkg/cri/config, 2: internal/cri/config) writes these fields, the folders of CDI
-    since 1.7 and whether it is on until it always is (2.4); CRI-O (server/runtime_status.go) writes none of them."""
+    """The object under the key "config". containerd (1.6: pkg/cri/config, 2: internal/cri/config) writes these fields (`cdiSpecDirs` since
+    1.7, `enableCDI` before 2.4, where CDI is always on); CRI-O (server/runtime_status.go) writes none of them."""
 
     containerd: _Containerd | None = None
     cdi: bool | None = msgspec.field(name="enableCDI", default=None)
@@ -57,7 +57,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def parse_runtimes(status: StatusResponse) -> Runtimes:
-    """The answer to a verbose request. Raises UnreadableText if its JSON is not as expected."""
+    """The runtimes in the answer to a verbose request for the status. Raises UnreadableText if its JSON is not as expected."""
     config = decode_json(status.info.get("config", "{}"), _Config)
     names = [each.name for each in status.runtime_handlers if each.name]
     if config.containerd is None:

@@ -17,7 +17,7 @@ again when it is replaced. Each change replaces the file atomically (rename), un
                            (UUID `-`: a GPU instance without compute instance; memory slice n is bit n, 0: the driver does not report them)
     event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that existed before it; 4294967295: of no instance)
 
-The library itself writes what callers have set; it is removed when the driver is unloaded, MIG devices also by a reset of the GPU:
+The library itself writes these facts, which callers have set. They end when the driver is unloaded, MIG devices also by a reset of the GPU:
 
     computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
     migmode GPU 0|1                     migpending GPU 0|1 (from the next reset on)        `remade` with 2, and its `instance` facts
@@ -46,7 +46,7 @@ _NO_INSTANCE: Final = 0xFFFFFFFF
 #: The memory of the MPS server of driver 580 on an H200.
 _MPS_SERVER_BYTES: Final = 66 << 20
 
-#: Number of words after the verb that belong to a fact's subject; 1 for all others.
+#: Verb -> how many words after it belong to a fact's subject; 1 for all other verbs.
 _SUBJECT_WORDS: Final = {
     **dict.fromkeys(("generation", "loaded", "driver"), 0),
     **dict.fromkeys(("hang", "result", "process", "mpsserver", "mpsclient", "instance", "memorylimit"), 2),
@@ -106,7 +106,7 @@ class SimControl:
         self._change(change)
 
     def xid(self, gpu: int, number: int, *, gpu_instance: int = _NO_INSTANCE) -> None:
-        """One critical XID event of the GPU, or of one of its GPU instances."""
+        """Sends one critical XID event of the GPU, or of one of its GPU instances."""
         self._event(gpu, _EVENT_XID, number, gpu_instance)
 
     def double_bit_error(self, gpu: int, *, count: int = 1) -> None:
@@ -115,11 +115,11 @@ class SimControl:
         self._event(gpu, _EVENT_DOUBLE_BIT_ECC, 0)
 
     def set_recovery_action(self, gpu: int, action: int) -> None:
-        """The recovery action that the driver reports: 0 none, 1 GPU reset, 2 reboot, 3 drain P2P, 4 drain and reset."""
+        """Sets the recovery action that the driver reports: 0 none, 1 GPU reset, 2 reboot, 3 drain P2P, 4 drain and reset."""
         self._set(("recovery", str(gpu)), str(action))
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
-        """Sets the MIG mode, and replaces what callers have set; they can change it afterwards."""
+        """Sets the MIG mode, even if callers have set it; they can change it afterwards."""
 
         def change(facts: Facts) -> None:
             _remove(facts, lambda key: key[0] in {"migmode", "migpending"} and key[1:] == (str(gpu),))
@@ -177,8 +177,8 @@ class SimControl:
         self._change(change)
 
     def start_mps_server(self, gpu: int, pid: int, *, memory_bytes: int = _MPS_SERVER_BYTES) -> None:
-        """Starts an MPS server: the driver lists this process as a compute process, as a real one from its first client on. Changes of
-        other processes do not affect it and its clients."""
+        """Starts an MPS server: the driver lists the process as a compute process, as it lists a real server with clients. Changes of other
+        processes do not affect the server and its clients."""
         self._set(("mpsserver", str(gpu), str(pid)), str(memory_bytes))
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
@@ -199,13 +199,13 @@ class SimControl:
         self._set(("memory", str(gpu)), str(memory_bytes))
 
     def grow_processes(self, gpu: int, extra: int) -> None:
-        """Number of processes that start between the call for the size of the list and the call that fetches it."""
+        """Sets how many processes start between the call for the size of the list and the call that fetches the list."""
         self._set(("grow", str(gpu)), str(extra))
 
     # -- what callers have set -------------------------------------------------------------------------------------------
 
     def compute_mode(self, gpu: int) -> int:
-        """NVML's numbers: 0 default, 2 prohibited, 3 exclusive process."""
+        """The mode as NVML's number: 0 default, 2 prohibited, 3 exclusive process."""
         return int(self._read().get(("computemode", str(gpu)), "0"))
 
     def set_compute_mode(self, gpu: int, mode: int) -> None:
@@ -343,8 +343,8 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """A block that replaces the control file. Only one runs at a time, and each is counted in the lock file, which the library reads
-    without a system call."""
+    """Encloses a replacement of the control file. Only one block runs at a time, and the lock file counts the blocks; the library reads
+    this count without a system call."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -361,7 +361,8 @@ _BUSY_POWER: Final = 10
 
 
 class SimLoad:
-    """Processes on GPUs, from which the readings of each GPU follow. `gpu` is an NVML index. One call is one change of the control file."""
+    """Sets processes on GPUs, and the readings of each GPU that follow from them. `gpu` is an NVML index. One call is one change of the
+    control file."""
 
     def __init__(self, control: SimControl, node: NodeDescription) -> None:
         self._control, self._node = control, node

@@ -136,7 +136,7 @@ class PluginClient:
 
 
 def parse_devices(message: bytes) -> DeviceList:
-    """A ListAndWatchResponse. Decoded by hand: generated code would hold the event loop for a quarter of a second with 2,560 blocks."""
+    """Decodes a ListAndWatchResponse by hand: generated code would hold the event loop for a quarter of a second with 2,560 blocks."""
     devices: DeviceList = {}
     for number, start, end in wire.spans(message, 0, len(message)):
         if number != 1:
@@ -155,7 +155,7 @@ def parse_devices(message: bytes) -> DeviceList:
 
 
 class Registration(RegistrationBase):
-    """The service on kubelet.sock. `accept` gets resource and socket name, and returns when the plugin is connected."""
+    """The service on kubelet.sock. `accept` gets the request, and returns when the plugin is connected."""
 
     def __init__(self, accept: Callable[[RegisterRequest], Any]) -> None:
         self._accept = accept

@@ -1,8 +1,8 @@
 """Prepares a simulated node: compiles the library once, renders the node's files, creates its /sys.
 
 A prepared folder contains `libnvidia-ml.so.1` (its own copy: the library finds its files beside itself), `node.txt`, `control.txt` after
-the first fault, and `sys/`; also `proc/` and `cgroup/` if processes are simulated. Any process that loads that library sees the node,
-with `library_path` or with LD_LIBRARY_PATH.
+the first fault, and `sys/`; also `proc/` and `cgroup/` if processes are simulated. A process that loads this library, by `library_path` or
+by LD_LIBRARY_PATH, sees the node.
 """
 
 import os
@@ -101,7 +101,7 @@ def render_node(node: NodeDescription) -> str:
 
 
 def _profile_line(gpu: int, number: int, profile: MigProfile, *, instances: int) -> str:
-    """`number`: NVML's."""
+    """`number`: NVML's number of the profile."""
     starts = sum(1 << start for start in profile.starts)
     sizes = f"{profile.slices} {profile.size} {starts} {instances} {profile.memory_mebibytes}"
     return f"profile {gpu} {number} {profile.number} {sizes} {profile.name}"
@@ -124,7 +124,8 @@ def _nvml_bus_id(bus_id: str) -> str:
 
 
 def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
-    """The part of /sys with vendors, classes, NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under devices/."""
+    """Creates the part of /sys with vendors, classes, NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under
+    devices/."""
     links = root / "bus" / "pci" / "devices"
     links.mkdir(parents=True, exist_ok=True)
     for gpu in node.gpus:

@@ -2,7 +2,7 @@
 never on the event loop.
 
 A changed file that can't be used is logged once for each reason, and is read again until it can be used. A token is invalid until then,
-since removing the file revokes the token. Certificates stay in use: they are replaced file by file, and in between certificate and key do
+since removing the file revokes the token. Certificates stay in use: they are replaced file by file, so for a moment certificate and key do
 not match.
 """
 
@@ -35,7 +35,8 @@ _Stamp = tuple[FileIdentity | None, ...]
 
 
 class _Files(Generic[T]):
-    """A value that `make` returns for the files `paths`. It is made again when they have changed, on a thread: a file system may hang.
+    """The value that `make` returns for the files `paths`. A thread makes it again when the files have changed, since a file system may
+    hang.
 
     The constructor raises what `make` raises. `read_again` is called after each change. `unusable` gets the reason and the earlier value,
     and returns the value to use from then on.
@@ -104,7 +105,7 @@ class TokenFile:
         )
 
     async def current(self) -> bytes | None:
-        """None: the file cannot be used now."""
+        """The token; None if the file can't be used now."""
         return await self._files.current()
 
     def _unusable(self, error: SettingsError, _earlier: bytes | None) -> None:
@@ -146,7 +147,7 @@ class Certificates:
         return cls(cert_file, key_file, client_ca_file)
 
     async def context(self) -> ssl.SSLContext:
-        """For the next connection."""
+        """The TLS context for the next connection."""
         return await self._files.current()
 
     def _make(self) -> ssl.SSLContext:
@@ -227,7 +228,7 @@ def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path
 
 
 def _trust(section: str, context: ssl.SSLContext, client_ca_file: Path) -> None:
-    """Makes client certificates optional; one that this CA did not sign fails the handshake."""
+    """Makes client certificates optional; a certificate that this CA did not sign fails the handshake."""
     authorities = _read(f"{section}.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))

@@ -1,4 +1,4 @@
-"""The page at /: one file that loads no other one; its Content-Security-Policy allows only its own scripts and styles."""
+"""The page at /: one file that loads no other file; its Content-Security-Policy allows only its own scripts and styles."""
 
 import base64
 import gzip
@@ -63,6 +63,6 @@ def policy(html: str) -> str:
 
 
 def _hashes(texts: Iterable[str]) -> str:
-    """CSP's `'sha256-...'` of each (https://www.w3.org/TR/CSP3/#framework-directive-source-list)."""
+    """The source `'sha256-...'` for each text (https://www.w3.org/TR/CSP3/#framework-directive-source-list)."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"

@@ -1,6 +1,6 @@
-"""What the agent shows, from memory: to Prometheus, the web page, scripts and gpu-manager's clients.
+"""Answers Prometheus, the web page, scripts and gpu-manager's clients from memory.
 
-No request makes the agent call the driver, the kubelet or the API server. The documents that are read are rendered once a sample period.
+No request makes the agent call the driver, the kubelet or the API server. Documents with readers are rendered once a sample period.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Link(Protocol):
 
 
 class Claims(Protocol):
-    """What a node in mode dra has."""
+    """The part of mode dra that is shown."""
 
     publisher: "SlicePublisher"
 
@@ -166,7 +166,7 @@ class ReadModel:
         )
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
-        """Headers and body of the metrics, in the format that these request headers prefer (""; no such header)."""
+        """Headers and body of the metrics, in the format that these request headers prefer ("": no such header)."""
         return await self._exposition.scrape(accept, accept_encoding)
 
     def not_alive(self) -> Sequence[str]:
@@ -231,7 +231,7 @@ class ReadModel:
         return self._states
 
     async def state(self) -> bytes:
-        """The same JSON, not older than a sample period."""
+        """The JSON of /api/state, not older than a sample period."""
         async with self._rendering:
             if time.monotonic() - self._rendered_at >= self._components.settings.nvml.sample_period_seconds:
                 await self._render()

@@ -28,7 +28,7 @@ from gpumgr.ledger.answer import ContainerResponse
 _log = structlog.get_logger(__name__)
 
 SERVICE: Final = "/v1beta1.DevicePlugin/"
-#: DevicePluginOptions with both options on. The Register request has the same, since older kubelets read them there.
+#: DevicePluginOptions with both options on. The Register request has the same options, since older kubelets read them there.
 OPTIONS: Final = bytes(DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True))
 
 #: Called after each RPC with its name, the resource, the outcome ("ok", a refusal's code, "cancelled") and the duration in seconds.
@@ -128,7 +128,7 @@ class DevicePlugin:
         return b""
 
     def _check_ids(self, ids: Sequence[str]) -> None:
-        """Raises Refusal if there is no id, or one is there twice."""
+        """Raises Refusal if the request names no id, or one id twice."""
         if len(set(ids)) < len(ids):
             twice = next(device_id for device_id, times in Counter(ids).items() if times > 1)
             raise Refusal("invalid_request", f"the kubelet's request names {twice} twice")

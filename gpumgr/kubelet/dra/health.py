@@ -22,9 +22,9 @@ Faults = Mapping[str, str | None]
 
 
 class DraHealth:
-    """The service object. `faults` has every device of the driver, in the node's `pool`. Its readers are the streams."""
+    """The service object. `faults` has every device of the driver, in the node's `pool`. Each stream is a reader of `faults`."""
 
-    #: For the registration.
+    #: The services that the registration names.
     versions: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 
     def __init__(
@@ -44,8 +44,8 @@ class DraHealth:
         return {f"/{version}/NodeWatchResources": method for version in self.versions}
 
     async def _watch(self, stream: Any) -> None:
-        """Sends the whole list at the start, on each change, and when nothing has changed for `repeat_seconds`. When the readers of the
-        value are ended, the kubelet receives a clean end of stream."""
+        """Sends the whole list at the start, on each change, and when nothing has changed for `repeat_seconds`. When `faults` ends its
+        readers, the kubelet receives a clean end of stream."""
         await receive(stream)
         with self._faults.subscribe() as watch:
             while True:

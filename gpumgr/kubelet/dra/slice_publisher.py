@@ -4,7 +4,8 @@ Invariants:
 
 1. Nothing is written before the kubelet has registered the driver: pods on a node without it wait for more than a minute.
 2. A starting kubelet deletes the slices of its node, a moment before or after it registers the driver. A deletion is therefore undone at
-   once if the driver was registered lately, else at the next registration, but no later than `notify_seconds`: others delete slices too.
+   once if the driver was registered lately, else at the next registration, but no later than after `notify_seconds`: other clients delete
+   slices, too.
 3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
 4. The API server's stored form of a slice counts as equal to that slice, so no write is repeated without a change.
 5. A list may hide a deletion that the watch did not show. So after each list the slice is read once; if that fails, the slice counts as
@@ -37,9 +38,9 @@ _NEVER: Final = float("-inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTimes:
-    """`change_seconds`: between two writes of changes. `notify_seconds`: how long a registration is waited for after a deletion, and
-    how long it counts as recent. Pauses after failures grow from the first to the longest of `retry_seconds`. `probe_seconds`: the
-    interval of the requests that show whether a server still drops fields."""
+    """`change_seconds`: the shortest time between two writes of changes. `notify_seconds`: how long to wait for a registration after a
+    deletion, and how long a registration counts as recent. Pauses after failures grow from the first to the longest of `retry_seconds`.
+    `probe_seconds`: the interval of the requests that show whether a server still drops fields."""
 
     change_seconds: float = 2.0
     notify_seconds: float = 2.0
@@ -49,8 +50,8 @@ class PublishTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherState:
-    """`published`: the API server has the slice with the present devices. `devices`: how many it contains. `error`: the last failure since
-    then. `dropped`: what the API server does not store, and what to do."""
+    """`published`: the API server has the slice with the present devices. `devices`: how many devices the slice contains. `error`: the last
+    failure since the slice was published. `dropped`: what the API server does not store, and what to do."""
 
     published: bool = False
     devices: int = 0
@@ -61,7 +62,7 @@ class PublisherState:
 class SlicePublisher:
     """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
 
-    `devices` is None until the hardware is known; `registration` is the driver's.
+    `devices` is None until the hardware is known; `registration` is the state of the driver's registration.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class SlicePublisher:
         self.state = PublisherState()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
             group.create_task(self._follow_devices(), name="slice_devices")
@@ -148,7 +149,8 @@ class SlicePublisher:
         self._wake.set()
 
     def _listed(self) -> None:
-        """A slice can be missing in this list without an event: it is newer than the list, or was deleted before it."""
+        """Makes the next step read the slice. It may be missing in the list without an event, since it is newer than the list, or was
+        deleted before."""
         self._lists += 1
         self._wake.set()
 
@@ -189,7 +191,7 @@ class SlicePublisher:
             if self._stored is None or not self._node_uid:
                 node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
                 self._node_uid = str(node["metadata"]["uid"])
-            if self._withdrawn or not self._registration.value.registered:  # in the meantime
+            if self._withdrawn or not self._registration.value.registered:  # changed in the meantime
                 return None
             wanted, stored = slices.offered(devices, self._loss), self._stored
             if not self._settled(wanted, stored):
@@ -207,7 +209,8 @@ class SlicePublisher:
         return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
 
     async def _look_up(self) -> bool:
-        """After a list: does the slice still exist? False: unknown, which is no reason to report the slice as not published."""
+        """After a list, finds out whether the slice still exists. False: that is unknown, which is no reason to report the slice as not
+        published."""
         lists, before = self._lists, self._stored
         if lists != self._compared and before is not None:
             try:
@@ -223,7 +226,7 @@ class SlicePublisher:
         return True
 
     def _due(self, stored: StoredSlice | None) -> float:
-        """When a write may happen."""
+        """The time from which on a write may happen."""
         if stored is not None or self._deleted_at == _NEVER:
             return self._changed_at + self._times.change_seconds
         recent = self._registered_at >= self._deleted_at - self._times.notify_seconds
@@ -256,8 +259,8 @@ class SlicePublisher:
     async def _send(self, sent: Json, stored: StoredSlice | None) -> Json:
         if stored is None:
             return await self._server.read("POST", SLICES, sent)
-        # The version is a precondition: the API server answers 409 if the slice has another one. The pool's generation stays: it has one
-        # slice, which is replaced as a whole.
+        # The version is a precondition: the API server answers 409 if the slice has another one. The generation stays, since the pool has
+        # one slice, which is replaced as a whole.
         metadata = {**sent["metadata"], "resourceVersion": stored.version}
         spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": stored.generation}}
         return await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})

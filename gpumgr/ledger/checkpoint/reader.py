@@ -18,7 +18,7 @@ from gpumgr.ledger.checkpoint.tables import Loaded
 
 
 def read_checkpoint(folder: Path) -> Loaded:
-    """The present content of the checkpoint in `folder`; `lost` if there is no file, or one without tables.
+    """The present content of the checkpoint in `folder`; `lost` is set if there is no file, or a file without tables.
 
     Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not readable.
     """

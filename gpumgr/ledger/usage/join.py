@@ -79,7 +79,7 @@ def _by_user(allocations: Collection[Allocation], pods: Iterable[PodView]) -> Ma
 
 #: The attributed processes of one sample, by allocation and GPU.
 Attributed = dict[AllocationOnGpu, list[GpuProcess]]
-#: GPU -> the container of each unknown process on it; None: that is not known either.
+#: GPU -> the container of each unknown process on it; None: the container is not known either.
 Unknown = Mapping[GpuName, list[Container | None]]
 
 
@@ -91,8 +91,8 @@ def join(
     index: AllocationIndex | None = None,
     taken_at: float = 0.0,
 ) -> NodeUse:
-    """`owners`: pid -> its container, None = it runs in none; a pid that is missing is not known yet. GPUs that are not in the ledger
-    are ignored. `index` is that of this ledger, if the caller has made it already."""
+    """`owners`: pid -> its container, None = it runs in none; a pid that is missing is not known yet. GPUs that are not in the ledger are
+    ignored. `index` is the index of this ledger, if the caller has made it already."""
     index = index or AllocationIndex(ledger.allocations.values())
     attributed: Attributed = {}
     unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}
@@ -175,7 +175,8 @@ def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int 
 
 
 def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
-    """None if that of a process is unknown, unless it is the GPU's own: `alone` is its sample if only this container uses it."""
+    """The sum for the processes. If the value of a process is unknown, the GPU's own utilization if only this container uses the GPU
+    (`alone` is the GPU's sample then), else None."""
     ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
     if len(ratios) == len(processes):
         return min(1.0, sum(ratios))

@@ -12,7 +12,7 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.topology.devices import MigProfile
 
-#: Profiles that begin at the last free place, so that larger ones still fit before them.
+#: Profiles that get the last free place, so that larger profiles still fit before it.
 _FROM_THE_END: Final = ("1g.", "3g.")
 
 
@@ -30,14 +30,15 @@ class MigPlace:
 
 
 def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
-    """What it takes of a GPU with these profiles. Cores are rounded down, so that the devices of a full GPU have no more than it."""
+    """What the MIG device takes of a GPU with these profiles. Cores are rounded down, so that the devices of a full GPU have no more than
+    the GPU."""
     most = max(profile.slices for profile in profiles)
     return Amounts(place.profile.slices * CORES_PER_GPU // most, place.profile.memory_mebibytes, slices=place.memory_slices)
 
 
 def find_place(profiles: Sequence[MigProfile], taken: int, *requests: ReplicaRequest) -> MigPlace | None:
-    """The smallest profile that has what each of the requests asks of a GPU, where it is free; None: none fits. `taken`: memory slices as
-    bits."""
+    """The best free place of the smallest profile that has what each of the requests asks of a GPU; None: none fits. `taken`: memory slices
+    as bits."""
     return next((places[0] for profile in _fitting(profiles, *requests) if (places := _places(profile, taken))), None)
 
 
@@ -49,7 +50,7 @@ def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaR
 
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
     """The place with this memory and these memory slices, of the profile with the nearest compute (schedulers round it differently); None:
-    the GPU has no such one."""
+    the GPU has no such place."""
     wanted = amounts.memory_mebibytes, amounts.slices
     places = (place for profile in profiles for place in _places(profile, 0))
     found = [place for place in places if (place.profile.memory_mebibytes, place.memory_slices) == wanted]
@@ -57,7 +58,7 @@ def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | Non
 
 
 def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPlace | None:
-    """The place of this profile that begins at this memory slice; None: the GPU has no such one."""
+    """The place of this profile that begins at this memory slice; None: the GPU has no such place."""
     named = (place for profile in profiles if profile.name == name for place in _places(profile, 0))
     return next((place for place in named if place.start == start), None)
 
@@ -78,7 +79,8 @@ def most_devices(profiles: Sequence[MigProfile]) -> int:
 
 
 def _fitting(profiles: Sequence[MigProfile], *requests: ReplicaRequest) -> Iterator[MigProfile]:
-    """The smallest first. A part of the memory is that of the memory slices, since MIG devices together have less than the GPU."""
+    """The profiles that fit, the smallest first. A percentage of memory is counted in memory slices, since all MIG devices together have
+    less memory than the GPU."""
     most_slices = max((profile.slices for profile in profiles), default=0)
     most_size = max((profile.size for profile in profiles), default=0)
 
@@ -96,7 +98,7 @@ def _fitting(profiles: Sequence[MigProfile], *requests: ReplicaRequest) -> Itera
 
 
 def _places(profile: MigProfile, taken: int) -> list[MigPlace]:
-    """The free ones, the best first."""
+    """The free places of the profile, the best first."""
     starts = profile.starts[::-1] if profile.name.startswith(_FROM_THE_END) else profile.starts
     places = [MigPlace(profile=profile, start=start) for start in starts]
     return [place for place in places if not place.memory_slices & taken]

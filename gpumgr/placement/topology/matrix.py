@@ -1,4 +1,4 @@
-"""Topology from text: what `nvidia-smi topo -m` prints, or a matrix of its cells.
+"""Reads a topology from the text that `nvidia-smi topo -m` prints, or from a matrix of its cells.
 
 A cell is X (the GPU itself), a PCIe level (SYS, NODE, PHB, PXB, PIX, PSB), `NVn` for n NVLinks, or `NVn+LEVEL` where both are
 known. nvidia-smi hides the PCIe level behind `NVn`, so a plain `NVn` counts as SYS. SOC is the old spelling of SYS; N/A (the
@@ -22,7 +22,7 @@ _ALLOWED: Final = "X (itself), SYS, NODE, PHB, PXB, PIX, PSB, SOC, N/A, NVn or N
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU_NAME: Final = re.compile(r"GPU([0-9]+)")
 _AFFINITY: Final = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
-# nvidia-smi pads cells with tabs, and some versions print full-width names and cells without any: GPU0GPU1, NODENODE.
+# nvidia-smi separates cells by tabs, but some versions print names and cells of full width without a tab: GPU0GPU1, NODENODE.
 _GLUED_NAMES: Final = re.compile(r"(?:GPU|NIC)[0-9]+|mlx[0-9]+_(?:bond_?)?[0-9]+")
 _GLUED_CELLS: Final = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV[0-9]+")
 
@@ -37,7 +37,7 @@ class Nic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTopology:
-    """A read matrix. `labels`, `cpu_affinity` and `numa_affinity` have one entry a GPU; None = not reported, or no single node."""
+    """A read matrix. `labels`, `cpu_affinity` and `numa_affinity` have one entry for each GPU; None = not reported, or no single node."""
 
     topology: Topology
     labels: tuple[str, ...]
@@ -48,7 +48,7 @@ class ParsedTopology:
 
 @lru_cache(maxsize=64)
 def parse_topology(text: str) -> ParsedTopology:
-    """Read the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are left alone.
+    """Read the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored.
 
     Raises TopologyError with the line, the column and what is allowed there.
     """
@@ -84,7 +84,7 @@ def _from_cells(rows: tuple[tuple[str, ...], ...]) -> Topology:
 
 
 def read_cell(cell: str, where: str, itself: bool = False) -> Link:
-    """One cell between two GPUs, or of a GPU with itself. Raises TopologyError that begins with `where`."""
+    """Reads the cell of two GPUs, or of a GPU with itself. Raises TopologyError with a message that begins with `where`."""
     if itself:
         if cell not in ("X", "x"):
             raise TopologyError(f"{where}: {cell!r} on the diagonal, expected X")

@@ -136,7 +136,7 @@ class Activity:
             self._stray = None
 
     async def _replace_guest(self, number: int) -> None:
-        """Starts a short-lived pod, and deletes the oldest one at the maximum number."""
+        """Starts a short-lived pod. If the maximum number runs, it deletes the oldest one first."""
         if len(self._guests) == len(_GUESTS):
             self._node.delete(self._guests.pop(0))
         self._guests.append(await self._run(f"guest-{number}", *_GUESTS[number % len(_GUESTS)]))

@@ -93,7 +93,7 @@ class Exposition:
 
 
 def _render_pages(metrics: Metrics, variants: Collection[_Variant]) -> dict[_Variant, bytes]:
-    """All formats of one report; with each compressed page also its text."""
+    """Renders the pages from one report; a compressed page is returned with its text."""
     families = list(yielding_gil(metrics.render()))
     pages: dict[_Variant, bytes] = {}
     for each in {openmetrics for openmetrics, _ in variants}:
