@@ -1,4 +1,4 @@
-"""What a container gets: the response to its calls, and at its start its folder, its limits and its CDI spec."""
+"""Makes what a container gets: the responses to the kubelet's calls, and at the container's start its folder, limits and CDI spec."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -18,8 +18,8 @@ NO_MECHANISM = ("none",)
 
 
 class ContainerStarts:
-    """`make_dir` creates a container's folder below `host.allocation_dir`. `make_room` lowers the memory limits of others on the GPUs of a
-    share, and raises Refusal if its memory is not free."""
+    """`make_dir` creates a container's folder below `host.allocation_dir`. `make_room` lowers the memory limits of the other containers
+    on the GPUs of a share, and raises Refusal if the share's memory is not free."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from gpumgr.placement.evaluators.replicas import Scaling
 from gpumgr.placement.evaluators.select import Policy
 from gpumgr.placement.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
 
-#: All memory slices.
+#: The bits of all memory slices.
 _EVERYWHERE: Final = -1
 _NOT_IN_MIG_MODE: Final = "its MIG mode is not on yet: hami.operating_mode mig turns it on once the GPU is idle"
 EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Inventory, GpuRegistry], _T]":
-    """Computes a list once for an inventory and a registry, since neither changes. Readers don't change it."""
+    """Keeps the method's result for an inventory and a registry, since neither changes. Callers must not change the result."""
 
     @wraps(method)
     def computed(self: "Inventory", gpu_registry: GpuRegistry) -> _T:
@@ -41,9 +41,9 @@ def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Invent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareHealth:
-    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work. `cordoned`: UUID -> why it accepts no new containers though
-    it works. A GPU in neither is healthy. `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the cordoned
-    GPUs that have no other reason than their MIG mode."""
+    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work. `cordoned`: UUID -> why the GPU accepts no new containers
+    though it works. A GPU in neither is healthy. `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the GPUs
+    that are cordoned only because of their MIG mode."""
 
     failed: Mapping[str, str] = field(default_factory=dict)
     cordoned: Mapping[str, str] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class HardwareHealth:
 class Inventory:
     """An immutable state of the hardware, and what is offered of it. GPUs are matched with the registered ones by UUID.
 
-    `replicas`: how many of each GPU are offered, `scaling`: with how many times its memory and cores. `mig_strategy`: which MIG devices
-    are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, instead of sharing such GPUs (empty:
-    all); None: none are. `policy`: where a share is placed. `mig_blocked`: GPU's UUID -> memory slices, as bits, at which none can be
-    created now, for example because of a MIG device that has processes and no container. `burst_mebibytes`: GPU -> memory that containers
-    hold above their requests.
+    `replicas`: how many replicas of each GPU are offered. `scaling`: the factors by which its memory and cores are multiplied for them.
+    `mig_strategy`: which MIG devices are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, on
+    GPUs that are not shared then (empty: all profiles); None: no MIG device is created. `policy`: where a share is placed. `mig_blocked`:
+    GPU's UUID -> memory slices, as bits, where no MIG device can be created now, for example since a MIG device there has processes but
+    no container. `burst_mebibytes`: GPU -> memory that containers hold above their requests.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -93,8 +93,8 @@ class Inventory:
 
     @_once
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
-        """The GPUs on which MIG devices are created on demand: all their profiles, with the places that can be had. A profile that the
-        settings do not have has no places; it stays, since parts of the GPU are counted by its largest profile."""
+        """Maps each GPU on which MIG devices are created on demand to all its profiles, with the places that are not blocked. A profile
+        that the settings leave out has no places; it stays in the list, since parts of the GPU are counted by its largest profile."""
         if self.mig_on_demand is None:
             return {}
         return {
@@ -115,17 +115,18 @@ class Inventory:
         return {gpu_registry.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in gpu_registry.by_uuid}
 
     def indices(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, int]:
-        """Name -> NVML's index; also of a registered GPU that can't be described."""
+        """Maps names to NVML's indices, also for registered GPUs that the driver can't describe."""
         failed = [(failure.uuid, failure.index) for failure in self.snapshot.failures if failure.uuid is not None]
         shown = [(gpu.uuid, gpu.index) for gpu in self.snapshot.gpus]
         return {gpu_registry.by_uuid[uuid].name: index for uuid, index in (*failed, *shown) if uuid in gpu_registry.by_uuid}
 
     def unnamed(self, gpu_registry: GpuRegistry) -> Sequence[GpuFailure]:
-        """The GPUs that the driver can't describe and that are not registered, as far as their UUIDs are known."""
+        """The GPUs that the driver can't describe, if they are not registered or their UUIDs are not known."""
         return [failure for failure in self.snapshot.failures if failure.uuid not in gpu_registry.by_uuid]
 
     def granted(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, GrantedGpu]:
-        """Name -> what a container's response contains of each registered GPU; one that the driver does not list has no device node."""
+        """Maps each registered GPU to what a container's response says about it. A GPU that the driver does not list has no device
+        node."""
         shown = self.gpus(gpu_registry)
         return {
             c.name: GrantedGpu(
@@ -139,7 +140,7 @@ class Inventory:
 
     @_once
     def failures(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
-        """GPU -> why it does not work; a registered GPU that the driver does not list is one of them."""
+        """GPU -> why it does not work. A registered GPU that the driver does not list counts as failed."""
         shown = self.gpus(gpu_registry)
         reasons = {
             c.name: self.health.failed.get(c.uuid) or (None if c.name in shown else "the driver does not show it")
@@ -163,7 +164,7 @@ class Inventory:
         for c in gpu_registry.gpus:
             cordon = self.health.cordoned.get(c.uuid)
             quarantine = self.quarantine.reason(c.name) if c.name in self.quarantine.held else None
-            # MIG devices are given in spite of the MIG mode, and not in quarantine.
+            # A GPU in MIG mode still grants MIG devices, but not while it is in quarantine: then the quarantine is the reason.
             own = quarantine or cordon if c.uuid in self.health.in_mig_mode else cordon or quarantine
             reasons[c.name] = without_mig.get(c.name) or own
         return {name: reason for name, reason in reasons.items() if reason}
@@ -219,7 +220,7 @@ class Inventory:
     def processes(
         self, gpu_registry: GpuRegistry, sample: NodeSample, started: Mapping[int, int]
     ) -> Mapping[GpuName, list[Process]]:
-        """GPU -> its processes with their start times, of the GPUs with a readable process list."""
+        """Maps each GPU with a readable process list to its processes with their start times."""
         return {
             gpu_registry.by_uuid[uuid].name: [(p.pid, started[p.pid]) for p in gpu.processes if p.pid in started]
             for uuid, gpu in sample.gpus.items()

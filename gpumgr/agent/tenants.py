@@ -1,4 +1,4 @@
-"""Allocations as enforcement sees them."""
+"""Converts allocations to tenants, the form that enforcement uses."""
 
 from collections.abc import Iterator, Mapping
 
@@ -20,7 +20,7 @@ def is_share(allocation: Allocation) -> bool:
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """The tenant, if this allocation shares a GPU; None for whole GPUs, and for gpu-manager's records, which gpumgr does not limit.
+    """The tenant, if this allocation shares a GPU. None for all others (see `is_share`), which gpumgr does not limit.
 
     `gpus` are the GPUs that the driver lists now; `view` is the allocation's pod, if it is known.
     """

@@ -1,4 +1,4 @@
-"""Nodes and pods of a snapshot as `gpumgr.cluster.simulation.live` needs them, by the scheduler's own decoding."""
+"""Decodes nodes and pods of a snapshot for `gpumgr.cluster.simulation.live`, with the scheduler's own functions."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ from gpumgr.kube.pods import MIRROR_ANNOTATION, parse_milli
 
 Json = Mapping[str, Any]
 _T = TypeVar("_T")
-#: Demands of pods that are not modelled.
+#: Demands of pods that the simulation does not model.
 UNCHECKED: Final = (
     "pod affinities",
     "topology spread constraints",
@@ -61,7 +61,7 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
 def read_pod(
     item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Json] = ()
 ) -> tuple[WatchedPod, LivePod]:
-    """`nodes`: those on which pods are. Raises ValueError, which names the field."""
+    """`nodes`: name -> node, where the pod's node is looked up. Raises ValueError, which names the field."""
     _check(item, _PodObject)
     pod = parse_watched_pod(item)
     return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)
@@ -96,7 +96,7 @@ def _live_node(item: Json, node: WatchedNode) -> LiveNode:
 
 
 def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Json]) -> LivePod:
-    """`node`: on which the pod is. Raises ValueError."""
+    """`node` is the pod's node; None: it has none, or the node is not known. Raises ValueError."""
     spec = item["spec"]
     rules = {key: spec.get(key) for key in ("tolerations", "nodeSelector", "affinity")}
     unchecked = tuple(_unchecked(spec))
@@ -146,7 +146,7 @@ def _unchecked(spec: Json) -> list[str]:
 
 
 def _requests(spec: Json) -> dict[str, int]:
-    """Adds requests as kube-scheduler does: init containers run one after another, each beside the sidecars before it."""
+    """Adds requests as kube-scheduler does: init containers run one after another, each beside the sidecars that started before it."""
     sidecars, peak = Counter[str](), Counter[str]()
     for container in spec.get("initContainers") or ():
         own = Counter(_wanted(container))
@@ -159,7 +159,7 @@ def _requests(spec: Json) -> dict[str, int]:
 
 
 def _wanted(holder: Json) -> dict[str, int]:
-    """The API server sets missing requests to the limits."""
+    """A missing request equals the limit, as the API server sets it."""
     resources = holder.get("resources") or {}
     return _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
 
@@ -177,7 +177,7 @@ def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
 
 
 def _named(document: Json, key: str, kind: str) -> Iterator[tuple[str, Any]]:
-    """The objects with the texts by which messages name them; for objects of a file the text has the place."""
+    """The objects, each with its name for messages. The name of an object from a file begins with the object's place there."""
     items = document.get(key) or ()
     for item, place in zip_longest(items, document.get("places", {}).get(key, ())):
         metadata = item.get("metadata") if isinstance(item, Mapping) else None

@@ -49,7 +49,7 @@ _STATE_KEYS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
-    """The GPUs in the order of the topology's rows. `unschedulable` has the reason why a GPU takes nothing, or None."""
+    """The GPUs in the order of the topology's rows. `unschedulable`: for each GPU why it accepts nothing, or None."""
 
     topology: Topology
     indices: tuple[int, ...]
@@ -111,7 +111,7 @@ def _node(source: NodeSource, blocks_per_gpu: int) -> _Node:
 
 
 def read_state(path: str) -> StateFile:
-    """Reads a state file, - for stdin. Raises StateError that begins with the file's name."""
+    """Reads a state file; `-` is stdin. Raises StateError, which begins with the file's name."""
     try:
         return decode_json(content(path), StateFile)
     except WrongStructure as error:

@@ -1,6 +1,6 @@
 """Reads ELF files: what a mirror of libraries needs, and the symbols that a library exports. Every offset and count is checked.
 
-Source of the layouts: System V ABI, chapters 4 and 5; of the ABI note: Linux Standard Base, "Note Sections".
+Sources: for the layouts System V ABI, chapters 4 and 5; for the ABI note Linux Standard Base, "Note Sections".
 """
 
 import os
@@ -93,7 +93,7 @@ def read_elf(path: Path) -> Elf:
 
 
 def read_header(descriptor: int) -> Header:
-    """Raises ElfError for everything that is not an ELF file, OSError."""
+    """Raises ElfError for everything that is not an ELF file, and OSError."""
     return _header(_reader(descriptor))
 
 

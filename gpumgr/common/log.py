@@ -1,4 +1,5 @@
-"""The log: structlog to stderr, console on a terminal and one JSON object a line otherwise. Libraries log from WARNING on.
+"""Configures the log: structlog writes to stderr, as text on a terminal and otherwise as one JSON object per line. Libraries log from
+WARNING on.
 
 If the journal reads our stderr, each line is sent to it as an entry with fields and a priority; its message is the same JSON.
 """
@@ -106,7 +107,7 @@ class _Entries:
 
 
 class _JournalHandler(logging.StreamHandler[TextIO]):
-    """Sends the log of libraries, with the names of their loggers."""
+    """Sends the log of libraries to the journal, with the names of their loggers."""
 
     def __init__(self, out: TextIO, journal: Journal) -> None:
         super().__init__(out)
@@ -127,12 +128,12 @@ def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
     ordered = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event} | dict(event)
     try:
         return msgspec.json.encode(ordered, enc_hook=repr).decode()
-    except (UnicodeEncodeError, TypeError):  # names that are no UTF-8, keys that are no text
+    except (UnicodeEncodeError, TypeError):  # names that are not UTF-8, keys that are not text
         return json.dumps(ordered, default=repr, skipkeys=True)
 
 
 def _render_entry(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[list[Field]], dict[str, Any]]:
-    """The arguments of the logger's method, as structlog has them."""
+    """The arguments of the logger's method, in structlog's form (args, kwargs)."""
     fields = dict(event)
     return (entry_of(_render_json(logger, name, event), fields),), {}
 

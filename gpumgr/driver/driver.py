@@ -1,4 +1,4 @@
-"""The agent's queries and changes of NVML, as coroutines with a timeout that never block the event loop."""
+"""What the agent reads and changes through NVML, as coroutines with a timeout that never block the event loop."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +61,8 @@ def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
-    """The GPU's UUID, and why the driver does not limit the memory of cgroups there, or None if it seems to do so. Raises CallError if the
-    GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU."""
+    """The GPU's UUID, and the reason why the driver does not limit the memory of cgroups there (None: it seems to do so). Raises
+    CallError if the GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU."""
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     uuid = str(nvml.call("nvmlDeviceGetUUID", handle))
@@ -92,22 +92,22 @@ _BUSY_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """`sample` lacks a GPU about which another call takes long. `health` is by UUID; it includes GPUs that the last snapshot lacks, but no
-    GPU that is no longer listed. None: another call about the GPU takes long."""
+    """`sample` lacks a GPU while another call about it takes long. `health`: UUID -> health; None: another call about the GPU takes long.
+    It includes GPUs that the last snapshot lacks, but no GPU that is no longer listed."""
 
     sample: NodeSample
     health: Mapping[str, Observation | None]
 
 
 class Nvml(Session):
-    """All calls of NVML that the agent makes in a session.
+    """A session with all calls of NVML that the agent makes.
 
-    `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
-    Every coroutine raises NvmlError if the driver answers with an error or does not answer within `timeout_seconds`, NvmlAbsent if
-    there is no driver, DriverMismatchError if only a new process can continue. A GPU that answers with an error, or not in time, does
-    not affect the readings of the other GPUs. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait until
-    they end.
-    `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory of each GPU for which the driver reports none.
+    `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process. Every coroutine
+    raises NvmlError if the driver answers with an error or does not answer within `timeout_seconds`, NvmlAbsent if there is no driver,
+    and DriverMismatchError if only a new process can continue. A GPU that answers with an error, or not in time, does not affect the
+    readings of the other GPUs. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait until they end.
+    `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory that is assumed for each GPU for which the driver
+    reports none.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Nvml(Session):
         )
 
     async def read_health(self) -> Mapping[str, Observation | None]:
-        """The health alone, as in `Reading`."""
+        """Only the health, as in `Reading`."""
         return self._health_of(await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS))
 
     def _health_of(self, answers: Mapping[int, GpuReading | NvmlError]) -> Mapping[str, Observation | None]:
@@ -224,7 +224,7 @@ class Nvml(Session):
         return readings
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """The processes with a context on the GPU now; None if the driver does not list them, or if the GPU fails to answer."""
+        """The processes with a context on the GPU now; None if the driver does not list them, or if the GPU does not answer."""
         try:
             return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu))
         except (CallError, GpuHangs):
@@ -235,7 +235,7 @@ class Nvml(Session):
         return await self._on_gpu(uuid, lambda gpu: int(self._binding.call("nvmlDeviceGetComputeMode", gpu)))
 
     async def set_compute_mode(self, uuid: str, mode: int) -> None:
-        """Needs root. Stays until another mode is set, or the driver is reloaded."""
+        """Needs root. The mode stays until another one is set, or the driver is reloaded."""
         await self._on_gpu(uuid, lambda gpu: self._binding.call("nvmlDeviceSetComputeMode", gpu, mode))
 
     async def gpu_with_memory_limits(self) -> str:
@@ -281,8 +281,8 @@ class Nvml(Session):
         return await self._on_gpu(uuid, read)
 
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
-        """Destroys the MIG device `instance` (its UUID) of the GPU; does nothing if it does not exist. Needs root. While processes use
-        it, the NvmlError has their pids."""
+        """Destroys the MIG device `instance` (its UUID) of the GPU; does nothing if it does not exist. Needs root. If processes use it,
+        the NvmlError has their pids."""
         await self._change_mig(
             uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance))
         )

@@ -1,7 +1,8 @@
-"""Turns MIG mode on, creates and destroys MIG devices. Synchronous functions for the worker's thread; all need root.
+"""Turns MIG mode on, and creates and destroys MIG devices. Synchronous functions for the worker's thread; all need root.
 
-A MIG device is a compute instance in a GPU instance. Here it always has the whole GPU instance. If a step fails, a GPU instance without a
-compute instance is left. It is no MIG device, but occupies a place, so it is destroyed when the place is needed.
+A MIG device is a compute instance in a GPU instance. Here the compute instance always has the whole GPU instance. If a step fails, a GPU
+instance without a compute instance may be left. It is not a MIG device, but occupies a place, so it is destroyed when the place is
+needed.
 
 Source: NVML's reference, "Multi Instance GPU Management". NVIDIA's DRA driver has seen that a GPU instance is "in use by another client"
 after its compute instance was destroyed, and that NVML reports an occupied place as "insufficient resources".
@@ -26,7 +27,7 @@ from gpumgr.driver.sampling import read_processes
 from gpumgr.placement.topology.devices import MigInstance, MigProfile
 
 _ENABLE: Final = 1
-#: NVML's numbers of the compute instance profiles of 1, 2, 3, 4, 7, 8 and 6 slices; the later numbers are variants with other engines.
+#: NVML's numbers of the compute instance profiles of 1, 2, 3, 4, 7, 8 and 6 slices; higher numbers are variants with other engines.
 _COMPUTE_PROFILES: Final = 7
 _SHARED_ENGINES: Final = 0
 
@@ -39,7 +40,7 @@ def enable_mig(nvml: Binding, uuid: str) -> None:
     if enabled:
         return
     status = nvml.on_gpu(uuid, lambda gpu: nvml.call("nvmlDeviceSetMigMode", gpu, _ENABLE))
-    if not nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu)):  # the driver may have detached the GPU: its handle is new
+    if not nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu)):  # a new handle, since the driver may have detached the GPU
         raise NvmlError(
             f"MIG mode of {uuid} is not on yet ({nvml.call('nvmlErrorString', status)}): it will be after a reset of the GPU. "
             "Drain it with `gpumgr gpu drain`, then reset it with `gpumgr gpu reset`"
@@ -54,7 +55,7 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
         compute_profile = _compute_profile(nvml, instance, profile.slices)
         compute = nvml.call("nvmlGpuInstanceCreateComputeInstance", instance, compute_profile)
         made.append(("nvmlComputeInstanceDestroy", compute))
-        # This handle is the MIG device's. A search by index took 10 s on busy GPUs (NVIDIA's DRA driver).
+        # This is the handle of the MIG device. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
         return read_mig_instance(nvml, gpu, nvml.call("nvmlComputeInstanceGetInfo", compute).device)
     except NvmlError:
         for function, part in reversed(made):
@@ -64,8 +65,8 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
 
 
 def destroy_mig_instance(nvml: Binding, gpu: Handle, instance_uuid: str) -> None:
-    """Destroys a MIG device of this GPU, and its GPU instance unless that has other MIG devices. A MIG device that does not exist is no
-    error. Raises NvmlError; if processes use the MIG device, the error has their pids, and nothing was destroyed."""
+    """Destroys a MIG device of this GPU, and its GPU instance unless that has other MIG devices. Does nothing if the MIG device does not
+    exist. Raises NvmlError; if processes use the MIG device, the error has their pids, and nothing was destroyed."""
     if not read_mig_enabled(nvml, gpu):
         return
     devices = read_mig_handles(nvml, gpu)

@@ -31,13 +31,13 @@ _PAUSE_SECONDS: Final = 1.0
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
-#: Called on the event loop with the GPU's UUID. None = the driver does not report which GPU.
+#: Called on the event loop with the GPU's UUID. None: the driver does not report the GPU.
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSet:
-    """A registered set. `uuids`: address in the handle -> UUID of each GPU about which the driver reports events."""
+    """An event set with registered GPUs. `uuids`: address in the GPU's handle -> UUID, of each GPU with events."""
 
     handle: Handle
     uuids: Mapping[int, str]
@@ -61,8 +61,8 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
 
 
 class EventThread:
-    """Waits on one set until `stop`, in short intervals, since the wait blocks and has no file descriptor. At the end it frees the set. It
-    is a daemon, so a wait that hangs delays nothing."""
+    """Waits for events of one set until `stop`, in short intervals, since the wait blocks and has no file descriptor. Frees the set at
+    the end. The thread is a daemon, so a wait that hangs delays nothing."""
 
     def __init__(self, nvml: Binding, event_set: EventSet, on_event: OnEvent) -> None:
         self._nvml = nvml
@@ -122,7 +122,7 @@ _SHUTDOWN_SECONDS: Final = 2.0
 
 
 class Session:
-    """One session with the driver's library: `open` first, `close` at the end; both may be repeated (after a driver's reload).
+    """One session with the driver's library: `open` first, `close` at the end; both may be repeated (after the driver was reloaded).
 
     No session begins or ends while a call is inside NVML.
     """
@@ -148,7 +148,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a session, or the wait for events, starts or ends now, or MIG is changed. A snapshot would wait for the end of that."""
+        """Whether a session, or the wait for events, starts or ends now, or MIG is changed. A snapshot would wait until that ends."""
         return self._session_lock.locked()
 
     @property
@@ -158,7 +158,7 @@ class Session:
 
     async def open(self) -> None:
         """Loads the library and initialises NVML; closes an earlier session first. While a call about a GPU hangs, the earlier session
-        can't end: it continues if it still serves the other GPUs."""
+        can't end: it continues if the driver still answers other calls."""
         async with self._session_lock:
             if self._opened and any(gpu is not None for gpu in self._worker.stuck):
                 await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
@@ -172,9 +172,9 @@ class Session:
 
     @asynccontextmanager
     async def without_session(self) -> AsyncIterator[None]:
-        """A block without a session, in which another program can have exclusive access to a GPU; calls wait for its end.
+        """Ends the session for a block, so that another program can have exclusive access to a GPU; calls wait until the block ends.
 
-        Afterwards there is a session again, without a watch for events. Raises NvmlError if a call hangs, since its session can't end.
+        Then a session is opened again, without a watch for events. Raises NvmlError if a call hangs, since the session can't end then.
         """
         async with self._session_lock:
             self._session_open.clear()
@@ -208,7 +208,7 @@ class Session:
             before, self._events = self._events, None
             if event_set is not None:
                 self._events = EventThread(self._binding, event_set, on_event)
-            if before is not None:  # ended only now, so that no event is lost between the two threads
+            if before is not None:  # stopped only now, so that no event is lost between the two threads
                 await before.stop(timeout_seconds=_STOP_SECONDS)
         return frozenset(uuids.values()) - (frozenset() if event_set is None else frozenset(event_set.uuids.values()))
 
@@ -253,7 +253,7 @@ class Session:
             await self._worker.call(self._binding.close, timeout_seconds=seconds)
 
     async def _stop_events(self) -> bool:
-        # A thread that does not end is kept: NVML must not be shut down while it waits inside.
+        # A thread that does not end is kept: NVML must not be shut down while the thread waits inside.
         if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
             self._events = None
         return self._events is None

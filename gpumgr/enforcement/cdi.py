@@ -1,8 +1,8 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
-Each allocation has one spec file, with one device, or for a ResourceClaim one device for each GPU. The file is written at container
-start, when Allocate of both resources was answered, or when the claim is prepared. It depends on the allocation alone.
-Source: Container Device Interface specification 0.6.0; the runtime reads the folder again for a name that it does not have.
+Each allocation has one spec file, with one device, or for a ResourceClaim one device for each GPU. The file is written when the container
+starts (then Allocate was answered for both resources), or when the claim is prepared. It depends on the allocation alone. Source:
+Container Device Interface specification 0.6.0; the runtime reads the folder again for a name that it does not know.
 """
 
 import json
@@ -39,8 +39,8 @@ def allocation_of(name: str) -> AllocationId | None:
 def spec(allocation: Allocation, response: ContainerResponse) -> bytes:
     """The spec file with the environment, device nodes and mounts of `response`; CDI has no annotations.
 
-    All devices of a claim have the same content. The kubelet passes all devices of a request to the runtime, where the same content has no
-    effect a second time.
+    All devices of a claim have the same content. The kubelet passes all devices of a request to the runtime, where repeated content has
+    no further effect.
     """
     edits: dict[str, Any] = {
         "env": [f"{key}={value}" for key, value in sorted(response.envs.items())],

@@ -1,4 +1,4 @@
-"""Which folders of allocations are mounted in processes: a container that has one mounted is alive."""
+"""Finds the folders of allocations that are mounted in processes: a container that has such a folder mounted is alive."""
 
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
@@ -9,9 +9,9 @@ from gpumgr.ledger.ledger import AllocationId
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
     """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system.
-    A mount of a whole file system does not count, since that is the agent's own. Blocks for some milliseconds.
+    A mount of a whole file system does not count, since it is the agent's own mount. Blocks for some milliseconds.
 
-    Raises OSError if a process is hidden from the agent, since that process may have any of them mounted.
+    Raises OSError if a process is hidden from the agent, since that process may have any of the folders mounted.
     """
     found: set[str] = set()
     for table in mount_tables(proc_root):
@@ -22,7 +22,7 @@ def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[s
 
 
 def has_mounted(pid: int, allocation: AllocationId, proc_root: Path = PROC) -> bool:
-    """Whether the folder of this allocation is mounted in the process's mount namespace, as it is in its own container only.
+    """Whether the folder of this allocation is mounted in the process's mount namespace; only the allocation's container has it mounted.
 
     False for a process that is gone. Blocks.
     """

@@ -1,4 +1,4 @@
-"""What the limiter and hami-core share: each process of a container preloads a library.
+"""The common base of the limiter and hami-core: each process of a container preloads a library.
 
 The container mounts the installed copy of the library, the list that preloads it, and the files of its own folder, which the agent checks.
 """
@@ -32,9 +32,9 @@ _M = TypeVar("_M", bound=Monitor)
 
 
 class PreloadedBackend(Backend, Generic[_M]):
-    """`path_in_container`: where containers have the library. `library_dir` has the installed libraries. It is on a disk, since the
-    mounts of a container name them as long as it exists, also after a reboot. `folder` has a folder for each allocation. It is on a
-    tmpfs; without `volumes` the files of a container may fill that."""
+    """`path_in_container`: where containers have the library. `library_dir` has the installed libraries. It is on a disk, since a
+    container's mounts name these files as long as the container exists, also after a reboot. `folder` has a folder for each allocation.
+    It is on a tmpfs; without `volumes` the files of a container may fill the tmpfs."""
 
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
     bursts = True
@@ -71,8 +71,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             install_preloaded(library, self._library_dir, self._path_in_container.name, str(self._path_in_container))
 
     def _new_folder(self, allocation: AllocationId) -> Path:
-        """The folder of a container that starts; closes the monitor of the former one, as its files are replaced. Raises OSError."""
-        # The monitor stays in its place until it is replaced: a check that comes now must not open other files.
+        """The folder of a container that starts; closes the monitor of the former start, since its files are replaced. Raises OSError."""
+        # The closed monitor stays in `_monitors` until it is replaced: a check that runs now must not open other files.
         if (old := self._monitors.get(allocation)) is not None:
             old.close()
         folder = self._folder / allocation

@@ -1,4 +1,4 @@
-"""Connection to the API server: requests, renewed credentials, detection of a dead peer, and the rights of an account."""
+"""The connection to the API server: sends requests, renews credentials, detects a dead peer, and asks for the rights of an account."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ from gpumgr.kube.credentials import CredentialFiles, Credentials
 _log = structlog.get_logger(__name__)
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
-#: JSON merge patch (RFC 7386), Kubernetes' strategic merge patch, which merges some lists by key, or JSON patch (RFC 6902), a list of
-#: operations.
+#: merge: JSON merge patch (RFC 7386). strategic: Kubernetes' strategic merge patch, which merges some lists by key. json: JSON patch (RFC
+#: 6902), a list of operations.
 PatchKind = Literal["merge", "strategic", "json"]
 Body = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -34,21 +34,21 @@ _CONTENT_TYPES: Final[Mapping[PatchKind, str]] = {
     "json": "application/json-patch+json",
 }
 
-#: The remedy for credentials that are missing or wrong, where the agent's settings name them.
+#: The remedy for missing or wrong credentials, if the agent's settings name them.
 _SET_IT: Final = (
     "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
     "API server"
 )
-#: What a request raises: no answer (a TimeoutError is an OSError), a refusal, credentials that can't be used.
+#: What a request raises if there is no answer (a TimeoutError is an OSError), for a refusal, and for credentials that can't be used.
 API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
 #: What reading an object of the API server raises if it has another structure, or is nested too deeply.
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
-#: The API server itself tries for ten seconds before it refuses an eviction because of the UID.
+#: Longer than ten seconds, for which the API server itself retries an eviction before it refuses it because of the UID.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
-#: Between two reads of refused credentials: a read may run a program, and need not help.
+#: The shortest time between two reads of refused credentials: a read may run a program, and may not help.
 _RENEW_SECONDS: Final = 5.0
-#: The longest Retry-After that is obeyed, and the most objects for which one is kept, so that memory is bounded.
+#: The longest Retry-After that is obeyed, and the most writes for which one is kept, so that memory is bounded.
 _MAX_RETRY_AFTER_SECONDS: Final = 120.0
 _MAX_HELD: Final = 10_000
 
@@ -73,7 +73,7 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class ApiServer:
-    """Requests to the API server. Created by `connect` inside a running event loop; `close` at the end."""
+    """Sends requests to the API server. Create it with `connect` inside a running event loop, and call `close` at the end."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class ApiServer:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=100, socket_factory=_socket), trust_env=True, read_bufsize=1 << 21
         )
-        #: The API server refused the credentials with 401.
+        #: Whether the API server refused the credentials with 401.
         self._refused = False
         self._renewing = asyncio.Lock()
         self._renewal_due = -math.inf
-        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. The
-        #: path of a POST may be that of many objects.
+        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status.
+        #: Many objects may share the path of a POST.
         self._held: dict[tuple[Method, str, str], tuple[float, int]] = {}
-        #: Why the last renewal failed.
+        #: Why the last renewal failed; None: it did not.
         self._unreadable: SettingsError | None = None
 
     @classmethod
@@ -107,8 +107,8 @@ class ApiServer:
         clock: Callable[[], float] = time.monotonic,
         max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
     ) -> Self:
-        """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet. A longer Retry-After
-        than `max_retry_after_seconds` counts as so long.
+        """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet. A longer
+        Retry-After is shortened to `max_retry_after_seconds`.
 
         Raises SettingsError with `remedy` at the end of the message if the credentials are missing or can't be read.
         """
@@ -120,8 +120,8 @@ class ApiServer:
 
     async def _renew(self) -> None:
         """Reads the credentials again after the API server refused them (401): kubeconfig files and their certificates are replaced in
-        place. All callers wait for one renewal; requests with the earlier credentials end undisturbed. Credentials that can't be read
-        stay in use, and are read again later."""
+        place. All callers wait for one renewal; requests that were sent with the earlier credentials continue. Credentials that can't be
+        read stay in use, and are read again later."""
         async with self._renewing:
             if not self._refused or self._clock() < self._renewal_due:
                 return
@@ -146,13 +146,13 @@ class ApiServer:
         headers: Mapping[str, str] | None = None,
         check: Callable[[], None] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH; `headers` are
+        """Sends one request; neither reads the body of the answer nor checks its status. `patch` is the type of a PATCH; `headers` are
         sent besides the usual ones. The first request after a 401 reads the credentials again.
 
-        `check` is called when the connection is there, immediately before the body is sent. If it raises, the body is not sent, and its
-        error is the cause of an aiohttp.ClientConnectionError.
+        `check` is called once there is a connection, immediately before the body is sent. If `check` raises, the body is not sent, and
+        the error is the cause of an aiohttp.ClientConnectionError.
 
-        A write that was refused with Retry-After is not sent before that time; writes of other objects are.
+        A write that was refused with Retry-After is not sent again before that time; writes of other objects are sent.
 
         Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
         credentials can't be read again and for a write that must wait, GpumgrError for any other error of the HTTP client.
@@ -165,7 +165,7 @@ class ApiServer:
         data = json.dumps(body).encode() if body is not None else None
         checked = _checked(data, check) if data is not None and check is not None else data
         if self._refused:
-            await run_shielded(self._renew(), name="renewal")  # it may take longer than this caller waits
+            await run_shielded(self._renew(), name="renewal")  # the renewal may take longer than this caller waits
         credentials = self._credentials
         async with await self._send(
             method, path, credentials, params=query, headers=sent, data=checked, timeout=timeout
@@ -214,7 +214,7 @@ class ApiServer:
             )
         except (aiohttp.ClientError, OSError):
             raise
-        except Exception as error:  # an error of the HTTP client must not end what waits for the API server
+        except Exception as error:  # an error of the HTTP client must not end the callers
             raise GpumgrError(f"the request to the API server failed: {type(error).__name__}: {error}") from error
 
     async def send(
@@ -227,7 +227,7 @@ class ApiServer:
         patch: PatchKind = "merge",
         check: Callable[[], None] | None = None,
     ) -> bool:
-        """Sends one request and checks only the status of the answer. False if that is one of `but`. `check`: see `request`.
+        """Sends one request and checks only the status of the answer. False if the status is one of `but`. `check`: see `request`.
 
         Raises AnswerError for any other refusal, and what `request` raises.
         """
@@ -241,7 +241,8 @@ class ApiServer:
     async def read(
         self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] = {}
     ) -> dict[str, Any]:
-        """The object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request` raises."""
+        """Returns the object in the answer. Raises AnswerError for a refusal, or an answer that is not a JSON object, and what `request`
+        raises."""
         async with self.request(method, path, query, _WRITE_TIMEOUT, body) as response:
             if response.status >= 300:
                 raise await answer_error(response)
@@ -261,7 +262,7 @@ class ApiServer:
 
 
 def _name(body: Body | None) -> str:
-    """The name of the object that the body has; "" if it has none."""
+    """The name of the object in the body; "" if it has none."""
     return str((body.get("metadata") or {}).get("name") or "") if isinstance(body, Mapping) else ""
 
 
@@ -299,11 +300,11 @@ class _Status(msgspec.Struct):
 
 
 async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
-    """The error in an answer. Reads the beginning of its body; raises what reading raises."""
+    """The error in an answer. Reads the beginning of the answer's body; raises what reading raises."""
     body = await response.content.read(4096)
     try:
         status = decode_json(body, _Status)
-    except UnreadableText:  # from a proxy, or longer than what is read
+    except UnreadableText:  # the answer of a proxy, or longer than what was read
         status = _Status(message=body.decode(errors="replace"))
     return AnswerError(
         f"HTTP {response.status}: {' '.join(status.message.split())[:300]}",
@@ -314,14 +315,15 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """Seconds; 0.0 without one, or for a date."""
+    """The Retry-After in seconds; 0.0 if there is none, or if it is a date."""
     wanted = response.headers.get("Retry-After", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Right:
-    """One verb on one resource; of the core API group, in all namespaces, unless `group` and `namespace` say otherwise."""
+    """One verb on one resource. Without `group` the resource is in the core API group; without `namespace` the right is for all
+    namespaces."""
 
     verb: str
     resource: str

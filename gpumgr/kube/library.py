@@ -1,4 +1,4 @@
-"""The one function of kubernetes_asyncio that is used: it reads kubeconfig files, with their credential plugins."""
+"""Loads the only function of kubernetes_asyncio that gpumgr uses, which reads kubeconfig files and runs their credential plugins."""
 
 import importlib
 import sys
@@ -13,9 +13,9 @@ _ROOT: Final = "kubernetes_asyncio"
 _PACKAGES: Final = (_ROOT, f"{_ROOT}.client", f"{_ROOT}.config")
 
 
-# Importing any module of the library runs the `__init__` of its packages, which import every API and model: more than a thousand
-# modules, and 30 MiB of memory. The library has no option for that, so a finder, the import system's own extension point, gives its
-# packages an empty `__init__` while it is imported.
+# Importing any module of the library runs the `__init__` of its packages, which import every API and model: more than a thousand modules,
+# and 30 MiB of memory. The library has no option to avoid that. So a finder (the import system's extension point) gives its packages an
+# empty `__init__` during the import.
 class _EmptyPackages(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname in _PACKAGES else None
@@ -31,7 +31,7 @@ class _EmptyPackages(MetaPathFinder, Loader):
 
 @cache
 def load_library() -> Callable[..., Any]:
-    """`load_kube_config`. Imports the library once, or what is missing of it where the process has imported it as a whole."""
+    """Returns `load_kube_config`. Imports the library once; modules that the process has already imported are used."""
     finder = _EmptyPackages()
     sys.meta_path.insert(0, finder)
     try:

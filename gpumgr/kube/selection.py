@@ -1,10 +1,10 @@
-"""Which GPUs a pod demands by its annotations, in gpumgr's and in HAMi's spelling. Pure.
+"""Reads from a pod's annotations which GPUs it demands, in gpumgr's and in HAMi's spelling. Pure.
 
-If a pod has two annotations with one meaning, gpumgr's counts, and the other is not read. Empty texts are no constraints.
+If a pod has two annotations with the same meaning, gpumgr's counts, and HAMi's is not read. Empty texts are no constraints.
 
-HAMi's scheduler refuses no text, so pods that it has bound may have any in HAMi's annotations. They are read as HAMi 2.10 reads them
-(CheckType and CheckUUID in pkg/device/devices.go; assertNuma and checkType in pkg/device/nvidia/device.go), with two exceptions: their
-length is limited, and a list without a text is no constraint, as up to HAMi 2.9. Texts of gpumgr's annotations are checked.
+HAMi's scheduler accepts every text, so pods that it has bound may have any text in HAMi's annotations. These are read as HAMi 2.10 reads
+them (CheckType and CheckUUID in pkg/device/devices.go; assertNuma and checkType in pkg/device/nvidia/device.go), with two exceptions:
+their length is limited, and an empty list is no constraint, as in HAMi up to 2.9. Texts of gpumgr's annotations are checked.
 """
 
 import re
@@ -18,7 +18,7 @@ USE_MODELS: Final = ("gpumgr.io/use-gpu-model", "nvidia.com/use-gputype")
 AVOID_MODELS: Final = ("gpumgr.io/avoid-gpu-model", "nvidia.com/nouse-gputype")
 USE_UUIDS: Final = ("gpumgr.io/use-gpu-uuid", "nvidia.com/use-gpuuuid")
 AVOID_UUIDS: Final = ("gpumgr.io/avoid-gpu-uuid", "nvidia.com/nouse-gpuuuid")
-#: HAMi's only: a text that contains the modes of the GPUs that the pod may have.
+#: Only HAMi has this annotation: its text contains the modes of the GPUs that the pod may have.
 USE_MODES: Final = "nvidia.com/vgpu-mode"
 SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
 #: HAMi's policy for the GPUs of a node, which may be a list. `mutex` is a constraint: GPUs without containers.
@@ -27,7 +27,7 @@ GPU_POLICY: Final = "hami.io/gpu-scheduler-policy"
 _MAX_NAMES: Final = 64
 MAX_CHARACTERS: Final = 96
 _UUID: Final = re.compile("GPU-[0-9A-Za-z._-]+")
-#: As Go's strconv.ParseBool, which HAMi uses.
+#: The texts that Go's strconv.ParseBool accepts, which HAMi uses, and the empty text.
 _TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
 _FALSE: Final = ("", "0", "f", "F", "FALSE", "false", "False")
 
@@ -46,7 +46,7 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
 
 
 def _modes(annotations: Mapping[str, object]) -> tuple[str, ...] | None:
-    """An empty text names no mode either, so that no GPU satisfies it."""
+    """None: any mode. A text without a mode, also an empty one, gives an empty tuple, which no GPU satisfies."""
     modes = tuple(mode for mode in MODES if USE_MODES not in annotations or mode in str(annotations[USE_MODES]))
     return modes if modes != MODES else None
 
@@ -89,5 +89,5 @@ def _truth(annotations: Mapping[str, object], keys: tuple[str, str]) -> bool:
 
 
 def refusal(key: str, reason: str) -> Refusal:
-    """For an annotation that can't be read."""
+    """The Refusal for an annotation that can't be read."""
     return Refusal("invalid_request", f"annotation {key}: {reason}")

@@ -1,7 +1,7 @@
-"""Burst: a container uses more GPU memory than it requested, up to a limit of its own (annotation `gpumgr.io/memory-limit`). Pure.
+"""Burst: a container may use more GPU memory than it requested, up to its own limit (annotation `gpumgr.io/memory-limit`). Pure.
 
-A burst gets memory that no container was granted: memory that is granted but not used yet stays free for its holder. This keeps
-every request guaranteed, since memory in use can't be taken back.
+A burst gets only memory that no container was granted; granted memory that is not used yet stays free for its holder. So every request
+stays guaranteed, although memory in use can't be taken back.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,18 +27,18 @@ class ContainerMemory:
 
     @property
     def unused_bytes(self) -> int:
-        """What it was granted and does not use."""
+        """The memory that it was granted and does not use."""
         return max(0, self.request_bytes - (self.used_bytes or 0))
 
     @property
     def burst_bytes(self) -> int:
-        """What it holds above its request."""
+        """The memory that it holds above its request."""
         return max(0, (self.used_bytes or 0) - self.request_bytes)
 
 
 def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes: Mapping[GpuName, int]) -> dict[GpuName, int]:
-    """GPU -> the limit in MiB that the pod demands; empty if it demands none for this container. `memory_mebibytes`: what each GPU has.
-    Raises ValueError with the reason if the limit is not possible."""
+    """GPU -> the limit in MiB that the pod demands; empty if it demands no limit for this container. `memory_mebibytes`: the memory of
+    each GPU. Raises ValueError with the reason if the limit is not possible."""
     if view is None:
         return {}
     if view.memory_limits_ignored is not None:
@@ -60,8 +60,8 @@ def limits_now(
     memories: Mapping[_K, ContainerMemory], *, free_bytes: int | None, granted_bytes: int, starting: bool
 ) -> dict[_K, int]:
     """The limits that all containers on one GPU have now, in bytes: whole MiB, and never below a request. `free_bytes`: memory that no
-    process uses; None: not known. `granted_bytes`: the sum of all requests on the GPU. `starting`: a container is about to start there, so
-    no container may go further above its request now."""
+    process uses; None: not known. `granted_bytes`: the sum of all requests on the GPU. `starting`: a container is about to start on the
+    GPU, so no container may burst further now."""
     unused = _unused_bytes(memories.values(), granted_bytes)
     room = 0 if starting or free_bytes is None else max(0, free_bytes - unused) // _MEBIBYTE * _MEBIBYTE
     return {
@@ -80,8 +80,8 @@ def obstacle_to_start(
 ) -> tuple[int, _K] | None:
     """Whether a container with the memory `own` can start beside the containers in `memories`. None: it can. Otherwise the bytes that are
     left for it, and the container that holds most above its request. `granted_bytes`: the sum of all requests on the GPU, its own
-    included; memory that others were granted is not left. A container that holds no more than `slack_bytes` above its request (contexts,
-    rounding) is no obstacle."""
+    included. Memory that was granted to others does not count as left. A container that holds no more than `slack_bytes` above its
+    request (contexts, rounding) is no obstacle."""
     unused = _unused_bytes([own, *memories.values()], granted_bytes)
     left = max(0, free_bytes - max(0, unused - own.unused_bytes))
     holder = max(memories, key=lambda key: memories[key].burst_bytes, default=None)

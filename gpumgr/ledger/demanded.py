@@ -1,4 +1,4 @@
-"""The GPUs that a pod demands by its annotations. Its scheduler need not have read them: the agent gives it no others. Pure."""
+"""Restricts a pod to the GPUs that its annotations demand: the pod's scheduler may not have read the annotations. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -16,7 +16,7 @@ Select = Callable[[NodeView, Ledger, Caller, Request], Choice]
 
 
 def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """What `select` chooses of the GPUs that the caller's pod demands. Raises Refusal."""
+    """What `select` chooses among the GPUs that the caller's pod demands. Raises Refusal."""
     view = caller.view
     if view is None or (view.constraints == UNCONSTRAINED and view.unreadable is None):
         return select(node, ledger, caller, request)
@@ -29,7 +29,7 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
     for numa in _numa_nodes(node, node.rows) if view.constraints.same_numa_node and wanted > 1 else [None]:
         far = {gpu: "is on another NUMA node" for gpu in node.rows if numa is not None and _numa_nodes(node, [gpu]) != [numa]}
         undemanded = {**far, **closed}
-        # A GPU that is closed by its MIG mode alone is open for MIG devices.
+        # A GPU that is closed only by its MIG mode is open for MIG devices.
         demanded = replace(
             node,
             unschedulable={**node.unschedulable, **undemanded},
@@ -43,7 +43,8 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
 
 
 def refuse_undemanded(node: NodeView, view: PodView | None, gpus: Collection[GpuName], ledger: Ledger | None = None) -> None:
-    """Raises Refusal if a container of the pod may not have these GPUs. `ledger`: it does not have them yet."""
+    """Raises Refusal if a container of the pod may not have these GPUs. `ledger` is given if the container does not have them yet; then
+    other containers on them count, too."""
     if view is None:
         return
     if view.unreadable is not None:
@@ -73,6 +74,6 @@ def _problem(node: NodeView, view: PodView, gpu: GpuName, ledger: Ledger | None)
 
 
 def _numa_nodes(node: NodeView, gpus: Iterable[GpuName], unknown: int | None = None) -> list[int]:
-    """Ascending, each once."""
+    """The NUMA nodes of these GPUs, ascending, each once; `unknown` replaces one that is not known."""
     found = {shown.numa_node if shown.numa_node is not None else unknown for gpu in gpus if (shown := node.shown.get(gpu))}
     return sorted(numa for numa in found if numa is not None)

@@ -17,7 +17,8 @@ from gpumgr.placement.topology.devices import MigProfile
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why the GPU can't have a MIG device that serves the container and the containers that take over its replica; None if it can.
+    """Why the GPU can't have a MIG device that serves the requests `follow`: the container's, and the requests of the containers that
+    take over its replica. None if it can.
 
     `mask`: the replicas on the GPU that the container takes over.
     """
@@ -31,10 +32,10 @@ def obstacle_to_devices(
 def mig_devices(
     node: NodeView, ledger: Ledger, caller: Caller, follow: Sequence[ReplicaRequest], masks: Masks
 ) -> tuple[MigDevice, ...]:
-    """Chooses a MIG device for each of these replicas. Raises Refusal.
+    """Chooses a MIG device for each replica in `masks`. Raises Refusal.
 
-    If the scheduler placed the device, it is at that place. Otherwise an init container's device for the replica is used again if it is
-    large enough, or a new device gets the first free place.
+    If the scheduler has chosen a place for the device, the device gets that place. Otherwise an init container's device for the replica
+    is used again if it is large enough, or a new device gets the first free place.
     """
     placed = dict(caller.view.placed).get(caller.container or "", ()) if caller.view else ()
     devices: list[MigDevice] = []
@@ -71,7 +72,7 @@ def _left(
 
 
 def amounts_of_devices(node: NodeView, devices: Iterable[MigDevice]) -> Mapping[GpuName, Amounts]:
-    """GPU -> what these MIG devices take of it."""
+    """GPU -> the amounts that these MIG devices take of it."""
     found: dict[GpuName, Amounts] = {}
     for device in devices:
         profiles = node.mig_profiles[device.gpu]
@@ -80,7 +81,7 @@ def amounts_of_devices(node: NodeView, devices: Iterable[MigDevice]) -> Mapping[
 
 
 def place_of(device: MigDevice, profiles: Sequence[MigProfile]) -> MigPlace:
-    """Raises Refusal if the GPU no longer has such a place."""
+    """The place of an existing MIG device. Raises Refusal if the GPU's profiles no longer have it."""
     place = place_named(profiles, device.profile, device.start)
     if place is None:
         raise Refusal("gpu_unhealthy", f"GPU {device.gpu} can't have the MIG device {device}")

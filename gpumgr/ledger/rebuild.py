@@ -1,6 +1,6 @@
 """Rebuilds a ledger from the kubelet's checkpoint, PodResources, and gpu-manager's own checkpoint.
 
-Ids name their GPU, so the kubelet's lists are sufficient. The kubelet's checkpoint has priority: it has pod UIDs, ordinary init
+Ids name their GPU, so the kubelet's lists are sufficient. The kubelet's checkpoint has priority: only it has pod UIDs, ordinary init
 containers, and the responses (with the allocation's id in a mount path).
 """
 
@@ -17,9 +17,9 @@ from gpumgr.ledger.pods import Listing, PodKey, PodView
 from gpumgr.ledger.replicas import counted_on, limits_on
 from gpumgr.ledger.sweep import Shown, shown
 
-#: The form of gpumgr's ids (gpumgr.ledger.ids), also of those of a removed GPU.
+#: The form of gpumgr's ids (gpumgr.ledger.ids), also of the ids of a removed GPU.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
-#: A replica: UUID and number. More than 1000 of a GPU can't be set, neither here nor reasonably for HAMi's plugin.
+#: A replica: UUID and number. Neither gpumgr nor, in practice, HAMi's plugin has more than 1000 replicas of a GPU.
 _REPLICA: Final = re.compile("(.+)-(0|[1-9][0-9]{0,2})")
 
 #: (pod UID, container) -> ids.
@@ -28,8 +28,8 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletEntry:
-    """One container's ids of one resource in the kubelet's checkpoint. `allocation_id`, `mechanisms` (of its limits), `cdi` (it names a
-    CDI device), `amounts` (amounts and limits of a container with replicas) and its `mig_devices` are read from its stored response."""
+    """One container's ids of one resource in the kubelet's checkpoint. The stored response has `allocation_id`, `mechanisms` (of the
+    limits), `cdi` (whether it names a CDI device), `amounts` (amounts and limits of a container with replicas) and `mig_devices`."""
 
     uid: str
     container: str
@@ -44,7 +44,7 @@ class KubeletEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnonymousRecord:
-    """One container in gpu-manager's checkpoint. Its ids name no GPU; `minors` are the device minor numbers of its GPUs."""
+    """One container in gpu-manager's checkpoint. The container's ids name no GPU; `minors` are the device minor numbers of its GPUs."""
 
     uid: str
     container: str
@@ -58,7 +58,7 @@ class Rebuilt:
     ledger: Ledger
     added: tuple[Allocation, ...] = ()
     problems: tuple[str, ...] = ()
-    #: Records with GPUs that are not in `ledger` yet.
+    #: Records with GPUs that `ledger` does not reserve for them yet.
     left: tuple[AnonymousRecord, ...] = ()
 
 
@@ -71,8 +71,8 @@ def adopt(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """`ledger` with the allocations that only the kubelet has. Allocations that contradict the ledger are skipped and reported in
-    `problems`, and so are replicas of unknown GPUs."""
+    """Adds the allocations that only the kubelet has to `ledger`. Allocations that contradict the ledger, and replicas of unknown GPUs,
+    are skipped and reported in `problems`."""
     entries = tuple(entries)
     ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
     added, problems = list[Allocation](), list[str]()
@@ -99,7 +99,7 @@ def adopt(
 
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
-    """With the replicas that containers hold of GPUs that offer fewer: HAMi's plugin had another setting."""
+    """Registers more replicas of a GPU if containers hold higher numbers than it offers: HAMi's plugin had another setting."""
     ids = [text for entry in entries if entry.resource == "replica" for text in entry.device_ids]
     for container in (each for pod in listing.pods for each in listing.containers(pod).values()) if listing else ():
         ids += container.get(REPLICA_RESOURCE, ())
@@ -143,7 +143,7 @@ def _new_claim(entry: KubeletEntry, view: PodView | None) -> Allocation:
     return Allocation(
         id="",
         pod=view.key if view else None,
-        uid=view.uid if view else entry.uid,  # a static pod has two
+        uid=view.uid if view else entry.uid,  # a static pod has two UIDs
         container=entry.container,
         init=spec is not None and spec.kind == "init",
     )
@@ -166,7 +166,7 @@ def _with_entry(claim: Allocation, entry: KubeletEntry, masks: Masks, gpu_regist
 def _with_listed(
     claims: dict[tuple[str, str], Allocation], visible: Shown, uids: Mapping[PodKey, str]
 ) -> dict[tuple[str, str], Allocation]:
-    """The claims with the pods of `List`, and with the containers that only `List` has. `uids`: those of the pods that are known."""
+    """Adds the pods that `List` names to the claims, and the containers that only `List` has. `uids`: known pod -> its UID."""
     for (pod, container), held in visible.items():
         if (uids.get(pod, ""), container) in claims:
             continue
@@ -193,15 +193,15 @@ def _with_slices(amounts: Amounts, entry: KubeletEntry, gpu: GpuName) -> Amounts
 
 
 def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:
-    """A container with MIG devices, or with replicas: with amounts from its pod unless its response has them, and without if the pod is
-    not known, either."""
+    """Adds the amounts of a container with MIG devices or replicas. The amounts of replicas are read from the pod, unless the response
+    has them; if the pod is not known either, there are none."""
     if claim.held("mig"):
         return replace(claim, gpus=instance_amounts(ledger.gpu_registry, claim.held("mig")))
     spec = view.container(claim.container) if view else None
     if claim.gpus or spec is None or spec.replicas is None:
         return claim
     registry = ledger.gpu_registry
-    # HAMi's plugin gave the container the GPUs that its scheduler chose, whichever GPUs the kubelet's ids are of.
+    # HAMi's plugin gave the container the GPUs that its scheduler chose, even if the kubelet's ids name other GPUs.
     named = dict(view.placed).get(spec.name, ()) if view is not None and view.bound_by_hami else ()
     chosen = [registry.by_uuid[uuid].name for uuid, _ in named if uuid in registry.by_uuid]
     gpus = chosen if len(chosen) == spec.replicas.count else [*claim.held("replica")]
@@ -213,7 +213,7 @@ def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) 
 
 
 def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
-    """The ledger's allocation of this container that lacks one of the two resources."""
+    """The ledger's allocation of this container; it has the same ids of one resource, but lacks the other one."""
     for a in ledger.allocations.values():
         if _may_be(a, claim) and any(a.held(resource) and a.held(resource) == claim.held(resource) for resource in ALL_RESOURCES):
             return a
@@ -236,8 +236,9 @@ def migrate(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """`ledger` with gpu-manager's records. The ids of their pods name no GPU; the ledger reserves ids of gpumgr on the recorded GPUs until
-    these pods end. A container in `ledger` stays as it is (the records may be read again), except for GPUs that were not known before."""
+    """Adds gpu-manager's records to `ledger`. The ids of their pods name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs
+    until these pods end. A container in `ledger` is not changed (the records may be read again), except for GPUs that were not known
+    before."""
     known = {(a.uid, a.container): a for a in ledger.allocations.values()}
     added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:
@@ -289,7 +290,7 @@ def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection
 
 
 def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
-    """Pod UID -> pod, for each (UID, container, ids) of the kubelet's checkpoint that PodResources has under that name."""
+    """Pod UID -> pod. `entries`: (UID, container, ids) of the kubelet's checkpoint, found in PodResources by container and ids."""
     listed = {
         (container, frozenset(ids)): pod
         for pod in listing.pods

@@ -1,7 +1,8 @@
 """Starts the agent in order, runs it, and stops it in reverse order. Bugs end the process with a reason; transient errors are retried.
 
-Start: the node's lock, pod cache and driver side by side, reconcile with the kubelet, web server, sockets and registration, READY last.
-Stop: STOPPING, running calls end, sockets are removed, the history is written, NVML is shut down; all within
+Start: takes the node's lock, starts pod cache and driver side by side, reconciles with the kubelet, opens the web server, then the
+sockets with the registration, and sends READY last.
+Stop: sends STOPPING, lets running calls end, removes the sockets, writes the history and shuts NVML down; all within
 `process.stop_grace_seconds`.
 """
 
@@ -56,9 +57,9 @@ _M_MMAP_THRESHOLD = -3
 
 
 async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, source: SettingsSource | None = None) -> None:
-    """Runs the agent until `stop` is set. `source` is where changed settings are read from.
+    """Runs the agent until `stop` is set. Changed settings are read from `source`.
 
-    Raises what `node_held` raises, CheckpointError, InputError if the settings cannot be used, or ListenError, at the start, and an
+    Raises what `node_held` raises, CheckpointError, ListenError, and InputError if the settings cannot be used, all at the start, and an
     ExceptionGroup if a daemon ended.
     """
     notifier = Notifier(os.environ)
@@ -71,7 +72,8 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
             consequence="containers of nvidia.com/gpu may together need more than a GPU has; no backend moves memory to the host",
         )
     driver = make_driver(settings) if settings.node.mode == "dra" else None
-    # Both are opened before the node's locks are taken, and closed after their release: the next agent does not wait for that.
+    # Both are opened before the node's locks are taken and closed after the locks are released, so that the next agent does not wait for
+    # it.
     async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
         preload = Preload(settings, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch)
         async with node_held(settings, driver, stop, preload, notifier.status) as held:
@@ -83,7 +85,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
 
 @contextlib.asynccontextmanager
 async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide) -> AsyncIterator[NodeEnforcement]:
-    """Closes the session with the driver at the end."""
+    """Yields the enforcement, and closes the session with the driver at the end."""
     enforcement = NodeEnforcement(settings, hardware, api_side.pods, api_side.publisher)
     try:
         yield enforcement
@@ -98,8 +100,8 @@ async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide
 async def _assembled(
     settings: Settings, hardware: Hardware, driver: "DraDriver | None", api_side: ApiSide, enforcement: NodeEnforcement
 ) -> AsyncIterator[Components]:
-    """Yields the agent with the checkpoint's content in it, and closes it at the end. The caller holds the node's locks. `driver`: in mode
-    dra."""
+    """Yields the agent with the content of the checkpoint, and closes it at the end. The caller holds the node's locks. `driver` None:
+    mode plugin."""
     async with contextlib.AsyncExitStack() as stack:
         checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
         stack.push_async_callback(checkpoint.close)
@@ -164,7 +166,7 @@ def _start_observers(group: asyncio.TaskGroup, components: Components, source: S
 
 
 async def _reconcile(components: Components) -> None:
-    """Waits for the driver and reads what the kubelet has, before anything is offered."""
+    """Waits for the driver, and adopts what the kubelet has allocated, before any device is offered."""
     api_side, loaded, settings = components.api_side, components.loaded, components.settings
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
@@ -182,7 +184,7 @@ async def _reconcile(components: Components) -> None:
 
 
 async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
-    """Keeps all MIG devices after the loss of the ledger, until a start at which the ledger has all containers of the kubelet."""
+    """Keeps all MIG devices after the loss of the ledger, until a start after which the ledger has all containers of the kubelet."""
     snapshot = components.agent_state.inventory.snapshot
     before = components.loaded.lost or components.loaded.notes.get(INCOMPLETE_NOTE)
     if not before or components.settings.hami.operating_mode != "mig":
@@ -199,8 +201,9 @@ async def _open_servers(components: Components) -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # other C libraries lack these functions
         libc = ctypes.CDLL(None)
-        # A fixed threshold: glibc raises it above asyncio's read buffers (256 KiB) when the first one is freed. From then on such buffers
-        # fragment the heap, which does not shrink by itself: 50,000 random requests made the agent grow by 17 MiB, with this by 8.
+        # A fixed threshold: otherwise glibc raises it above the size of asyncio's read buffers (256 KiB) when the first buffer is freed.
+        # Then such buffers fragment the heap, which does not shrink by itself: 50,000 random requests made the agent grow by 17 MiB, and
+        # by 8 MiB with a fixed threshold.
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         libc.malloc_trim(0)  # otherwise glibc keeps about 8 MiB that the start has freed
     gc.freeze()  # imported objects stay: a full collection over them would block the event loop for tens of milliseconds
@@ -228,7 +231,8 @@ def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: N
 
 
 async def _refresh(components: Components, read_model: ReadModel) -> None:
-    """Refreshes what is shown after each sample, and also without one: a driver that does not answer delays nothing."""
+    """Refreshes what is shown after each sample, and after some time also without a sample, so that a driver that does not answer delays
+    nothing."""
     sampled = components.hardware_events.sampled
     while True:
         await read_model.refresh()
@@ -250,7 +254,7 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
 
 
 async def _report(components: Components, notifier: Notifier) -> None:
-    """Notifies the service manager of the status. This loop alone feeds the watchdog, independent of NVML and the API server."""
+    """Notifies the service manager of the status. Only this loop feeds the watchdog; it does not depend on NVML or the API server."""
     started, ready, reported = time.monotonic(), False, ""
     grace_seconds = components.settings.nvml.ready_grace_seconds
     next_watchdog = 0.0
@@ -284,7 +288,7 @@ async def _stop(components: Components, grace_seconds: float) -> None:
                 *(link.stop(grace_seconds / 2) for link in (components.link, components.leaving) if link is not None)
             )
             await finish_shielded(grace_seconds / 2)
-            with contextlib.suppress(CheckpointError):  # logged when it was tried before, or the disk has just become full
+            with contextlib.suppress(CheckpointError):  # an earlier try has logged it, or the disk has just become full
                 await components.agent_state.history.flush()
     except TimeoutError:
         log.warning("stop_cut_short", seconds=grace_seconds)

@@ -1,4 +1,4 @@
-"""Reads the host's cgroups, and the cgroups of its processes from /proc; `cgroup_path` has the rules.
+"""Reads the host's cgroups, and from /proc the cgroups of processes; `cgroup_path` has the rules for their paths.
 
 Needs the host's pid and cgroup namespaces (a service of the host has both). Sources: cgroups(7), proc(5), and the kernel's
 Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
@@ -17,15 +17,14 @@ from gpumgr.runtime.cgroup_path import memory_path, parse_nspid
 
 Mode = Literal["v1", "v2", "hybrid"]
 
-#: The cgroup was removed while it was read (ENOENT, ENODEV), or is threaded, and its processes are listed in its parent (EOPNOTSUPP).
+#: The cgroup was removed while it was read (ENOENT, ENODEV), or it is threaded, so that its parent lists its processes (EOPNOTSUPP).
 _NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hierarchy:
-    """The cgroup hierarchy of a node. `root`: where the hierarchy that counts memory is mounted; `Container.cgroup` is a path below it.
-
-    v2 has one hierarchy for all controllers, v1 has one for each controller. hybrid is v1 with an additional hierarchy of v2, which has
+    """The cgroup hierarchy of a node. `root`: the mount point of the hierarchy that counts memory; `Container.cgroup` is a path below it.
+    v2 has one hierarchy for all controllers, and v1 has one for each controller. hybrid is v1 with an additional v2 hierarchy, which has
     few controllers or none.
     """
 
@@ -34,7 +33,7 @@ class Hierarchy:
 
 
 def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
-    """/proc/mounts -> the hierarchy mounted at or below `cgroup_root`; None if there is none that can count memory."""
+    """/proc/mounts -> the hierarchy mounted at or below `cgroup_root`; None if no hierarchy there can count memory."""
     memory = unified = None
     v1 = False
     for line in mounts.split("\n"):
@@ -61,7 +60,7 @@ def _unescape(field: str) -> str:
 
 
 class Cgroups:
-    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. Every file is small, and the kernel has it in memory."""
+    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. All files are small, and in the kernel's memory."""
 
     def __init__(self, cgroup_root: Path, proc_root: Path = Path("/proc")) -> None:
         self._cgroup_root = cgroup_root
@@ -69,7 +68,7 @@ class Cgroups:
         self._hierarchy: Hierarchy | None = None
 
     def hierarchy(self) -> Hierarchy:
-        """The hierarchy of this node, which never changes while it runs. Raises CriError if there is none."""
+        """The hierarchy of this node, which does not change until the next boot. Raises CriError if there is none."""
         if self._hierarchy is None:
             mounts = self._proc_root / "mounts"
             try:
@@ -85,19 +84,18 @@ class Cgroups:
         return self._hierarchy
 
     def path_of(self, pid: int) -> str | None:
-        """The cgroup of a process, as in `Container.cgroup`; None if it is gone."""
+        """The cgroup of a process, as in `Container.cgroup`; None if the process is gone."""
         text = self._of_process(pid, "cgroup")
         return memory_path(text) if text is not None else None
 
     def nspid_of(self, pid: int) -> int | None:
-        """The pid of a process in the innermost of its pid namespaces; None if it is gone."""
+        """The pid of a process in the innermost of its pid namespaces; None if the process is gone."""
         text = self._of_process(pid, "status")
         return parse_nspid(text) if text is not None else None
 
     def pids(self, cgroup: str) -> tuple[int, ...]:
-        """The host's pids of all processes in `cgroup` (a path as in `Container.cgroup`) and below, ascending; none if it is gone.
-
-        Raises CriError if the hierarchy or a cgroup in it can't be read.
+        """The host's pids of all processes in `cgroup` (a path as in `Container.cgroup`) and below, ascending; none if the cgroup is
+        gone. Raises CriError if the hierarchy or a cgroup in it can't be read.
         """
         root = self.hierarchy().root
         folder = root / cgroup.lstrip("/")
@@ -106,7 +104,7 @@ class Cgroups:
         try:
             if not folder.is_dir():
                 os.scandir(root).close()
-            # 0 is listed for processes of a pid namespace that is invisible here.
+            # The kernel lists 0 for a process in a pid namespace that is not visible here.
             return tuple(sorted({pid for each in _and_below(folder) for pid in _processes(each) if pid > 0}))
         except OSError as error:
             raise CriError(
@@ -117,12 +115,13 @@ class Cgroups:
     def _of_process(self, pid: int, name: str) -> str | None:
         try:
             return _text(self._proc_root / str(pid) / name)
-        except OSError:  # gone; ESRCH if it ended while it was read
+        except OSError:  # the process is gone; ESRCH if it ended while the file was read
             return None
 
 
 def _text(file: Path) -> str:
-    """The bytes as text: universal newlines would end a line at a carriage return in a name. Raises OSError."""
+    """The file's bytes as text, read without universal newlines, which would end a line at a carriage return in a name. Raises
+    OSError."""
     return file.read_bytes().decode(errors="surrogateescape")
 
 
@@ -142,12 +141,12 @@ def _and_below(folder: Path) -> Iterator[Path]:
 
 
 def _processes(folder: Path) -> Iterator[int]:
-    """The processes of one cgroup; v1 may name one twice. Raises OSError."""
+    """The processes of one cgroup; v1 may list a process twice. Raises OSError."""
     try:
         text = (folder / "cgroup.procs").read_text()
     except OSError as error:
         if error.errno in _NOTHING_THERE:
             return
-        # The error of a failing read, unlike that of a failing open, has no file name.
+        # If the read fails (not the open), the error has no file name.
         raise OSError(error.errno, error.strerror, str(folder / "cgroup.procs")) from error
     yield from (int(line) for line in text.split() if line.isdecimal())

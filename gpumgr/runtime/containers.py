@@ -1,7 +1,7 @@
-"""The node's containers and the containers of processes, from a cache that polls the runtime.
+"""Finds the node's containers, and the containers of processes, in a cache that polls the runtime.
 
-A process belongs to the container that has its cgroup, or one above it, according to the runtime. The names in the path are read for a
-container that the runtime does not list (yet).
+A process belongs to the container that has the process's cgroup, or a cgroup above it, according to the runtime. If the runtime does not
+list such a container (yet), the names in the cgroup's path count.
 """
 
 import asyncio
@@ -23,13 +23,14 @@ from gpumgr.runtime.codec import InitProcess
 
 _log = structlog.get_logger(__name__)
 
-#: How long polls are frequent after a change or an announced start.
+#: How long polls stay frequent after a change, or after `wake`.
 EAGER_SECONDS: Final = 15.0
 EAGER_PERIOD_SECONDS: Final = 1.0
 CALM_PERIOD_SECONDS: Final = 10.0
-#: Between two polls for unknown containers, so that many containers that start at once cause few polls. A program waits for such a poll.
+#: The shortest time between two polls for unknown containers: many containers that start at once cause few polls. It is short, since a
+#: program waits for such a poll.
 UNKNOWN_PERIOD_SECONDS: Final = 0.02
-#: Calls of `tick` are not exactly a second apart: a poll may be so much earlier than its period.
+#: A poll may be so much earlier than its period, since calls of `tick` are not exactly a second apart.
 _EARLY_SECONDS: Final = 0.1
 
 #: pid and cgroup, requested from the runtime once for each container.
@@ -37,8 +38,8 @@ Location = tuple[int | None, str | None]
 
 
 class Containers:
-    """Call `tick` once a second or more often. If the runtime is unavailable, nothing raises: `unavailable` has the reason, and the
-    cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits for it."""
+    """Call `tick` once a second or more often. If the runtime is unavailable, no method raises: `unavailable` has the reason, and the
+    cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits by the same clock."""
 
     def __init__(
         self,
@@ -58,15 +59,15 @@ class Containers:
         self._polling = asyncio.Lock()
         self._unavailable: str | None = None
         self._table: dict[str, Container] = {}
-        #: None: the request failed, which was logged, and is repeated.
+        #: Container's id -> its location. None: the request failed; the failure was logged, and the request is repeated.
         self._locations: dict[str, Location | None] = {}
         self._processes: dict[Process, str] = {}
-        #: Container ids in cgroups that the runtime does not list: the pods' sandboxes.
+        #: Container ids that occur in cgroups, but that the runtime does not list: the pods' sandboxes.
         self._unlisted: set[str] = set()
 
     @property
     def unavailable(self) -> str | None:
-        """Why the runtime does not answer; None while it does, and before the first poll."""
+        """Why the runtime does not answer; None while it answers, and before the first poll."""
         return self._unavailable
 
     @property
@@ -126,7 +127,7 @@ class Containers:
         return container
 
     def _holding(self, path: str) -> Container | None:
-        """The listed container that has this cgroup or one above it, else the one that the path names."""
+        """The listed container with this cgroup or a cgroup above it, or else the listed container that the path names."""
         running_last = sorted(self._table.values(), key=lambda each: each.running)
         by_cgroup = {each.cgroup: each for each in running_last if each.cgroup is not None}
         at = path
@@ -143,7 +144,7 @@ class Containers:
             self.wake()
             return
         async with self._polling:
-            # A poll after `since` has covered this container, too: it is listed before its program runs.
+            # A poll after `since` is new enough, since a container is listed before its program runs.
             if self._polled_at <= since and container_id not in self._table:
                 await self._sleep(max(0.0, self._polled_at + UNKNOWN_PERIOD_SECONDS - self._clock()))
                 await self._refresh()
@@ -174,7 +175,7 @@ class Containers:
         self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
 
     async def _take(self, listed: Sequence[Container]) -> None:
-        """Takes the names, then requests the locations of running containers that have none yet."""
+        """Updates the table, then requests the locations of running containers without one."""
         self._locations = {each.id: self._locations[each.id] for each in listed if each.id in self._locations}
         self._table = {each.id: self._located(each) for each in listed}
         missing = [each for each in listed if each.running and self._locations.get(each.id) is None]
@@ -184,7 +185,7 @@ class Containers:
                 break
 
     async def _locate(self, container: Container) -> bool:
-        """Requests the location of a container. False: there was no answer, and the other requests can wait."""
+        """Requests the location of a container. False: the request failed, so the other requests wait for the next poll."""
         try:
             first = await self._client.init_process(container.id)
         except CriError as error:
@@ -202,7 +203,8 @@ class Containers:
         return replace(container, pid=pid if container.running else None, cgroup=cgroup)
 
     def _location(self, container_id: str, first: InitProcess) -> Location:
-        """The cgroup of its first process if it can be read; the spec's path is only a request (runc may choose another)."""
+        """(pid, cgroup). The cgroup of the first process counts if it can be read, since the spec's path is only a request (runc may
+        choose another)."""
         path = self._cgroups.path_of(first.pid) if first.pid is not None else None
         if path is not None and (cgroup := own_cgroup(path, container_id)) is not None:
             return first.pid, cgroup

@@ -1,12 +1,12 @@
-"""A simulated API server, with the part that a node agent uses: the pods of one node, listed, watched, patched, deleted and evicted; and
-the part that the scheduler uses: nodes, listed and watched, and bindings.
+"""A simulated API server. It has what a node agent uses (lists, watches, patches, deletes and evicts the pods of one node), and what the
+scheduler uses (lists and watches nodes, and sends bindings).
 
 Invariants:
 
-- Resource versions increase with every change. A watch from a version gets every change after it, in order.
-- A version older than the recorded history is answered 410 Expired, as an ERROR event inside a watch (as the real server does).
+- Resource versions increase with every change. A watch from a version gets every later change, in order.
+- A request for a version older than the recorded history gets 410 Expired, in a watch as an ERROR event (as from the real server).
 - An outage loses nothing: changes during it are visible when the server is back at the same address.
-- Requests in `forbidden` are answered 403, and a SelfSubjectAccessReview reports them as not allowed.
+- Requests in `forbidden` get 403, and a SelfSubjectAccessReview reports them as not allowed.
 
 Events, the node and access reviews are in `apiserver_written`.
 """
@@ -35,9 +35,9 @@ _PENDING: Final = PodStatus(phase="Pending")
 class SimApiServer:
     """Stores pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` delays every answer and every event. With `lose_bindings` a binding happens and its answer does not arrive. `bind_hook`
-    is awaited with False before a binding happens and with True afterwards; a response that it returns is the answer, at once. `routes`
-    are served beside the others. `on_delete` is called with the UID of a pod that a client deleted or evicted. `requests` records the
+    `delay_seconds` delays every answer and every event. With `lose_bindings` a binding takes effect, but its answer does not arrive.
+    `bind_hook` is awaited with False before a binding takes effect, and with True afterwards; a response that it returns is sent at once.
+    `routes` are served in addition. `on_delete` is called with the UID of a pod that a client deleted or evicted. `requests` records the
     requests, as "list", "watch", "read", "bind", "delete", "evict", "pod" (a patch), and the words of `Written`. `forbidden` has pairs
     such as ("create", "pods/eviction"). `protected` has the UIDs of pods with a PodDisruptionBudget that allows no eviction. `written` is
     what clients wrote.
@@ -72,11 +72,11 @@ class SimApiServer:
 
     @property
     def url(self) -> str:
-        """Known after the first `start`; it does not change afterwards."""
+        """The URL is known after the first `start`, and does not change afterwards."""
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
-        """Listens; after a `stop` at the same port."""
+        """Starts to listen, after a `stop` at the same port as before."""
         app = web.Application(middlewares=[self._counted])
         for resource in self._watched:
             app.router.add_get(f"/api/v1/{resource}", self._get)
@@ -124,7 +124,8 @@ class SimApiServer:
     # -- pods --------------------------------------------------------------------------------------------------------------
 
     def put_node(self, document: Document) -> None:
-        """Creates or replaces a node of the list of nodes. `written` is independent: the one node that an agent reads and patches."""
+        """Creates or replaces a node of the list of nodes. It is independent of the one node in `written`, which an agent reads and
+        patches."""
         self._watched["nodes"].put(document)
 
     def remove_node(self, uid: str) -> None:
@@ -161,7 +162,7 @@ class SimApiServer:
         return annotations
 
     def forget(self) -> None:
-        """Drops the history of changes: no version so far can be watched from."""
+        """Drops the history of changes: no watch can start from a version so far."""
         for watched in self._watched.values():
             watched.forget()
 
@@ -225,7 +226,7 @@ class SimApiServer:
         return web.json_response(changed)
 
     def _json_patch(self, pod: Document, operations: list[Document]) -> web.Response:
-        """RFC 6902 with `test` and `remove`. The real server answers 422 for a test that fails, too."""
+        """RFC 6902 with only `test` and `remove`. The real server, too, answers 422 if a test fails."""
         changed = json.loads(json.dumps(pod))
         for each in operations:
             *path, last = (int(part) if part.isdecimal() else part for part in each["path"].split("/")[1:])
@@ -273,7 +274,7 @@ class SimApiServer:
         return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}, status=201)
 
     def _named(self, request: web.Request) -> Document | None:
-        """The later of two pods with this name."""
+        """The pod with this name, the later one of two; None if there is none."""
         key = (request.match_info["namespace"], request.match_info["name"])
         named = [pod for pod in self._pods.items.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
         return named[-1] if named else None
@@ -295,7 +296,7 @@ class SimApiServer:
         return web.json_response(pod)
 
     def _selected(self, request: web.Request) -> bool:
-        """The part of the selectors that names a node. Another node than this one has no pods here."""
+        """Whether the field selector selects this node, or names no node: all other nodes have no pods here."""
         selector = request.query.get("fieldSelector", "").split(",")[0]
         return not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
 

@@ -1,8 +1,8 @@
-"""A simulated kubelet: the parts that a device plugin uses, without root or a cluster.
+"""A simulated kubelet with the parts that a device plugin uses. It needs neither root nor a cluster.
 
-It behaves like kubelet 1.35, or an older one (kubelet_shape). It serves `device-plugins/kubelet.sock` and
-`pod-resources/kubelet.sock` under a folder, writes the device manager's checkpoint, and admits pods one at a time with the real order
-of calls and choices. The demo and the tests use it.
+It behaves like kubelet 1.35, or an older one (kubelet_shape). It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock`
+under a folder, writes the device manager's checkpoint, and admits pods one at a time, with the calls and choices in the real order. The
+demo and the tests use it.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ __all__ = ["PodStatus", "ResourceStatus", "SimCall", "SimContainer", "SimKubelet
 class SimKubelet:
     """A kubelet in this event loop. `async with SimKubelet(folder)` starts and kills it; `folder` must have a short path.
 
-    `register_error` makes Register fail with that text, `register_hangs` makes it never answer. `statuses` has every pod that was ever
-    admitted, by UID; `calls` every call to a plugin.
+    `register_error`: Register fails with this text. `register_hangs`: Register never answers. `statuses`: UID -> status, for each pod
+    that `admit` got and that was not deleted. `calls`: every call to a plugin.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SimKubelet:
         self._tell()
 
     async def kill(self) -> None:
-        """Ends the kubelet at once: connections drop, socket files stay."""
+        """Ends the kubelet at once: connections are closed, and socket files stay."""
         for watch, client in list(self._watches.items()):
             watch.cancel()
             client.close()
@@ -106,10 +106,10 @@ class SimKubelet:
         self._servers.clear()
 
     async def restart(self, *, sources_ready: bool = True, shape: KubeletShape | None = None) -> None:
-        """A kubelet restart with running pods: plugins are dropped, the checkpoint and the pods stay. `shape`: another version of
-        the kubelet starts.
+        """Restarts the kubelet while pods run: it forgets the plugins; the checkpoint and the pods stay. `shape`: starts another version
+        of the kubelet.
 
-        With `sources_ready` False, List shows no pod and frees none until `finish_sources`.
+        With `sources_ready` False, List shows no pod, and no ids are freed, until `finish_sources`.
         """
         await self.kill()
         self.shape = shape or self.shape
@@ -117,11 +117,11 @@ class SimKubelet:
         await self.start()
 
     def finish_sources(self) -> None:
-        """The restarted kubelet has all its pods from the API server."""
+        """From now on the restarted kubelet knows all its pods from the API server."""
         self._sources_ready = True
 
     async def stop_stream(self, resource: str) -> None:
-        """Drops the kubelet's connection to a plugin; of several for one resource the oldest."""
+        """Closes the kubelet's connection to a plugin, the oldest one if a resource has several."""
         for watch, client in list(self._watches.items()):
             if client.resource == resource:
                 client.close()
@@ -145,7 +145,7 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
-        """Starts (or restarts) a container: PreStartContainer for each resource, then returns what the runtime would get.
+        """Starts (or restarts) a container: calls PreStartContainer for each resource, and returns what the runtime would get.
 
         Raises SimKubeletError; a real kubelet would retry later.
         """
@@ -154,7 +154,7 @@ class SimKubelet:
         return merged(holding.answer for holding in self._devices.held.get(pod.uid, {}).get(name, {}).values())
 
     async def run(self, pod: SimPod) -> PodStatus:
-        """Admits `pod` and starts all its containers in order. Raises SimKubeletError if one cannot start."""
+        """Admits `pod` and starts all its containers in order. Raises SimKubeletError if a container cannot start."""
         status = await self.admit(pod)
         if status.phase == "Failed":
             return status
@@ -168,19 +168,19 @@ class SimKubelet:
         self._become(uid, PodStatus(phase=phase))
 
     def delete(self, uid: str) -> None:
-        """The pod is gone from the API server. Its ids are freed by the next admission or List."""
+        """The pod is removed from the API server. Its ids are freed by the next admission or List."""
         self._pods.pop(uid, None)
         self.statuses.pop(uid, None)
         self._tell()
 
     def pods(self) -> list[SimPod]:
-        """The pods that it has received and that are not deleted."""
+        """The pods that the kubelet has received and that are not deleted."""
         return list(self._pods.values())
 
     # What the node shows
 
     def node_status(self) -> Mapping[str, ResourceStatus]:
-        """Every resource that was ever registered; without a connected plugin none of it is allocatable."""
+        """Every resource that was ever registered; without a connected plugin its `allocatable` is 0."""
         return {
             resource: ResourceStatus(capacity=len(self._devices.devices.get(resource, ())), allocatable=len(healthy))
             for resource, healthy in self._devices.healthy.items()
@@ -196,7 +196,7 @@ class SimKubelet:
         return holding.ids if holding is not None else frozenset()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns as soon as `condition` is true; it is evaluated after each change of the node's or a pod's state, and each Register."""
+        """Returns as soon as `condition` is true; evaluates it after each change of the node or of a pod, and after each Register."""
         with self._changes.subscribe() as changes:
             async for _ in changes:
                 if condition():
@@ -209,7 +209,7 @@ class SimKubelet:
     # The kubelet's insides
 
     async def _register(self, request: RegisterRequest) -> None:
-        """Connects to the plugin before it answers, or afterwards in older versions; ListAndWatch starts after that."""
+        """Connects to the plugin before it answers (some versions: afterwards), and then starts ListAndWatch."""
         self.registrations.append(request.resource_name)
         self._tell()
         if self.register_hangs:
@@ -236,7 +236,7 @@ class SimKubelet:
         self._devices.clients[client.resource] = client
 
     async def _connect_and_watch(self, client: PluginClient) -> None:
-        """For a kubelet that has answered Register already: a failed dial is not reported to the plugin."""
+        """For kubelets that answer Register first, and do not report a failed connection to the plugin."""
         with contextlib.suppress(SimKubeletError):
             await self._connect(client)
             await self._watch(client)
@@ -244,7 +244,7 @@ class SimKubelet:
     async def _watch(self, client: PluginClient) -> None:
         """Follows one plugin. When its stream ends, the kubelet disconnects the plugin that is registered under the resource's name *now*.
 
-        In kubelet 1.25 to 1.35 a stream that ends late therefore disconnects its successor.
+        So in kubelet 1.25 to 1.35 a stream that ends late disconnects the plugin's successor.
         """
 
         def receive(devices: DeviceList) -> None:
@@ -268,7 +268,7 @@ class SimKubelet:
         return [uid for uid in self._pods if self.statuses[uid].phase in ("Pending", "Running")]
 
     def _listed(self) -> list[SimPod]:
-        """The pods of PodResources List, in random order. List frees the ids of ended pods, as in the real kubelet."""
+        """The pods for PodResources List, in random order. Frees the ids of ended pods, as the real List does."""
         self._free_ended()
         if not self._sources_ready:
             return []

@@ -1,4 +1,5 @@
-"""The simulated PodResources service: List and Get, if the kubelet's version has them, with its rate limit for all clients together."""
+"""The simulated PodResources service: List and Get, if the kubelet's version has them, with the kubelet's rate limit for all clients
+together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -25,7 +26,7 @@ class PodResourcesService:
     def __init__(
         self, shape: KubeletShape, devices: DeviceManager, *, listed: Callable[[], Iterable[SimPod]], pods: Mapping[str, SimPod]
     ) -> None:
-        """`listed` returns the pods of `List`, for each call; `pods` are all current pods by UID."""
+        """`listed` is called for each `List` and returns its pods; `pods` are all current pods by UID."""
         self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods
         self._answers: Mapping[Call, Callable[[bytes], bytes]] = {
             "List": self._list,
@@ -37,7 +38,7 @@ class PodResourcesService:
         self.refused = 0
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in grpclib's form. Methods that this version lacks are included, for the texts of their errors."""
+        """The methods in grpclib's form. Methods that this version lacks are included, since they raise errors with the real texts."""
         return {
             f"/{_SERVICE}/{call}": Method(self._serving(call), Cardinality.UNARY_UNARY, bytes, bytes) for call in get_args(Call)
         }
@@ -78,7 +79,7 @@ class PodResourcesService:
         return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])
 
     def _get(self, request: bytes) -> bytes:
-        """Unlike List it frees nothing."""
+        """Frees no ids, unlike List."""
         asked: dict[int, list[str]] = {1: [""], 2: [""]}
         wire.scan(request, 0, len(request), asked)
         name, namespace = asked[1][-1], asked[2][-1]
@@ -88,7 +89,7 @@ class PodResourcesService:
         raise SimKubeletError(f"pod {name} in namespace {namespace} not found")
 
     def _encode_pod(self, pod: SimPod) -> bytes:
-        """PodResources with the pod's sidecars and apps."""
+        """The message PodResources of the pod, with its sidecars and app containers."""
         held = self._devices.held.get(pod.uid, {})
         containers = [
             wire.text_field(1, container.name)
@@ -111,7 +112,7 @@ class PodResourcesService:
 
 @lru_cache(maxsize=1024)
 def _encode_devices(resource: str, ids_by_node: tuple[tuple[int, tuple[str, ...]], ...], *, grouped: bool) -> tuple[bytes, ...]:
-    """ContainerDevices of one resource: one for each id and NUMA node, or with `grouped` one for each NUMA node."""
+    """The messages ContainerDevices of one resource: one for each id and NUMA node, or with `grouped` one for each NUMA node."""
     name = wire.text_field(1, resource)
     entries = []
     for node, ids in ids_by_node:

@@ -1,7 +1,7 @@
-"""Simulated processes: the node's own /proc and cgroups, as folders of the small files that the agent reads.
+"""Simulates processes: makes a /proc and cgroups of the simulated node, as folders with the small files that the agent reads.
 
-PID/stat has state and start time, PID/cgroup the cgroup, `mounts` the mount point of the one hierarchy (v2), and each cgroup has its
-`cgroup.procs`. Sources: proc(5), cgroups(7). A process appears and disappears atomically, as in the kernel.
+PID/stat has state and start time, PID/cgroup has the cgroup, `mounts` has the mount point of the only hierarchy (v2), and each cgroup has
+a `cgroup.procs`. Sources: proc(5), cgroups(7). A process appears and disappears atomically, as in the kernel.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from gpumgr.common.files import replace_file
 _PROC: Final = "proc"
 _CGROUPS: Final = "cgroup"
 _FIRST_PID: Final = 20_001
-#: Clock ticks of the start time, sysconf(_SC_CLK_TCK) of every Linux.
+#: The unit of start times: sysconf(_SC_CLK_TCK), which is 100 on every Linux.
 _TICKS_PER_SECOND: Final = 100
 
 
 def proc_root_of(sim_dir: Path) -> Path:
-    """The /proc of the simulated node in `sim_dir` if it has one, else the host's."""
+    """The /proc of the simulated node in `sim_dir`, or the host's if the folder has none."""
     own = sim_dir / _PROC
     return own if own.is_dir() else Path("/proc")
 
 
 class SimProcesses:
-    """Creates its files in `sim_dir`, which must happen before an agent starts there. Pids are never reused."""
+    """Creates its files in `sim_dir`. Create it before an agent starts there. Pids are never reused."""
 
     def __init__(self, sim_dir: Path) -> None:
         self.proc_root = sim_dir / _PROC
@@ -41,7 +41,7 @@ class SimProcesses:
         replace_file(self.proc_root / "mounts", f"cgroup2 {point} cgroup2 rw,nosuid,nodev,noexec 0 0\n", durable=False)
 
     def start(self, cgroup: str = "/") -> int:
-        """The pid of a new process in `cgroup` (an absolute path in the hierarchy, created if missing)."""
+        """Starts a process in `cgroup` (an absolute path in the hierarchy, created if missing), and returns its pid."""
         pid = next(self._pids)
         coming = self.proc_root / f".{pid}"
         coming.mkdir()

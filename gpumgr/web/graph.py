@@ -1,4 +1,4 @@
-"""The topology with the holders of each GPU: the cost tree as text and as plain data."""
+"""Renders the topology with the holders of each GPU: the cost tree as text and as plain data."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """The same as nested dictionaries: `tree` (each leaf has its GPU under `gpu`), `missing`, versions of the driver."""
+    """The same as nested dictionaries: `tree` (each leaf has its GPU under `gpu`), `missing`, and the versions of driver and CUDA."""
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,
@@ -111,7 +111,7 @@ def _sentences(gpu: dict[str, Any]) -> Iterator[str]:
 
 
 def _holder_name(holder: dict[str, Any]) -> str:
-    """namespace/pod/container, where they are known."""
+    """namespace/pod/container, as far as they are known, or else the pod's UID or the allocation's id."""
     if holder["pod"] is None:
         return f"pod uid {holder['uid']}" if holder["uid"] else f"allocation {holder['allocation']}"
     return "/".join(part for part in (holder["namespace"], holder["pod"], holder["container"]) if part)

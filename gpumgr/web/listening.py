@@ -1,4 +1,4 @@
-"""Listening sockets: the configured address, the loopback address in addition, and the unix socket for root."""
+"""Opens the listening sockets: the configured address, the loopback address in addition, and the unix socket for root."""
 
 import asyncio
 import errno
@@ -29,11 +29,12 @@ _UNIX_REMEDIES: Final = {
 
 
 class ListenError(InputError):
-    """The configured address or socket cannot be listened on. The message ends with the remedy."""
+    """The agent can't listen at the configured address or socket. The message ends with the remedy."""
 
 
 async def listen_tcp(host: str, port: int, *, backlog: int = BACKLOG) -> list[socket.socket]:
-    """Listens on all addresses of `host`, and on 127.0.0.1 if none of them includes it. `port` 0 takes a free one, the same for all.
+    """Listens on all addresses of `host`, and on 127.0.0.1 if no address accepts loopback connections. `port` 0: a free port, the same
+    for all addresses.
 
     Raises ListenError; no socket stays open then.
     """
@@ -53,13 +54,13 @@ async def listen_tcp(host: str, port: int, *, backlog: int = BACKLOG) -> list[so
 
 
 def needs_loopback(addresses: Sequence[str]) -> bool:
-    """Whether no address accepts loopback connections: `kubectl port-forward` and programs in the pod connect there."""
+    """Whether no address accepts loopback connections, which `kubectl port-forward` and programs in the pod use."""
     found = [ip_address(address) for address in addresses]
     return not any(address.is_loopback or address.is_unspecified for address in found)
 
 
 def _listen_loopback(port: int, backlog: int) -> list[socket.socket]:
-    """Empty if the address is in use: the pages are still served on the configured one."""
+    """Empty if the address can't be used: the pages are still served at the configured address."""
     try:
         return [socket.create_server((_LOOPBACK, port), backlog=backlog)]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Responses in JSON, the headers that every response has, and the Accept headers of requests."""
+"""Makes JSON responses, sets the headers that every response has, and parses the Accept headers of requests."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,8 @@ async def on_response_prepare(_request: web.Request, response: web.StreamRespons
 
 
 def add_common_headers(response: web.StreamResponse) -> None:
-    """No caching, no framing, no content sniffing, no referrer and no version, unless the page itself sets the header."""
+    """Sets headers against caching, framing, content sniffing, referrers and a shown version. A page may set its own Cache-Control and
+    Content-Security-Policy."""
     response.headers["Server"] = "gpumgr"
     response.headers.setdefault("Cache-Control", "no-store")
     response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
@@ -33,7 +34,7 @@ def add_common_headers(response: web.StreamResponse) -> None:
 
 
 def ranked(header: str) -> list[tuple[str, float, dict[str, str]]]:
-    """Entries of the header (RFC 9110, 12.4.2): name in lower case, weight 0..1, other parameters. Malformed ones weigh 0."""
+    """Entries of the header (RFC 9110, 12.4.2): name in lower case, weight 0..1, other parameters. Malformed entries get the weight 0."""
     entries = []
     for entry in header.split(","):
         name, *words = (word.strip() for word in entry.split(";"))
@@ -47,6 +48,6 @@ def ranked(header: str) -> list[tuple[str, float, dict[str, str]]]:
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header allows gzip; a missing one does not."""
+    """Whether an Accept-Encoding header allows gzip; a missing header does not."""
     weights = {name: weight for name, weight, _ in ranked(accept_encoding)}
     return weights.get("gzip", weights.get("*", 0.0)) > 0

@@ -1,5 +1,5 @@
-"""Checks that ask the API server, and that of the rights of the agent's account. If the API server refuses, or its answer can't be used,
-this is the result of the check."""
+"""Checks that ask the API server, and the check of the rights of the agent's account. If the API server refuses, or its answer can't be
+used, the check reports that."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

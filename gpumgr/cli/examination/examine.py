@@ -59,7 +59,7 @@ def skipped(message: str) -> CheckResult:
 
 
 def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
-    """An error with the text of an exception. If the text has a remedy, after a semicolon, it is used, otherwise `remedy`."""
+    """An error with the text of an exception. The remedy is the part of the text after its first semicolon, or else `remedy`."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
     return CheckResult(state=state, message=message, remedy=said or remedy)
@@ -67,7 +67,8 @@ def error_of(exception: Exception, remedy: str, state: State = "error") -> Check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`findings` are by the checks' names, in their order. `hung`: a check did not end and may delay the exit of the process."""
+    """`findings`: name of a check -> its result, in the order of the checks. `hung`: a check did not end and may delay the exit of the
+    process."""
 
     findings: Mapping[str, CheckResult]
     hung: bool
@@ -78,7 +79,7 @@ class Report:
 
 
 async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
-    """Never raises because of a check. A check that does not end even when it is cancelled is abandoned."""
+    """Runs the checks. An exception in a check becomes its result. A check that does not end even when it is cancelled is abandoned."""
     tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
     _, hung = await asyncio.wait(tasks, timeout=limit_seconds) if tasks else ((), set())
     for task in hung:
@@ -102,7 +103,7 @@ def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: flo
 async def aside(fn: Callable[[], T]) -> T:
     """Runs `fn` on a daemon thread, which delays neither the event loop nor the exit of the process, unlike asyncio.to_thread."""
     answer: Future[T] = Future()
-    answer.set_running_or_notify_cancel()  # shielded, so that a caller that is cancelled does not cancel the call
+    answer.set_running_or_notify_cancel()  # a running Future can't be cancelled, so a cancelled caller does not cancel it
 
     def work() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The container runtime and what it uses: CRI, cgroups, CDI."""
+"""Checks of the container runtime and of what it uses: CRI, cgroups, CDI."""
 
 import re
 from pathlib import Path
@@ -62,7 +62,7 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
         runtime = await _version(socket, timeout_seconds)
     except CriError as exception:
         return error_of(exception, SET_SOCKET)
-    # containerd has CDI since 1.7, on by default since 2.0; CRI-O since 1.23, always on.
+    # containerd supports CDI since 1.7, and enables it by default since 2.0. CRI-O supports it since 1.23, always enabled.
     about = f"{runtime.name} {runtime.version}"
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
     version = (int(found[1]), int(found[2])) if found else None

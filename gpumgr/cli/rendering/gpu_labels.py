@@ -1,4 +1,5 @@
-"""A node's GPUs for people: their names, the GPU that such a name means, and their health. The texts of a `GpuRow` are printable."""
+"""Names a node's GPUs for people, finds the GPU that such a name means, and describes its health. The texts of a `GpuRow` are
+printable."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,8 @@ class GpuLabels:
 
 
 def gpus_of(rows: Sequence[GpuRow] = (), entries: Iterable[HistoryEntry] = (), *, failures: Iterable[Failure] = ()) -> GpuLabels:
-    """From the agent's rows; for a GPU that the driver does not show now, from the entries of past decisions (oldest first)."""
+    """The GPUs of the agent's rows. GPUs without a row, and missing indices, are taken from `entries`: past decisions, the oldest
+    first."""
     indices: dict[GpuName, int | None] = {}
     for entry in entries:
         indices |= {gpu: indices.get(gpu) for gpu in entry.gpus}

@@ -1,7 +1,7 @@
-"""Which pods the quotas of their namespaces allow. Pure.
+"""Decides which pods the quotas of their namespaces allow. Pure.
 
-A claim is allocated some time after its pod's gate is removed. Until then it counts on each kind of GPU that its pod may get, so that no
-limit is exceeded wherever it is allocated.
+A claim is allocated some time after its pod's gate is removed. Until it is allocated, it counts for each kind of GPU that its pod may
+get, so that no limit is exceeded wherever it is allocated.
 """
 
 from collections import defaultdict
@@ -36,16 +36,16 @@ class Decision:
 def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
     """The kinds among `kinds` that the pod may get by its nodeSelector. `pod` None: the pod is not known."""
     found = {each for each in kinds if pod is None or (pod.model in (None, each[0].label) and pod.pool in (None, each[0].pool))}
-    # Nodes with these labels may be added.
+    # No node has such GPUs yet, but a node with these labels may be added.
     return found or {(GpuKind("", (pod and pod.model) or "", (pod and pod.pool) or ""), 0)}
 
 
 def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:
-    """`pods` have gates. They are examined in the order of their creation. A pod that must wait for others to end keeps its place: what it
-    asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims of pods
-    without gates, which are not allocated yet."""
+    """`pods` have gates. They are examined in the order of their creation. A pod that must wait for others to end keeps its place: what
+    it asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims that
+    are not allocated yet, of pods without gates."""
     decision, first = Decision(), dict[str, UnboundPod]()
-    #: What is given, and that with what is kept for pods that wait.
+    #: `granted`: the flights and the allowed pods. `reserved`: waiting pods, too. `unused`: the same quotas with nothing in use.
     granted, reserved, unused = _Sums(flights), _Sums(flights), Quotas(quotas.limits)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
         if text := _refusal(demand, unused, _Sums()):
@@ -66,7 +66,7 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand],
 
 
 class _Sums:
-    """What demands hold together, for each namespace and kind of GPU. A claim counts once on each kind."""
+    """The sums of demands, for each namespace and kind of GPU. A claim counts once for each kind."""
 
     def __init__(self, demands: Iterable[Demand] = ()) -> None:
         self.held: defaultdict[tuple[str, GpuKind, int], Held] = defaultdict(lambda: NONE_HELD)
@@ -81,7 +81,7 @@ class _Sums:
             self._counted.update((uid, kind, memory) for uid in demand.claims)
 
     def more(self, demand: Demand, kind: GpuKind, memory: int) -> Mapping[GpuKind, Held]:
-        """What the claims of the demand hold that are not counted yet."""
+        """What the demand adds to the sums: its claims that are not counted yet."""
         uncounted = [each for uid, each in demand.claims.items() if (uid, kind, memory) not in self._counted]
         return uniform_holding(kind, memory, tuple(one for each in uncounted for one in each))
 

@@ -1,4 +1,5 @@
-"""The watches of claims, templates and ResourceSlices, beside those of the scheduler's index; its pods without a node are kept, too.
+"""Watches claims, templates and ResourceSlices beside the objects of the scheduler's index, and keeps the pods that wait for the
+controller.
 
 In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count both modes together.
 """
@@ -30,16 +31,16 @@ from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 
 _Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
-#: What the index needs of a pod, and what the controller does.
+#: (what the index needs of a pod, what the controller needs of it)
 _Decoded = tuple[dict[str, Any] | CpuPod | None, dict[str, Any] | None]
 _API = "/apis/resource.k8s.io/v1"
-#: How long claims of a pod count after it was bound or deleted: the watch of claims may show their allocation later.
+#: How long the claims of a pod count after the pod was bound or deleted: the watch of claims may show their allocation later.
 _BOUND_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class _ClusterPod:
-    """`counted`: the pod as the index knows it. `unbound`: as the controller does, until it is bound. None: it does not."""
+    """`counted`: the pod for the index. `unbound`: the pod for the controller, until the pod is bound. None: not needed there."""
 
     counted: Any = None
     unbound: UnboundPod | None = None
@@ -72,9 +73,9 @@ class ClaimWatches(ClusterWatches):
         self.templates: dict[Key, WatchedTemplate] = {}
         self.used_at: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
-        #: Claim -> the pod with it that was bound or deleted last, and when; in the order of time.
+        #: Claim -> the last pod with this claim that was bound or deleted, and when; the oldest entry first.
         self._left: dict[Key, tuple[UnboundPod, float]] = {}
-        #: By the name of their node.
+        #: Name of the node -> its ResourceSlice.
         self._slices: dict[str, WatchedSlice] = {}
         self._labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
         watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
@@ -94,7 +95,7 @@ class ClaimWatches(ClusterWatches):
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
-        """The pods with gates and existing claims, and the claims of pods without gates that are not allocated."""
+        """The pods with gates if all their claims exist, each with its demand, and the unallocated claims of pods without gates."""
         nodes = filter(None, map(self._index.node, self.nodes))
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         waiting: list[tuple[UnboundPod, Demand]] = []
@@ -148,7 +149,7 @@ class ClaimWatches(ClusterWatches):
         )
 
     def _pod_changed(self, before: Any, after: Any) -> None:
-        """Each is a `_ClusterPod` or None."""
+        """Both are a `_ClusterPod` or None."""
         before, after = before or _ClusterPod(), after or _ClusterPod()
         if before.counted != after.counted:
             super()._pod_changed(before.counted, after.counted)
@@ -197,7 +198,7 @@ class ClaimWatches(ClusterWatches):
         self.changed.set()
 
     def _complete(self, state: NodeState) -> NodeState:
-        """The GPUs of a node in DRA mode are those of its ResourceSlice."""
+        """Replaces the GPUs of a node in DRA mode by the GPUs of its ResourceSlice."""
         found = self._slices.get(state.name)
         if found is None or not found.gpus:
             return state
@@ -205,11 +206,11 @@ class ClaimWatches(ClusterWatches):
 
 
 def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | None) -> _Object:
-    """Keeps the object as it is now, by its key, or removes a deleted one. Returns what it is, or was last."""
+    """Stores the object under its key, or removes it if it was deleted. Returns its latest state."""
     if after is not None:
         known[after.key] = after
         return after
     assert before is not None, "one of them exists"
-    if known.get(before.key) == before:  # else it has a successor
+    if known.get(before.key) == before:  # otherwise another object has its key now
         del known[before.key]
     return before

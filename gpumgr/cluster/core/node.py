@@ -18,9 +18,9 @@ Used = tuple[Amounts, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
-    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `scaling`:
-    that of the node for such containers; None: that of the scheduler's settings, which the requests have. `mig`: it is not shared, and each
-    of them gets a MIG device of one of these profiles, created on demand."""
+    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it.
+    `scaling`: the node's factors for such containers; None: the factors of the scheduler's settings, which the requests have. `mig`: the
+    GPU is not shared; each such container gets a MIG device of one of these profiles, created on demand."""
 
     uuid: str = ""
     model: str = ""
@@ -38,7 +38,7 @@ class GpuState:
         return self.healthy and not self.cordoned
 
     def has_room(self, used: Amounts, wanted: Amounts) -> bool:
-        """Beside what is used of it."""
+        """Whether `wanted` is free beside what is used of the GPU."""
         after = used + wanted
         replicas = not wanted.replicas or after.replicas <= self.replicas
         if bool(wanted.slices) != bool(self.mig) or used.slices & wanted.slices:
@@ -48,12 +48,11 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """`gpus` are in the order of NVML's indices, in which a GPU that the driver can't describe is missing; row i of `topology` belongs to
-    gpus[i].
+    """`gpus` are in the order of NVML's indices, without the GPUs that the driver can't describe; row i of `topology` belongs to gpus[i].
 
-    `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: pod UID -> what the node
-    itself reports for a pod; it replaces what the pod's annotations say. `model_label`, `pool`: labels of the node that quotas refer to.
-    `cpu_milli`: the CPU for pods, in thousandths; None: not known.
+    `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: UID of a pod -> the shares
+    that the node's agent reports for it; they replace the shares in the pod's annotations. `model_label`, `pool`: labels of the node that
+    quotas refer to. `cpu_milli`: the CPU for pods, in thousandths; None: not known.
     """
 
     name: str
@@ -77,7 +76,7 @@ class NodeState:
         return by_uuid | {index: position for position, index in enumerate(self.indices)}
 
     def allowed(self, constraints: Constraints) -> Sequence[bool]:
-        """For each GPU whether a pod may use it. All or none where the node's agent chooses among them."""
+        """Whether a pod may use each GPU. If the node's agent chooses the GPUs, the pod may use all of them or none."""
         chosen_here = self.naming == "none"
         if constraints.unused and chosen_here and len(self.gpus) > 1:
             return [False] * len(self.gpus)
@@ -87,7 +86,7 @@ class NodeState:
         return each if not chosen_here or all(each) else [False] * len(each)
 
     def numa_nodes(self, constraints: Constraints, gpus: int) -> Sequence[int] | None:
-        """The NUMA nodes; a container with `gpus` GPUs must be on one of them. None: anywhere."""
+        """A container with `gpus` GPUs must be on one of these NUMA nodes. None: it may be anywhere."""
         if not constraints.same_numa_node or gpus < 2:
             return None
         found = sorted({gpu.numa for gpu in self.gpus})
@@ -95,7 +94,7 @@ class NodeState:
 
 
 def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
-    """A node with known sums only: equal GPUs, equally far from each other (as gpu-admission assumes)."""
+    """A node if only its sums are known: equal GPUs, equally far from each other (as gpu-admission assumes)."""
     count = cores // CORES_PER_GPU
     rows = range(count)
     return NodeState(

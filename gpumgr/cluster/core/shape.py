@@ -2,17 +2,18 @@
 
 binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
 left on the GPUs that it shares. spread prefers the opposite. Among equal nodes, the one with the better joined GPUs is first. topology
-prefers the node with the best joined GPUs; of equal ones, and for pods without several whole GPUs in a container, it is binpack.
+prefers the node with the best joined GPUs. Among equal nodes, and for pods without several whole GPUs in a container, it works as
+binpack.
 
-least-fragmentation prefers the node on which the pod strands the fewest cores of GPUs: free cores without the CPU of the node, or the
-memory of their GPU, that the pods which could use them need. On the node it chooses as binpack; of equal nodes it takes binpack's.
+least-fragmentation prefers the node on which the pod strands the fewest GPU cores: free cores that no pod can use, since the node lacks
+the CPU, or the GPU lacks the memory, that pods need beside them. On a node, and among equal nodes, it chooses as binpack.
 
-A pod may have a policy for nodes beside that for the GPUs of a node. Nodes are then compared as a whole, as HAMi's scheduler does: by the
-part of all their GPUs that is in use.
+A pod may have one policy for nodes and another for the GPUs of a node. Nodes are then compared as HAMi's scheduler does it: by the part
+of all their GPUs that is in use.
 
-A share of one GPU is decided by the room that it gets, and needs no further choice of GPUs. For other requests nothing is kept but the
-ranks of profiles (`gpumgr.cluster.core.profiles`), so the costs do not depend on how many different requests there are. Groups of nodes are
-compared by the lowest rank that one of them can have; only nodes that may be among the best are looked at.
+A share of one GPU is ranked by the room that it gets, and needs no further choice of GPUs. For other requests only the ranks of profiles
+(`gpumgr.cluster.core.profiles`) are kept, so the costs do not depend on how many different requests there are. Groups of nodes are
+compared by the lowest rank that a node of the group can have; only nodes that may be among the best are examined.
 """
 
 from bisect import bisect_left
@@ -44,14 +45,14 @@ from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
 
 _numbers: Final = count()
-#: The rooms of so many nodes are found node by node.
+#: The rooms of up to so many nodes are found node by node.
 _FEW: Final = 200
-#: A pod with several containers is compared on so many profiles that fit, fewer the more containers it has, but at least on so many.
+#: A pod is compared on _MOST_CHOICES profiles that fit, divided by the number of its containers, but on at least _FEWEST_PROFILES.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
-#: The rank of a node that is short of CPU for the pod itself: kube-scheduler offers none, as a rule.
+#: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers such a node.
 _LAST: Final = 1 << 60
-#: The rank of a node, its name, and the room of a share there; None: only a choice shows the GPUs.
+#: The rank of a node, its name, and the room of a share there; None: its GPUs must be chosen first.
 Found = tuple[Rank, str, Room | None]
 
 
@@ -71,7 +72,7 @@ class _Best:
         self.found: list[Found] = []
 
     def may_take(self, least: Rank) -> bool:
-        """Whether a node with this rank, or with a rank that begins so, may be one of them."""
+        """Whether a node with this rank, or with a rank that begins so, may be among the best."""
         return self._worst is None or least <= self._worst
 
     def add(self, found: Iterable[Found]) -> None:
@@ -85,7 +86,7 @@ class Shape:
     """One request under one policy. `offered` and `nodes` are sets of nodes as in `gpumgr.cluster.core.profiles`."""
 
     def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, cpu_per_core: int, *, keep: bool) -> None:
-        """`keep`: ranks are kept with the profiles, for the next time; otherwise here."""
+        """`keep`: ranks are kept in the profiles, for later calls; otherwise in this object."""
         self.request, self.policy = request, policy
         self._own: dict[Profile, Ranked | Misfit] | None = None if keep else {}
         self._profiles, self._cpu_per_core = profiles, cpu_per_core
@@ -96,14 +97,17 @@ class Shape:
         self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
         self._whole = self._alike and all(each.whole for each in containers)
         self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
-        #: A container needs so many idle GPUs, and some need a GPU with so many free cores and memory blocks.
+        #: `_whole_gpus`: how many idle GPUs a node needs at least. `_largest`: free (cores, memory blocks) that one of its GPUs needs at
+        #: least.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
-        #: Whether a pod may use such GPUs (None: any), and what it takes of one: by what distinguishes them.
+        #: `_allowed`: (UUID, model) -> whether the pod may use the GPU; None: it may use any. `_wanted`: (MiB, scaling) -> what a share
+        #: takes of the GPU.
         self._allowed: dict[tuple[str, str], bool] | None = None if request.constraints == UNCONSTRAINED else {}
         self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
-        #: By the identity of the profile's state, which equal nodes share. It is kept, so that no other state gets this identity.
+        #: id() of a profile's state, which equal nodes share -> the state and its key. The state is kept, so that no other one gets this
+        #: id().
         self._keys: dict[int, tuple[NodeState, int]] = {}
 
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
@@ -121,7 +125,7 @@ class Shape:
         return sorted(best.found, key=_rank_and_name)
 
     def in_room(self, room: Room, name: str) -> NodeChoice:
-        """The choice of GPUs where a share gets this room: the first such GPU of the node."""
+        """The choice for a share that gets this room: the first GPU of the node with this room."""
         assert self._share is not None, "only shares have rooms"
         place = self._profiles.places[name]
         gpus = zip(place.kind.gpus, place.profile.used, strict=True)
@@ -136,8 +140,8 @@ class Shape:
         return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
 
     def examine(self, offered: int, most: int | None, *, enough: int | None = None, reasons: bool) -> Iterator[None]:
-        """Computes what `fitting` needs, one choice a step; with `reasons` also what `misfits` needs. With `most` it ends after `enough`
-        profiles that fit, by the names of their nodes; None: so many that the best of them is good."""
+        """Computes what `fitting` needs, one choice per step; with `reasons` also what `misfits` needs. With `most` it ends after
+        `enough` profiles that fit, in the order of their nodes' names. `enough` None: a number that makes the best of them good."""
         if self.request.constraints.use_uuids:
             return
         offered &= -1 if self._share is None else self._apart
@@ -156,7 +160,8 @@ class Shape:
         """The rank of the nodes of a profile, or why they do not fit."""
         if (found := self._kept(profile)) is None:
             choice = choose(profile.state, profile.used, self._gpu_request, self.policy)
-            # The GPUs are chosen again on the node that is taken: those of 64 containers need much memory. Texts of users do, too.
+            # The chosen GPUs are not kept (they need much memory for 64 containers), but chosen again on the node that is taken. Texts of
+            # users are not kept either.
             if isinstance(choice, NodeChoice):
                 found = self._ranked(profile.state, profile.used, choice)
             else:
@@ -193,7 +198,7 @@ class Shape:
         return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
 
     def _key(self, profile: Profile) -> int:
-        """What decides in a profile. The texts of constraints do not, but the GPUs that they allow."""
+        """A number for all that decides in a profile. The GPUs that the constraints allow do, but not the texts of the constraints."""
         if (known := self._keys.get(id(profile.state))) is not None:
             return known[1]
         constraints, gpus = self.request.constraints, profile.state.gpus
@@ -205,7 +210,7 @@ class Shape:
 
     @property
     def _apart(self) -> int:
-        """Nodes on which more than one GPU decides where a share fits: GPUs with MIG devices, or the agent chooses."""
+        """Nodes where more than one GPU decides whether a share fits: they have GPUs with MIG devices, or their agent chooses the GPU."""
         constraints, profiles = self.request.constraints, self._profiles
         restricted = self._allowed is not None and (constraints.of_single_gpus or constraints.unused)
         return profiles.with_mig | (profiles.unnamed if restricted else 0)
@@ -233,7 +238,7 @@ class Shape:
     # -- rooms of a share --------------------------------------------------------------------------------------------------
 
     def _in_rooms(self, share: ContainerRequest, left: int, best: _Best) -> None:
-        """`left`: nodes on which the GPU is not found yet. Rooms come in the order in which a node's agent prefers them."""
+        """`left`: nodes where no GPU is found yet. Rooms are tried in the order in which a node's agent prefers them."""
         rooms, least_cores = self._rooms(left), 1 if share.replica is not None else share.cores
         start = bisect_left(rooms, (least_cores, 0), key=_key)
         ordered = reversed(rooms[start:]) if self.policy == "spread" else iter(rooms[start:])
@@ -251,7 +256,7 @@ class Shape:
                 twice, seen = twice | seen & nodes, seen | nodes
             for room in fits:
                 self._in_room(room, share, left & ~twice, best)
-            if twice & left:  # the positions of the GPUs decide between two of them
+            if twice & left:  # between two such rooms on a node, the positions of the GPUs decide
                 self._in_profiles(twice & left, best, None)
             left &= ~seen
 
@@ -275,7 +280,7 @@ class Shape:
                     self._add(nodes, room, least, Ranked(rank, taken if self._by_cpu else None), best)
 
     def _add(self, nodes: int, room: Room | None, least: Rank, ranked: Ranked, best: _Best) -> None:
-        """Nodes that have one rank, except for what the pod strands on each of them. None has a rank below `least`."""
+        """Adds nodes that have one rank, except for what the pod strands on each of them. No node has a rank below `least`."""
         rank, taken = ranked
         places = self._profiles.places_of(nodes) if best.most is None else self._profiles.in_order(nodes)
         if taken is None:
@@ -287,12 +292,12 @@ class Shape:
             found.append(((self._stranded(place, taken), *rank), place.name, room))
             if left is not None and found[-1][0] == least:
                 left -= 1
-                if not left:  # the others have no lower rank, and later names
+                if not left:  # the other nodes have no lower ranks, and later names
                     break
         best.add(found)
 
     def _least_of_cores(self, cores_free: int, share: ContainerRequest) -> Rank:
-        """The beginning of a rank that is not above those in rooms with so many free cores, or with more (spread: fewer)."""
+        """The beginning of a rank: a lower bound for rooms with so many free cores or more (spread: or fewer)."""
         most = CORES_PER_GPU if share.replica is not None else share.cores
         least = 1 if share.replica is not None else share.cores
         if self._by_cpu:
@@ -326,7 +331,7 @@ class Shape:
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
     def misfits(self, offered: int) -> Iterator[tuple[int, str]]:
-        """The number of nodes of each kind of misfit, and the node of them that lacks least. For nodes that all do not fit."""
+        """For each kind of misfit the number of nodes, and the name of the node that lacks least. None of the nodes may fit."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -348,7 +353,7 @@ class Shape:
         yield from ((count, self._first_name(nearest)) for count, _, nearest in kinds.values())
 
     def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str]]:
-        """GPUs that are not offered and have the room make a misfit of another kind."""
+        """Nodes with enough room on a GPU that is not offered are a misfit of another kind."""
         allowed = closed = 0
         lacks: list[tuple[float, int]] = []
         for room in self._rooms(nodes):
@@ -357,7 +362,7 @@ class Shape:
                 lack = self._lack(room, share)
                 if not room.offered:
                     closed |= 0 if lack else here
-                elif share.replica is None:  # with replicas all nodes lack one GPU
+                elif share.replica is None:  # with replicas each node lacks the same, one GPU
                     lacks.append((lack, here))
         yield from self._first(nodes & ~allowed)
         lacks.sort(key=_least)
@@ -414,10 +419,9 @@ class Shape:
 
 
 def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
-    """What a pod strands that takes these cores of a node with `before`, in cores times `cpu_per_core`, which makes it an integer.
-
-    `cpu_free` (None: not known) and what the pod requests, `cpu_milli`, are in thousandths of a CPU. `cpu_per_core`: what an average pod
-    requests beside one core of a GPU.
+    """What a pod strands that takes the cores `taken` of a node with `before`, in cores times `cpu_per_core`, so that it is an integer.
+    `cpu_free` (None: not known) and `cpu_milli`, which the pod requests, are in thousandths of a CPU. `cpu_per_core`: the CPU that an
+    average pod requests for one core of a GPU.
     """
     free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
     free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
@@ -429,7 +433,8 @@ def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_mill
 
 
 def least_stranded(taken: FreeCores, cpu_milli: int, cpu_per_core: int, *, short_of_cpu: bool) -> int:
-    """The lowest value of `stranded` on nodes where the free CPU is less than what the usable cores need, or on the others."""
+    """The lowest value of `stranded`. `short_of_cpu`: on nodes with less free CPU than the usable cores need; otherwise on all other
+    nodes."""
     well_used = cpu_milli if short_of_cpu else taken.usable * cpu_per_core
     return well_used - (taken.free + taken.tight) * cpu_per_core
 
@@ -441,7 +446,8 @@ def _by_policy(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
 
 
 def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
-    """By what is in use of all GPUs: HAMi's score of a node (pkg/scheduler/policy/node_policy.go), in parts per million of each kind."""
+    """Ranks a node by the part of its GPUs that is in use: HAMi's score of a node (pkg/scheduler/policy/node_policy.go), in parts per
+    million of each kind."""
     in_use = 0
     for kind, capacity in (
         ("cores", CORES_PER_GPU * len(node.gpus)),
@@ -454,13 +460,13 @@ def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
 
 
 def _tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
-    """A share is better the less it leaves of its GPU, and is on a GPU in use rather than on an entirely free one."""
+    """A share is placed better if it leaves less of its GPU, and better on a GPU in use than on an entirely free one."""
     return -left if entirely_free else taken - left
 
 
 @lru_cache(maxsize=4096)
 def _number_of(_key: Hashable) -> int:
-    """A number is compared faster. A key that was forgotten gets another one."""
+    """A number for the key, since numbers are compared faster. A key that the cache has dropped gets a new number."""
     return next(_numbers)
 
 

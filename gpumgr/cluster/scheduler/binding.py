@@ -25,13 +25,13 @@ from gpumgr.kube.hami_formats import (
 from gpumgr.kube.pod_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.placement.evaluators.mig import place_at
 
-#: The limit of a write that places a pod; a leader sends none that its Lease does not outlive.
+#: The time limit of a write that places a pod. A leader sends such a write only if its Lease lasts longer.
 WRITE_SECONDS: Final = LeaseTimes().bind_seconds
 
 
 class BindingError(GpumgrError):
-    """The pod was not bound. `uncertain`: there was no answer, so it may be bound all the same. `conflict`: the API server found the pod
-    changed, so an earlier request may have bound it."""
+    """The pod was not bound. `uncertain`: there was no answer, or a server error, so the pod may be bound all the same. `conflict`: the
+    pod has changed in the API server, so an earlier request may have bound it."""
 
     def __init__(self, message: str, *, uncertain: bool = False, conflict: bool = False) -> None:
         super().__init__(message)
@@ -39,8 +39,8 @@ class BindingError(GpumgrError):
 
 
 def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, now_nanoseconds: int) -> dict[str, str]:
-    """gpumgr's annotation and gpu-manager's. Raises BindingError if the pod's annotations would become too long: the API server accepts
-    them in a Binding, and refuses every later update of the pod."""
+    """The annotations of gpumgr, gpu-manager and HAMi. Raises BindingError if all the pod's annotations would be too long: the API server
+    would accept them in a Binding, but refuse every later update of the pod."""
     made = {
         PLACEMENT_ANNOTATION: encode(_placement(pod, placed, node)),
         ASSIGNED: "false",
@@ -63,8 +63,8 @@ def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, 
 
 
 def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, str]:
-    """HAMi's list of the pod's GPUs, with what each container may use, for programs that read it. HAMi's scheduler does not count the pod,
-    since the node's name is not beside it."""
+    """HAMi's list of the pod's GPUs, with what each container may use, for programs that read it. HAMi's scheduler does not count the
+    pod, since there is no annotation with the node's name."""
     if not pod.every_container or placed.shares is None or node.naming != "uuid":
         return {}
     found: dict[str, list[tuple[str, Amounts]]] = {name: [] for name in pod.every_container}
@@ -99,7 +99,7 @@ def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement
 async def send_binding(
     server: ApiServer, pod: WatchedPod, node: str, annotations: Mapping[str, str], check: Callable[[], None]
 ) -> None:
-    """`check` raises BindingError if the binding must not be sent. It is called when a connection is there. Raises BindingError."""
+    """`check` is called once a connection is open, and raises BindingError if the binding must not be sent. Raises BindingError."""
     body = {
         "apiVersion": "v1",
         "kind": "Binding",
@@ -114,7 +114,7 @@ async def send_binding(
         message = f"the API server refused the binding: {error}{wait}"
         raise BindingError(message, uncertain=error.status >= 500, conflict=error.status == 409) from error
     except API_FAILURES as error:
-        if isinstance(error.__cause__, BindingError):  # of `check`
+        if isinstance(error.__cause__, BindingError):  # raised by `check`
             raise error.__cause__ from None
         why = str(error) or type(error).__name__
         raise BindingError(f"the API server did not answer the binding: {why}", uncertain=True) from error

@@ -16,14 +16,14 @@ from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 _log = structlog.get_logger(__name__)
 
 LEADER_LABEL: Final = "gpumgr.io/scheduler-leader"
-#: Between two tries to set the labels.
+#: The longest pause between two tries to set the labels.
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _FAILED = (*API_FAILURES, *UNREADABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """`identity` differs for each process. `pod`: its name, for the label; None: it runs outside of pods."""
+    """`identity` differs for each process. `pod`: the name of its pod, for the label; None: the process runs outside of a pod."""
 
     namespace: str
     lease: str
@@ -32,7 +32,8 @@ class Replica:
 
 
 class Leadership:
-    """`run` it as a daemon, then `release` it. `refresh` is awaited after the Lease was taken; this replica answers once it has returned.
+    """Call `run` as a daemon, and then `release`. `refresh` is awaited after the Lease was taken; this replica answers once `refresh` has
+    returned.
 
     `clock` is monotonic, in seconds.
     """
@@ -49,17 +50,18 @@ class Leadership:
         self._server, self._replica, self._refresh, self._clock = server, replica, refresh, clock
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{replica.namespace}/leases"
         self._candidate = Candidate(me=replica.identity, times=times or LeaseTimes())
-        #: Counts how often this replica has begun to lead; 0: it does not lead.
+        #: `_terms` counts how often this replica has begun to lead. `_term`: the present term; 0: it does not lead. `_refreshed`: the
+        #: last term that `refresh` has completed.
         self._terms, self._term, self._refreshed = 0, LatestValue(0), 0
         self._logged = ""
 
     @property
     def answers(self) -> bool:
-        """This replica leads, and has read everything since."""
+        """Whether this replica leads, and `refresh` has returned in this term."""
         return self._refreshed == self._term.value != 0 and self._candidate.leads(self._clock())
 
     def outlives(self, seconds: float) -> bool:
-        """This replica leads for so long in any case."""
+        """Whether this replica answers, and leads for so long in any case."""
         return self.answers and self._candidate.leads(self._clock(), for_seconds=seconds)
 
     async def run(self) -> NoReturn:
@@ -69,7 +71,7 @@ class Leadership:
         raise AssertionError("both daemons run until they are cancelled")
 
     async def release(self) -> None:
-        """After `run` has ended: another replica may lead at once."""
+        """Gives up the Lease after `run` has ended, so that another replica can lead at once."""
         led, self._candidate = self._term.value != 0, self._candidate.stopped()
         self._term.set(0)
         if not led:
@@ -100,7 +102,7 @@ class Leadership:
             await asyncio.sleep(pause)
 
     async def _step(self) -> None:
-        """One look and one write. A leader writes without a look. Raises what the requests raise."""
+        """Reads the Lease, then writes it if needed. A leader writes without reading. Raises what the requests raise."""
         if not self._candidate.leads(self._clock()):
             self._candidate = self._candidate.read(await self._read(), self._clock())
         began = self._clock()
@@ -144,7 +146,7 @@ class Leadership:
     # -- what follows from it ----------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """After each change of the term: reads everything, and labels the pods. A pod that starts has no label to keep either."""
+        """At the start and after each change of the term: awaits `refresh` if this replica leads, and sets the labels of the pods."""
         with self._term.subscribe() as terms:
             async for term in terms:
                 pause = self._candidate.times.look_seconds
@@ -178,7 +180,7 @@ class Leadership:
                     await set_label(name, None)
 
     def _log_once(self, error: BaseException) -> None:
-        """A failure, once for each text until a step succeeds."""
+        """Logs a failure, unless the last one that was logged since a step succeeded has the same text."""
         if (text := _text(error)) != self._logged:
             self._logged = text
             _log.warning("leader_election_retries", lease=self._replica.lease, error=text)

@@ -1,6 +1,6 @@
-"""Nodes and pods of the API server as the index needs them.
+"""Parses nodes and pods of the API server for the index.
 
-What users and agents write is checked; a bad text is a `problem`, not an error."""
+Texts that users and agents write are checked; a bad one becomes a `problem`, not an error."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,8 +96,8 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def cpu_milli(self) -> int:
-        """What kube-scheduler counts: app containers and sidecars together, or more while an init container runs; the pod's own request
-        replaces it. The API server fills missing requests in from limits."""
+        """What kube-scheduler counts: the sum of app containers and sidecars, or what is needed while an init container runs, if that is
+        more. A request of the pod itself replaces both. The API server sets missing requests to the limits."""
         most = sidecars = 0
         for each in self.init_containers or ():
             cpu = _cpu(each.resources)
@@ -118,8 +118,8 @@ class _Pod(msgspec.Struct):
 
 
 def decode_pod(item: msgspec.Raw, gpu_resources: Iterable[str] = VCUDA_NAMES) -> dict[str, Any] | CpuPod | None:
-    """The whole object only of a pod with GPU requests. Most pods of a cluster have none: of these the CPU counts, on their nodes. Raises
-    ValueError."""
+    """The whole object of a pod with GPU requests. Most pods have none: they are reduced to their CPU on their node, or to None without a
+    node. Raises ValueError."""
     pod = decode_stored(item, _Pod)
     if pod.spec.wants_any(gpu_resources):
         found: dict[str, Any] = decode_stored(item)
@@ -154,9 +154,9 @@ Inventory = Literal["used", "outdated", "unusable", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedNode:
-    """`inventory`: how the scheduler sees the node's GPUs. "outdated": it claims more GPUs than the kubelet of this Ready node has, so
-    the agent has gone, or can't write. "none": by capacity (gpu-manager's nodes), or without GPUs. `problem`: why its inventory is not
-    used."""
+    """`inventory`: how the scheduler sees the node's GPUs. "outdated": the inventory has more GPUs than the kubelet of this Ready node,
+    so the agent was removed, or can't write. "none": the GPUs are known by capacity (gpu-manager's nodes), or there are none. `problem`:
+    why its inventory or capacity is not used."""
 
     uid: str
     state: NodeState
@@ -168,10 +168,10 @@ class WatchedNode:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedPod:
     """`containers` are the names of the containers that want GPUs, in the request's order; `places` their index in spec.containers (None:
-    an init container). `every_container`: the names of all, of a pod with HAMi's resources. `policy`: None if the setting counts.
-    `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of its
-    annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node that
-    kube-scheduler frees for it by preemption. `ending`: it is being deleted.
+    an init container). `every_container`: the names of all containers of a pod with HAMi's resources, otherwise empty. `policy` None: the
+    setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size
+    of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node
+    that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
     """
 
     uid: str
@@ -376,8 +376,8 @@ def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """The containers of a refused pod that is on a node all the same: its agent grants the containers one by one, also too many and of both
-    kinds."""
+    """The request of a refused pod that is on a node all the same. The node's agent grants containers one by one, even if they are too
+    many or of both kinds."""
     try:
         return PodRequest(tuple(_request([each]).containers[0] for each in wanted))
     except Refusal:  # every agent refuses this container, and with it the pod
@@ -385,8 +385,8 @@ def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _largest(request: PodRequest) -> PodRequest:
-    """So many containers of a pod with too many that it still has too many: it holds all GPUs of its node (see `used_on`), and thousands of
-    containers do not stop the event loop."""
+    """Keeps the largest containers of a pod with too many, one more than are allowed. So the pod still holds all GPUs of its node (see
+    `used_on`), but thousands of containers do not block the event loop."""
     containers = request.containers
     largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
     return replace(request, containers=tuple(containers[place] for place in sorted(largest)))
@@ -406,7 +406,8 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
             if not _fits(container, named[-1]):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} differ from its request")
         return tuple(named)
-    # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs. Those of a replica do not have its amounts.
+    # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs itself. For a replica they do not have the
+    # amounts.
     if annotations.get(PREDICATE_NODE) != pod.node or any(each.replica for each in pod.request.containers):
         return None
     found: list[NamedShares] = []
@@ -420,7 +421,8 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
 
 
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
-    """Whether a placement names what the container requests. A whole GPU has all its memory, and a percentage depends on the GPU."""
+    """Whether a placement names what the container requests. Memory is not compared for whole GPUs, nor a percentage, which depends on
+    the GPU."""
     if len(shares) != container.gpus:
         return False
     if (replica := container.replica) is not None:
@@ -431,8 +433,8 @@ def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
 
 
 def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
-    """Whether these are what a replica counts on some GPU. The factors of its node may be higher than those here; if a pod claims too
-    little, its agent reports what it holds."""
+    """Whether a replica may count with these amounts on some GPU. Its node may have higher factors than the ones known here. If the
+    annotation of a pod claims too little, the node's agent reports what the pod holds."""
     if amounts.slices:  # a MIG device has what is requested or more; its cores are rounded down
         memory = 0 if replica.whole else replica.memory_mebibytes or 0
         return amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= memory

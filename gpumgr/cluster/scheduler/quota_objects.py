@@ -1,7 +1,7 @@
 """Decodes the objects with the quotas of namespaces: the ConfigMap and ResourceQuotas.
 
-The ConfigMap has the key `gpu_quota` in gpu-admission's format and the key `quota.yaml` in gpumgr's (docs/scheduler.md). Limits of both
-keys hold together.
+The ConfigMap has the key `gpu_quota` in gpu-admission's format and the key `quota.yaml` in gpumgr's (docs/scheduler.md). The limits of
+both keys apply together.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class WatchedQuotas:
 
 
 class _GpuAdmission(msgspec.Struct):
-    """`quota`: model -> whole GPUs. Without one, no model is allowed; without `pool`, each pool is."""
+    """`quota`: model -> whole GPUs. Without `quota` no model is allowed; without `pool` every pool is."""
 
     quota: dict[str, Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]] | None = None
     pool: list[str] | None = None
@@ -68,7 +68,7 @@ class _PlainLimit(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
-    """From the ConfigMap."""
+    """Parses the ConfigMap."""
     data = item.get("data") or {}
     found: dict[str, NamespaceQuota] = {}
     key = ""
@@ -93,9 +93,9 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedResourceQuota:
     """A ResourceQuota of Kubernetes with HAMi's keys: `limits.<memory resource>` and `limits.<core resource>` of all GPUs of a namespace.
-    Each object holds by itself. Scopes and further keys have no influence. Source: HAMi 2.10, pkg/device/quota.go.
+    Each object applies by itself. Scopes and other keys are ignored. Source: HAMi 2.10, pkg/device/quota.go.
 
-    `limit` None: it has none of the keys.
+    `limit` None: the object has none of the keys.
     """
 
     uid: str

@@ -1,4 +1,4 @@
-"""The policies of a pod by its annotations, in gpumgr's and in HAMi's spelling. Its constraints: `gpumgr.kube.selection`."""
+"""Reads the policies of a pod from its annotations, in gpumgr's and in HAMi's spelling. `gpumgr.kube.selection` reads the constraints."""
 
 import re
 from collections.abc import Mapping
@@ -28,16 +28,17 @@ def policy_of(annotations: Mapping[str, object]) -> Policy | None:
 
 
 def node_policy_of(annotations: Mapping[str, object]) -> Policy | None:
-    """The policy among nodes. None: that of `policy_of` counts for nodes and GPUs. HAMi reads no list here, and takes any other text for
-    binpack."""
+    """The policy among nodes. None: the policy of `policy_of` counts for nodes and GPUs. Any text but spread, also a list, means binpack,
+    as in HAMi."""
     if str(annotations.get(POLICY, "")).strip() or _NODE_POLICY not in annotations:
         return None
     return "spread" if annotations[_NODE_POLICY] == "spread" else "binpack"
 
 
 def _gpu_policy(annotations: Mapping[str, object]) -> Policy | None:
-    """In a list the first of binpack and spread counts, but topology-aware wherever it is. `numa` orders GPUs by NUMA node there, which the
-    evaluators do by themselves, and `mutex` is a constraint. HAMi takes any other text for spread, also one with blanks that is no list."""
+    """In a list topology-aware counts wherever it is, otherwise the first of binpack and spread. In HAMi `numa` orders GPUs by NUMA node,
+    which the evaluators do anyway, and `mutex` is a constraint. Any other text means spread, as in HAMi, also a single word with
+    blanks."""
     if GPU_POLICY not in annotations:
         return None
     text, names = str(annotations[GPU_POLICY]), words(annotations, GPU_POLICY)
@@ -50,7 +51,7 @@ def _gpu_policy(annotations: Mapping[str, object]) -> Policy | None:
 
 
 def _are_weights(text: str) -> bool:
-    """Whether HAMi's scheduler would place a pod with them."""
+    """Whether HAMi's scheduler would place a pod with this text as weights."""
     pairs = [tuple(word.strip() for word in part.split("=", 1)) for part in text.split(",")]
     numbers = [pair[-1] for pair in pairs]
     named = sorted(pair[0] for pair in pairs) == ["core", "memory", "slot"]

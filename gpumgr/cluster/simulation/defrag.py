@@ -1,4 +1,4 @@
-"""The fewest moves of pods after which a pod fits: a bounded search, and the order in which the moves are possible."""
+"""Searches, within a bound, for the fewest moves of pods after which a pod fits, and finds an order in which the moves are possible."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -9,15 +9,15 @@ from gpumgr.cluster.simulation.node_filters import short
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 MOST_TRIES: Final = 20_000
-#: Places that are tried for a pod that moves, the best ones.
+#: So many of the best places are tried for each pod.
 _BRANCHES: Final = 3
 #: Pods with their new places.
 Moves = list[tuple[LivePod, Spot]]
 
 
 class Defrag:
-    """One search. `tries` counts the questions whether a pod fits; after `most_tries` of them the search ends, and `ended` is true. The
-    cluster is as before after `plan`."""
+    """One search. `tries` counts the tests whether a pod fits; after `most_tries` tests the search ends, and `ended` is true. `plan`
+    leaves the cluster as it was."""
 
     def __init__(self, cluster: LiveCluster, *, most_moves: int, most_tries: int = MOST_TRIES) -> None:
         self._cluster, self._most_moves, self._most_tries = cluster, most_moves, most_tries
@@ -64,7 +64,8 @@ class Defrag:
         return [] if self.ended else [each for each in self._cluster.spots(pod, _BRANCHES) if self._differs(pod, each)]
 
     def _groups(self, pod: LivePod, node: str, most: int) -> Iterator[tuple[Sequence[LivePod], Spot]]:
-        """Pods without which the pod fits on the node, and where; no smaller part of a group is enough."""
+        """Groups of pods; without such a group the pod fits on the node, at the place beside the group. No smaller part of a group is
+        enough."""
         lacking = set(short(pod.requests, self._cluster.free(node))) - {CORE_RESOURCE, MEMORY_RESOURCE}
         pods = [
             each
@@ -95,7 +96,7 @@ class Defrag:
             self._cluster.put(each, each.home)
 
     def _differs(self, pod: LivePod, spot: Spot) -> bool:
-        """Whether it is a move. Within a node only the scheduler can choose other GPUs, not the node's agent."""
+        """Whether the place is a move. Within a node a pod can move only if the scheduler chooses the GPUs, not the node's agent."""
         if pod.home is None or spot.node != pod.home.node:
             return True
         named = self._cluster.nodes[spot.node].state.naming != "none"
@@ -103,7 +104,7 @@ class Defrag:
 
 
 def in_order(cluster: LiveCluster, places: Moves) -> Moves | None:
-    """Places that were found one for another, from the last one to the first; None: one of them is not free when its turn comes."""
+    """The moves in the order from the last one found to the first; None: a place is not free at its turn."""
     homes = {pod.home.node for pod, _ in places if pod.home is not None}
     part = cluster.part({spot.node for _, spot in places} | homes)
     for pod, spot in reversed(places):

@@ -1,4 +1,4 @@
-"""The nodes and pods of a snapshot of a cluster: the scheduler's index, with kube-scheduler's own filters before it."""
+"""Models the nodes and pods of a cluster's snapshot: kube-scheduler's own filters first, then the scheduler's index."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -34,8 +34,9 @@ class Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LivePod:
-    """`name` with its namespace. `rules` is equal for specs with equal demands of nodes. `home`: where the snapshot has it; None: it waits.
-    `policy` None: the setting counts. `fixed`: why it may not be moved, or ""; `unchecked`: its demands that nothing here models."""
+    """`name` includes the namespace. `rules` is equal for pods with equal demands on nodes. `home`: its place in the snapshot; None: it
+    waits. `policy` None: the setting counts. `fixed`: why it may not be moved, or ""; `unchecked`: its demands that nothing here
+    models."""
 
     uid: str
     name: str
@@ -106,14 +107,14 @@ class LiveCluster:
         return self._names[pod.rules]
 
     def spots(self, pod: LivePod, most: int = 1) -> list[Spot]:
-        """The best ones, as kube-scheduler and the extender choose them."""
+        """The best places for the pod, as kube-scheduler and the extender choose them."""
         names = self.names(pod)
         ordered = self.index.order(pod.request, pod.policy or self.policy, names) if names else Rejection("")
         found = () if isinstance(ordered, Rejection) else (self.on(pod, name) for name in ordered)
         return list(islice((spot for spot in found if isinstance(spot, Spot)), most))
 
     def on(self, pod: LivePod, name: str) -> Spot | str:
-        """The pod's place on this node, if labels and taints allow the node, or what is short there."""
+        """The place that the pod gets on this node, or what the node lacks. Labels and taints are not checked here."""
         free = self.free(name)
         if (lacking := next(short(pod.requests, free), None)) is not None:
             return shortage_text(pod.requests, free, lacking)
@@ -123,7 +124,7 @@ class LiveCluster:
         return Spot(name, named_shares(self.nodes[name].state, choice))
 
     def holds(self, pod: LivePod, spot: Spot) -> bool:
-        """Whether the pod's place is free; the pod is nowhere yet."""
+        """Whether the place is free for the pod, which must have no place now."""
         possible = spot.node in self.names(pod) and not any(short(pod.requests, self.free(spot.node)))
         return possible and (not pod.request.containers or self.index.fits(pod.on(spot)))
 

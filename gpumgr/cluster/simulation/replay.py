@@ -1,4 +1,4 @@
-"""The method replay: pods arrive and end in time, and wait in a queue while they fit nowhere.
+"""The method replay: pods arrive and end at given times, and wait in a queue while they fit nowhere.
 
 At one instant pods end first, then pods arrive, then the queue is tried in the order of priority, arrival and row of the trace. A pod that
 does not fit does not hold up those behind it, and no pod is evicted for another one. A pod runs for its duration from its start.
@@ -20,7 +20,7 @@ from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Pod, R
 from gpumgr.cluster.simulation.policies import POLICIES, Placer
 from gpumgr.common.errors import InputError
 
-#: Points of the result over time.
+#: The number of steps in `over_time`.
 _POINTS: Final = 200
 
 
@@ -37,8 +37,8 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
     """`allocated_percent` of all GPU-milli and `queue_length` (mean, max) are over the time from the first arrival to the last arrival or
-    start. `waiting_seconds` (mean, p50, p99) are those of the pods that started; `failed_pods` never did.
-    `over_time`: seconds since the first arrival, allocated percent, length of the queue; in equal steps."""
+    start. `waiting_seconds` (mean, p50, p99) are of the pods that started; `failed_pods` never started. `over_time`: seconds since the
+    first arrival, allocated percent, length of the queue; in equal steps."""
 
     policy: str
     seed: int
@@ -52,8 +52,8 @@ class ReplayResult:
 
 
 def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Event]:
-    """In order of time. The cluster is changed before the event of the change."""
-    # The first one is the last of the list.
+    """The events in the order of time. The cluster is changed before the event that reports the change."""
+    # Reversed: the next arrival is at the end of the list.
     arriving = sorted(range(len(pods)), key=lambda number: (pods[number].arrival_seconds, number), reverse=True)
     ends: list[tuple[float, int, Placement]] = []
     # Request -> the pods that wait: (-priority, arrival, position in the trace). A request that waits fits nowhere until a pod ends.
@@ -80,7 +80,7 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Ev
         heapify(heads)
         while heads:
             (_, _, number), shape = heads[0]
-            if shape in retried and not _hosted(cluster, shape, freed):  # taken by a pod before it; cheaper than a decision
+            if shape in retried and not _hosted(cluster, shape, freed):  # an earlier pod took the place; cheaper than `find`
                 heappop(heads)
                 continue
             found = placer.find(shape)
@@ -109,7 +109,7 @@ def run(
     random: Callable[[int], Random],
     cpu_per_gpu_milli: int = 8000,
 ) -> ReplayResult:
-    """One policy and one seed. The other arguments are those of `inflate.run`. Raises InputError if the trace has no times."""
+    """Runs one policy with one seed. The other arguments are those of `inflate.run`. Raises InputError if the trace has no times."""
     if not any(pod.arrival_seconds or pod.duration_seconds for pod in pods):
         raise InputError(
             "no pod has an arrival or a duration, so the method replay has nothing to measure; "
@@ -159,7 +159,7 @@ def _hosted(cluster: Cluster, shape: Shape, positions: set[int]) -> bool:
 
 
 def _mean_and_max(values: Sequence[float], spans: Sequence[float]) -> dict[str, float]:
-    """Over time; the last value has no span."""
+    """The mean is over time; the last value has no span."""
     mean = fmean(values[:-1], spans) if sum(spans) else values[-1]
     return {"mean": round(mean, 4), "max": round(max(values), 4)}
 

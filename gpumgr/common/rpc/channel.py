@@ -19,12 +19,12 @@ from gpumgr.common.rpc.grpclib_private import OpenChannel
 
 Reply = TypeVar("Reply")
 
-#: The errors of a call if the peer is unavailable, disconnects, hangs or refuses (a timeout is an OSError).
+#: The errors that a call raises if the peer is unavailable, disconnects, hangs or refuses (a timeout is an OSError).
 CALL_FAILURES: Final = (GRPCError, StreamTerminatedError, ProtocolError, OSError)
 
 
 class WireCodec(CodecBase):
-    """Messages are bytes or generated messages, as the declared message type says."""
+    """Messages are bytes, or generated messages of the declared message type."""
 
     __content_subtype__ = "proto"
 
@@ -74,7 +74,7 @@ class UnixChannel(OpenChannel):
         return PeerConnection(made.handler, made.config, made.h2_config)
 
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
-        """One call, connecting included. `request` is bytes or a generated message.
+        """Makes one call, and connects first if needed. `request` is bytes or a generated message.
 
         Raises CALL_FAILURES, or WireError if the reply can't be read. The peer
         receives the deadline, too; if the peer reports that it has passed, the call raises TimeoutError.
@@ -93,7 +93,7 @@ class UnixChannel(OpenChannel):
 
 
 def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
-    """A sentence for one of CALL_FAILURES; `doing` is like "register tencent.com/vcuda-core"."""
+    """An error with a sentence for one of CALL_FAILURES; an example of `doing` is "register tencent.com/vcuda-core"."""
     match error:
         case GRPCError():
             reason = f"the answer was {error.status.name}: {error.message or 'no reason given'}"

@@ -16,12 +16,12 @@ FIXED64: Final = 1
 BYTES: Final = 2
 FIXED32: Final = 5
 
-#: 64 bits need ten groups of seven.
+#: A number of 64 bits has ten groups of seven bits.
 _MAX_SHIFT: Final = 63
 
 
 class WireError(ValueError):
-    """Bytes that are no protobuf message: truncated, or with a wire type that doesn't exist."""
+    """The bytes are not a protobuf message: they are truncated, or have a wire type that doesn't exist."""
 
 
 class Generated(Protocol):
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=Generated)
 def parse(message_type: type[M], data: bytes) -> M:
     """A generated message from its bytes. Raises WireError.
 
-    The generated code accepts truncated fields, so the bounds of the outermost ones are checked before.
+    The generated code accepts truncated fields, so the bounds of the outermost fields are checked first.
     """
     for _ in spans(data, 0, len(data)):
         pass
@@ -47,7 +47,7 @@ def parse(message_type: type[M], data: bytes) -> M:
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """The varint at `at`, and where the next thing starts. Raises WireError if it runs beyond `end` or 64 bits."""
+    """The varint at `at`, and the offset after it. Raises WireError if the varint runs beyond `end` or 64 bits."""
     value = shift = 0
     while at < end:
         byte = data[at]
@@ -62,7 +62,7 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def skip(data: bytes, at: int, end: int, wire_type: int) -> int:
-    """Where the payload of `wire_type` that starts at `at` ends. Raises WireError if that is beyond `end`."""
+    """The offset after the payload of `wire_type` that starts at `at`. Raises WireError if that is beyond `end`."""
     if wire_type == BYTES:
         size, at = read_varint(data, at, end)
         at += size
@@ -92,7 +92,7 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         if tag & 7 != BYTES:
             at = skip(data, at, end, tag & 7)
             continue
-        # One-byte lengths are nearly all there are; a read at the end of the data is caught by the bound below.
+        # Nearly every length is one byte; a read at the end of the data is caught by the bound below.
         size = data[at] if at < end else 0x80
         at += 1
         if size > 0x7F:
@@ -107,11 +107,11 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
     """One pass over the message at start..end: strings of the fields that `texts` names are appended to their lists there. The lists
     are empty at first.
 
-    Returns the varint fields by number; of a repeated one the last, as protobuf has it. Everything else is skipped.
+    Returns the varint fields by number; the last one counts if a field is repeated, as in protobuf. Everything else is skipped.
     """
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
-    # To cut strings out of one string is faster than to decode each; strings that are not ASCII are decoded again at the end.
+    # Slices of one decoded string are faster than a decoding of each string; strings that are not ASCII are decoded again at the end.
     latin_1 = data.decode("latin-1")
     at = start
     while at < end:
@@ -195,11 +195,11 @@ def text_fields(values: Iterable[str]) -> bytes:
     values = list(values)
     try:
         return "".join([_HEADS[len(each)] + each for each in values]).encode("ascii")
-    except (IndexError, UnicodeEncodeError):  # a long one, or one with more bytes than characters
+    except (IndexError, UnicodeEncodeError):  # a long string, or a string with more bytes than characters
         return b"".join([field(1, each.encode()) for each in values])
 
 
-#: Tag and length of short strings in field 1, by length; and a regular expression for such fields, which may also match other bytes.
+#: Length -> tag and length of a short string in field 1. The regular expression finds such fields, but may also match other bytes.
 _HEADS: Final = tuple(f"\n{chr(size)}" for size in range(0x80))
 _SHORT_TEXTS: Final = re.compile("\n[\0-\x7f]([^\n]{0,127})")
 _TAGS: Final = tuple(bytes([number << 3 | BYTES]) for number in range(16))

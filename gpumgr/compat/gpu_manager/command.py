@@ -1,4 +1,4 @@
-"""The flags of gpu-manager: from a text, from the running process, or from the manifest of its DaemonSet.
+"""Reads the flags of gpu-manager from a text, from the running process, or from the manifest of its DaemonSet.
 
 Source for its image: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5.
 """
@@ -40,8 +40,9 @@ class DaemonSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuManagerCommand:
-    """`flags` are (name, text); later ones override earlier ones. `root` is the folder in which its files are visible from here.
-    `daemon_set` None: it runs as a service of the host, or that is not known. `pid` if it was found running."""
+    """`flags` are (name, text); later ones override earlier ones. `root`: the folder where gpu-manager's file system is visible from
+    here. `daemon_set` None: gpu-manager runs as a service of the host, or this is not known. `pid`: of the running process; None: it was
+    not looked for, or not found."""
 
     flags: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
@@ -72,8 +73,8 @@ def from_text(text: str) -> GpuManagerCommand:
 
 
 def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
-    """The process that runs on this host; None if there is none, or /proc is not readable. Raises SettingsError for flags that it cannot
-    have."""
+    """The gpu-manager that runs on this host; None if no readable process is one. Raises SettingsError for flags that gpu-manager does
+    not accept."""
     for entry in sorted(os.listdir(proc_root)):
         if not entry.isdigit():
             continue
@@ -93,7 +94,8 @@ def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
 
 
 def from_objects(objects: Sequence[Object]) -> GpuManagerCommand | None:
-    """The flags of its DaemonSet or pod in a manifest; None if there is none among the objects. Raises SettingsError, InputError."""
+    """The flags of gpu-manager's DaemonSet or pod in a manifest; None if the objects contain neither. Raises SettingsError,
+    InputError."""
     for workload in of_type(objects, KubernetesWorkload):
         for container in workload.pod_spec.all_containers:
             words = _command_words(container)
@@ -109,7 +111,7 @@ def from_objects(objects: Sequence[Object]) -> GpuManagerCommand | None:
 
 
 def _command_words(container: KubernetesContainer) -> list[str] | None:
-    """Its flags as the container's command contains them; None if the container runs another program."""
+    """The flags of gpu-manager in the container's command; None if the container runs another program."""
     given = container.words
     for number, word in enumerate(given):
         if PurePosixPath(word).name == PROGRAM:

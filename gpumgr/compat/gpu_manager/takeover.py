@@ -1,4 +1,4 @@
-"""The plan for a node that moves from gpu-manager to gpumgr. Pure, except for the files that gpu-manager's flags name.
+"""Plans the move of a node from gpu-manager to gpumgr. Pure, but it reads the files that gpu-manager's flags name.
 
 gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes it. Running containers keep their GPUs until they end.
 """
@@ -17,7 +17,7 @@ from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord
 from gpumgr.ledger.rebuild import Holders
 
 _DOCKERSHIM: Final = "dockershim"
-#: Settings that gpu-manager's flags may produce, and that the chart interprets inside the pod (its templates/_check.tpl).
+#: Settings that gpu-manager's flags may produce, but that apply inside the agent's pod with the chart (its templates/_check.tpl).
 _IN_THE_CHART: Final = {
     "kubernetes.kubeconfig": (
         "leave it out of the chart's values: the agent uses its pod's service account; another one's file needs extraVolumes and "
@@ -30,10 +30,10 @@ _IN_THE_CHART: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuManagerState:
-    """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint, None if it names no pod (see
+    """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint; None if the checkpoint names no pod (see
     gpumgr.kubelet.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager, according to the
-    kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`: resource -> number of ids that
-    the kubelet has."""
+    kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`: resource -> number of ids
+    that the kubelet has."""
 
     node: str
     checkpoint: Path
@@ -46,7 +46,7 @@ class GpuManagerState:
 
 
 def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: Path) -> Plan:
-    """Raises SettingsError for flags that gpumgr refuses, InputError for files that the flags name and that cannot be read."""
+    """Raises SettingsError for flags that gpumgr refuses, and InputError if a file that a flag names cannot be read."""
     argv, notes = command.argv()
     parsed = parse_gpu_manager_flags(argv)
     overrides = dict(parsed.overrides)

@@ -1,4 +1,4 @@
-"""The plan for a node where gpumgr takes the place of HAMi's device plugin while pods run, and the comparison afterwards. Pure.
+"""Plans how gpumgr replaces HAMi's device plugin on a node while pods run, and compares the result with the plan. Pure.
 
 The pods keep HAMi's resources. The agent adopts them at its start, with the GPUs that HAMi's scheduler chose
 (gpumgr.ledger.rebuild). Source of what containers request: HAMi 2.10, pkg/device/nvidia.
@@ -42,9 +42,9 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HamiState:
-    """The inputs: `objects` of the API server, sockets of HAMi's plugin that accept connections, HAMi's folders on this host, and its
-    library with the library's SHA-256. `kubelet`: the containers (pod's UID, name) with GPUs of HAMi according to the kubelet; None if not
-    known."""
+    """The inputs. `objects`: of the API server. `answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's folders
+    on this host. `library`: path and SHA-256 of HAMi's library. `kubelet`: the containers (pod's UID, name) with GPUs of HAMi according
+    to the kubelet; None if not known."""
 
     node: str
     objects: Sequence[Object] = ()
@@ -140,8 +140,8 @@ def _pods_on(found: HamiState) -> Iterator[Pod]:
 
 
 def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
-    """The containers that the agent adopts with what HAMi's scheduler chose for them, and why it can't adopt others. Their GPUs have UUIDs
-    as names."""
+    """The containers that the agent adopts, with the amounts that HAMi's scheduler chose, and the reasons why it can't adopt others. GPUs
+    are named by their UUIDs."""
     running: list[Allocation] = []
     problems: list[str] = []
     for pod in _pods_on(found):
@@ -176,7 +176,7 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation]
 
 
 def _sums(gpus: Iterable[tuple[str, Amounts]]) -> Mapping[str, Amounts]:
-    """A container may have several MIG devices of one GPU."""
+    """Adds the amounts for each GPU, since a container may have several MIG devices of one GPU."""
     sums: dict[str, Amounts] = {}
     for uuid, amounts in gpus:
         sums[uuid] = sums.get(uuid, Amounts()) + replace(amounts, replicas=1)
@@ -200,7 +200,7 @@ def specs(pod_spec: PodSpec, resources: ReplicaResources) -> list[ContainerSpec]
 
 def _asked(container: KubernetesContainer, resources: ReplicaResources) -> ReplicaRequest | None:
     wanted = {**container.resources.requests, **container.resources.limits}
-    if any(name in wanted for name in resources.amounts):  # HAMi's webhook adds the number
+    if any(name in wanted for name in resources.amounts):  # HAMi's webhook adds the missing number of GPUs
         wanted = {resources.count_resource: 1, **wanted}
     for name in {resources.core_resource, resources.memory_percentage_resource} & wanted.keys():
         wanted[name] = min(quantity_or_0(str(wanted[name])), 100)  # as HAMi grants it

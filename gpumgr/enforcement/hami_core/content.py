@@ -1,7 +1,7 @@
-"""The content of a region. Pure.
+"""Makes and reads the content of a region. Pure.
 
-`seed` makes a new one, as the library would, but with the granted limits: the library prefers the region to its environment. `decode`
-reads one. The container may have written any of its bytes, so every value is bounded or left out.
+`seed` makes a new region, as the library would, but with the granted limits: the library prefers the region to its environment. `decode`
+reads a region. The container may have written any of its bytes, so every value is bounded or left out.
 """
 
 import re
@@ -30,15 +30,15 @@ _FREE_SEMAPHORE: Final = struct.pack("<QI20x", 1, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionLimits:
-    """The limits in a region: for each of 16 devices bytes (0 = unlimited) and percent (100 = unlimited), the container's GPUs first."""
+    """The limits in a region: bytes (0 = unlimited) and percent (100 = unlimited) for each of 16 devices, the container's GPUs first."""
 
     memory_bytes: tuple[int, ...]
     core_percent: tuple[int, ...]
 
 
 def limits(gpus: Sequence[SharedGpu]) -> RegionLimits:
-    """The limits of a share; its whole GPUs have none. Raises ValueError for what the library would read as "unlimited", or can't be
-    expressed in its environment, and for several GPUs in an unknown order."""
+    """The limits of a share; its whole GPUs have none. Raises ValueError for a limit that the library would read as "unlimited", or that
+    its environment can't express, and for several GPUs in an unknown order."""
     if len(gpus) > layout.DEVICES:
         raise ValueError(f"it shares {len(gpus)} GPUs: at most {layout.DEVICES} are valid")
     if len(gpus) > 1 and (unknown := [gpu.name for gpu in gpus if gpu.bus_id is None]):
@@ -74,13 +74,14 @@ def seed(wanted: RegionLimits) -> bytes:
 
 _UUID: Final = re.compile(rb"(GPU|MIG)-[0-9A-Fa-f-]{36}")
 ProblemCode = Literal["header", "process_count", "uuid"]
-#: A value that the library never writes, so that the container has written it; and a message that names it.
+#: (kind of a value that only the container can have written, since the library never does; a message that names the value)
 RegionProblem = tuple[ProblemCode, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSlot:
-    """One process. `pid` in the container, `hostpid` on the host (0: unknown). `seqlock` is odd while the slot is written."""
+    """One process. `pid`: its id in the container; `hostpid`: its id on the host (0: unknown). `seqlock` is odd while the slot is
+    written."""
 
     index: int
     pid: int
@@ -90,7 +91,7 @@ class ProcessSlot:
 
     @property
     def live(self) -> bool:
-        """Whether a process has it."""
+        """Whether a process uses the slot."""
         return self.pid > 0 and self.status != 0
 
     @property
@@ -101,10 +102,9 @@ class ProcessSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionView:
-    """One region at one time. `slots` are the live ones and the stuck ones. `postinit` is 0 while a process looks for its host pid.
-
-    `postinit_waiters`: of it; one that was killed may still be counted. `recent_kernel`: above 0 after a launch, below 0 while launches
-    must wait.
+    """One region at one time. `slots` has the live and the stuck ones. `postinit`: a semaphore; 0 while a process looks for its host pid.
+    `postinit_waiters`: the processes that wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below
+    0 while launches must wait.
     """
 
     limits_bytes: tuple[int, ...]
@@ -119,7 +119,7 @@ class RegionView:
 
 
 def decode(read: Callable[[int, int], bytes]) -> RegionView:
-    """`read` returns the bytes at an offset, of a given number; what it raises is raised."""
+    """`read` (offset, number) returns so many bytes at the offset. Raises what `read` raises."""
     header, tail = read(0, layout.PROCS), read(layout.PROC_NUM, layout.SIZEOF - layout.PROC_NUM)
     count = int.from_bytes(tail[:4], "little", signed=True)
     bounded = min(max(count, 0), layout.SLOTS)

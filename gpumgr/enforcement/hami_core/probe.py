@@ -1,6 +1,5 @@
-"""Whether a library limits anything with the regions that gpumgr makes: it is loaded in a process of its own and makes a region.
-
-Neither a GPU nor the driver is needed. Blocks for some 0.1 s: call it on a thread.
+"""Tests whether a library works with the regions that gpumgr makes: a process of its own loads the library, which makes a region. Neither
+a GPU nor the driver is needed. Blocks for some 0.1 s: call it on a thread.
 """
 
 import subprocess
@@ -14,8 +13,8 @@ from gpumgr.enforcement.hami_core.content import MEBIBYTE
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 
-#: Without these an allocation or a launch is not limited, or the library does not limit programs that look functions up by name; the last
-#: one makes the region.
+#: Functions that a library must export to limit allocations and launches, also of programs that look functions up by name; the last one
+#: makes the region.
 EXPORTS: Final = (
     *("dlsym", "cuInit", "cuGetProcAddress", "cuMemAlloc_v2", "cuMemAllocManaged", "cuMemCreate", "cuMemFree_v2"),
     *("cuMemGetInfo_v2", "cuDeviceTotalMem_v2", "cuLaunchKernel", "nvmlInit_v2", "get_current_device_memory_limit"),
@@ -44,7 +43,8 @@ def refusal(library: CheckedLibrary) -> str | None:
 
 def _probe(path: Path, folder: Path) -> str | None:
     """Raises subprocess.TimeoutExpired, OSError."""
-    # Some builds need libcuda.so.1 to be loaded, though they call it by dlsym; no driver's file may add functions that this one lacks.
+    # Some builds need libcuda.so.1 to be loaded, though they call it by dlsym; a real driver's file could add functions that the tested
+    # library lacks.
     (folder / "libcuda.so.1").symlink_to(path.absolute())
     environment = {
         "LD_LIBRARY_PATH": str(folder),

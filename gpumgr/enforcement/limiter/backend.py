@@ -1,9 +1,9 @@
-"""Backend "limiter": gpumgr's own library runs in each process of the container; it counts memory before the driver is asked, and launches
-wait for the container's turn, which the arbiter gives.
+"""Backend "limiter": gpumgr's own library runs in each process of the container; it counts memory before it asks the driver, and holds
+launches until the arbiter gives the container its turn.
 
-The container has its pages, the library and the list that preloads it as single files below /etc. It keeps the copy of the library with
-which it was created, also when it restarts; the names of the pages have their version, so an updated agent serves it. Without an agent it
-limits itself.
+The pages, the library and the list that preloads it are mounted in the container as single files below /etc. The container keeps the copy
+of the library with which it was created, also when it restarts; the names of the pages include a version, so an updated agent can serve
+it. Without an agent the library limits the container by itself.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 
-#: Where the library looks for its pages (PLACE in process.c). The library itself lies beside them.
+#: Where the library looks for its pages (PLACE in process.c). The library itself is beside them.
 PAGES_IN_CONTAINER: Final = "/etc/gpumgr"
 _LIBRARY_IN_CONTAINER: Final = Path(PAGES_IN_CONTAINER, LIBRARY)
-#: In run_dir; it has a folder for each allocation.
+#: A folder in run_dir, with a folder for each allocation.
 FOLDER: Final = "limiter"
 
 
 class Limiter(PreloadedBackend[PageMonitor]):
-    """`contexts` measures what a context takes; None: that is not known. `nspid_of` is called on threads. `find_library` returns the path
-    of a library of this package. `clock` is monotonic, in seconds."""
+    """`contexts` measures the memory of a CUDA context; None: it is not measured. `nspid_of` is called on threads. `find_library` returns
+    the path of a library of this package. `clock` is monotonic, in seconds."""
 
     name: BackendName = "limiter"
 
@@ -62,7 +62,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         super().__init__(_LIBRARY_IN_CONTAINER, library_dir, run_dir / FOLDER, volumes)
         self._identities, self._contexts = Identities(nspid_of), contexts
         self._quantum_microseconds, self._find, self._clock = quantum_milliseconds * 1000, find_library, clock
-        #: Starts, checks and removals of one container replace its monitor one after the other.
+        #: For each container a lock, so that starts, checks and removals replace its monitor one at a time.
         self._locks: dict[AllocationId, threading.Lock] = {}
         self._closed = False
         self._context_bytes: dict[str, int] = {}
@@ -108,7 +108,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         )
 
     async def start(self, tenant: GpuShare) -> None:
-        """Installs the library and makes new pages. The container that used the former ones has ended."""
+        """Installs the library and makes new pages. The container that used the former pages has ended."""
         if self._contexts is not None:
             await asyncio.gather(*(self._measure(self._contexts, gpu.uuid) for gpu in tenant.gpus))
         try:
@@ -124,7 +124,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
             self._context_bytes[uuid] = size_bytes
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        """A check also restores what a container changed, and reports it."""
+        """Also restores what a container changed, and reports it."""
         return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
@@ -132,7 +132,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         return {(allocation, gpu): use for allocation, monitor in monitors for gpu, use in monitor.uses().items()}
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Containers limit themselves until the arbiter has them again."""
+        """Adds the containers to the arbiter again; until then the library in each container limits it by itself."""
         await asyncio.to_thread(lambda: [self._monitor_of(tenant.allocation) for tenant in tenants])
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
@@ -188,7 +188,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
             return f"a file can't be opened: {error.strerror or error}"
 
     def _monitor(self, files: PageFiles | str) -> PageMonitor:
-        """Its reason is the arbiter's if that can't take the container."""
+        """If the arbiter can't take the container, the monitor has the arbiter's reason instead of the files."""
         try:
             return PageMonitor(files, self._arbiter, self._identities, self._clock)
         except ArbiterError as error:

@@ -1,5 +1,5 @@
-"""Monitors the pages of one start of a container: restores what the container changed, frees what ended processes left, and writes for
-the library what the driver uses beyond its count. Blocks: call it on a thread.
+"""Monitors the pages of one start of a container: restores what the container changed, frees the slots of ended processes, and writes for
+the library what the driver uses beyond the library's count. Blocks: call it on a thread.
 """
 
 import threading
@@ -19,27 +19,28 @@ from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import TurnUse
 
-#: The library takes a slot when a process first uses CUDA, so a process without one is reported only after this number of checks in a row.
+#: A process without a slot is reported after so many checks in a row, since the library takes a slot only when the process first uses
+#: CUDA.
 CHECKS_UNREGISTERED: Final = 3
-#: A process that is missing at so many checks in a row has ended.
+#: A process that is missing in so many checks in a row has ended.
 _CHECKS_ENDED: Final = 2
-#: A turn that is passed on at each of so many checks: the container's work does not end.
+#: If a container overruns its turn in each of so many checks in a row, its work does not end.
 _CHECKS_OVERRUN: Final = 2
 _NANOSECONDS: Final = 1_000_000_000
-#: Ten seconds, and the check before them.
+#: The checks of ten seconds, and the check before them.
 _RECENT_CHECKS: Final = 11
-#: While a container's count of memory changes, so many differences to the driver's figure are compared.
+#: While a container's count of memory changes, so many recent differences to the driver's figure are compared.
 _DIFFERENCES: Final = 5
 #: A container that was not checked for so long does not run.
 _STALE_SECONDS: Final = 5.0
-#: A container can claim faults in any number of processes.
+#: The most faults that are reported, since a container can claim faults in any number of processes.
 _MOST_FAULTS: Final = 8
 #: Monotonic, in seconds.
 Clock = Callable[[], float]
 
 
 class PageMonitor:
-    """`files` may be the reason why the pages can't be used. Any thread may call it, and `close` may be called again.
+    """`files`: the pages, or the reason why they can't be used. Any thread may call the methods, and `close` may be called again.
 
     GPUs are found by their UUID: the pages keep the order that the GPUs had when the container started.
     """
@@ -54,7 +55,7 @@ class PageMonitor:
         self._faults = 0
         self._missing: dict[tuple[int, int], int] = {}
         self._unseen: dict[int, int] = {}
-        #: By pid on the host; None: gone or hidden.
+        #: Pid on the host -> the process; None: it is gone or hidden.
         self._known: Mapping[int, Identity | None] = {}
         count = len(files.written) if isinstance(files, PageFiles) else 0
         #: For each GPU: the count at the last check, and the recent differences between the driver's figure and the count.
@@ -62,7 +63,8 @@ class PageMonitor:
         self._differences = [deque[int](maxlen=_DIFFERENCES) for _ in range(count)]
         self._overruns: dict[int, tuple[int, int]] = {}
         self._spoiled: dict[int, int] = {}
-        #: By slot, pid and GPU: the launches at the last check; and their sums, also of processes that have ended.
+        #: `_seen`: (slot, pid, GPU) -> the launches at the last check. `_launches`: the sum for each GPU, also of processes that have
+        #: ended.
         self._seen: dict[tuple[int, int, int], int] = {}
         self._launches = [0] * count
         self._uses: dict[GpuName, TurnUse] = {}
@@ -90,13 +92,13 @@ class PageMonitor:
         return isinstance(self._files, PageFiles)
 
     def uses(self) -> Mapping[GpuName, TurnUse]:
-        """As of the last check; without ratios if that was some time ago, since the container may not run."""
+        """The use at the last check; without ratios if that was some time ago, since the container may have ended."""
         if self._clock() - self._checked_at < _STALE_SECONDS:
             return self._uses
         return {gpu: replace(use, held_ratio=None, waited_ratio=None) for gpu, use in self._uses.items()}
 
     def check(self, running: RunningContainer, limits: Sequence[PageLimits]) -> Sequence[Finding]:
-        """`limits`: what was granted, without the bytes that the library does not count. Returns the new findings."""
+        """`limits`: the granted limits, in which the bytes that the library does not count are not set yet. Returns the new findings."""
         with self._lock:
             if self._closed:
                 return ()
@@ -124,13 +126,14 @@ class PageMonitor:
         in_turns = files.in_turns()
         self._uses = {name: self._use(page, slots, new=files.new) for page, name in enumerate(ordered)}
         for name, counted in zip(ordered, in_turns, strict=True):
-            if not counted:  # launches need no turn, so nothing counts what it holds
+            if not counted:  # launches need no turn, so nothing counts what the container holds
                 self._uses[name] = replace(self._uses[name], held_ratio=None, waited_ratio=None)
         self._checked_at = self._clock()
         yield from self._overrunning(running.tenant)
 
     def _wanted(self, files: PageFiles, running: RunningContainer, limits: Sequence[PageLimits]) -> Iterator[PageLimits]:
-        """In the pages' order. A GPU that is not granted any longer keeps its limits; a context's size that is known is kept."""
+        """The limits to write, in the order of the pages. A GPU that is no longer granted keeps its limits, and a known size of a context
+        is kept."""
         granted = {pages.uuid_bytes(limit.uuid): limit for limit in limits}
         used = {pages.uuid_bytes(gpu.uuid): running.memory_bytes.get(gpu.name) for gpu in running.tenant.gpus}
         for page, (before, count) in enumerate(zip(files.written, files.counts(), strict=True)):
@@ -150,8 +153,8 @@ class PageMonitor:
             self._spoiled[page] = spoiled
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
-        """What the driver uses for the container beyond its count. The driver's figure is older than the count: while the count changes,
-        the smallest of the recent differences is taken, or freed memory would count as used."""
+        """The memory that the driver uses for the container beyond the library's count. The driver's figure is older than the count:
+        while the count changes, the smallest of the recent differences is taken, or freed memory would count as used."""
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None:
             return former_bytes
@@ -164,7 +167,7 @@ class PageMonitor:
         return min(differences)
 
     def _unregistered(self, running: RunningContainer, slots: Sequence[Slot]) -> Iterator[Finding]:
-        """Processes that use the GPU and have no slot."""
+        """Reports processes that use the GPU without a slot."""
         outside = [pid for pid in running.gpu_pids if not any(_is_of(slot, self._known[pid]) for slot in slots)]
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
         if late := [f"process {pid}" for pid, checks in self._unseen.items() if checks == CHECKS_UNREGISTERED]:
@@ -177,7 +180,8 @@ class PageMonitor:
             )
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
-        """Processes in which the library does not work; a few for each start of the container, since the container writes the slots."""
+        """Reports processes in which the library does not work, but only a few for each start of the container, since the container
+        writes the slots."""
         faulty = [slot for slot in slots if slot.fault is not None]
         fresh = [slot for slot in faulty if self._first(f"fault of {slot.pid}")] if self._faults < _MOST_FAULTS else []
         if fresh:
@@ -198,7 +202,7 @@ class PageMonitor:
             yield finding(tenant, "broken", message)
 
     def _overrunning(self, tenant: GpuShare) -> Iterator[Finding]:
-        """Work that does not end: turns are passed on without its end."""
+        """Reports work that does not end: the arbiter passes the container's turns on before the work has ended."""
         for page, (name, use) in enumerate(self._uses.items()):
             before, checks = self._overruns.get(page, (use.overruns, 0))
             self._overruns[page] = use.overruns, checks + 1 if use.overruns > before else 0
@@ -212,14 +216,14 @@ class PageMonitor:
     def _free_ended(self, files: PageFiles, running: RunningContainer, slots: Sequence[Slot]) -> None:
         """Frees the slots of processes that have ended."""
         inside = [self._known[pid] for pid in running.pids]
-        if None in inside:  # one has just ended, or is hidden from the agent
+        if None in inside:  # a process has just ended, or is hidden from the agent
             return
         away = [slot for slot in slots if not any(_is_of(slot, found) for found in inside)]
         self._missing = {(slot.index, slot.pid): self._missing.get((slot.index, slot.pid), 0) + 1 for slot in away}
         ended = [slot for slot in away if self._missing[slot.index, slot.pid] >= _CHECKS_ENDED]
         if not ended:
             return
-        anywhere = [*self._identities.all()]  # a further container of a claim may not be listed yet
+        anywhere = [*self._identities.all()]  # another container of a claim may not be listed yet
         for slot in ended:
             if not any(_is_of(slot, found) for found in anywhere):
                 files.free(slot)
@@ -229,7 +233,7 @@ class PageMonitor:
         for slot in slots:
             on_gpu = slot.gpus[page]
             key = slot.index, slot.pid, page
-            # The first check after a start of the agent adds nothing: the former agent counted that.
+            # The first check after a start of the agent adds nothing: the former agent counted these launches.
             launches = self._seen.get(key, 0 if new or self._recent[page] else on_gpu.launches)
             self._launches[page] += max(0, on_gpu.launches - launches)
             self._seen[key] = on_gpu.launches
@@ -258,7 +262,7 @@ class PageMonitor:
 
 
 def _is_of(slot: Slot, found: Identity | None) -> bool:
-    """Whether the slot is that of the process."""
+    """Whether the slot belongs to the process."""
     return found is not None and slot.pid == found.pid and slot.namespace in (0, found.namespace)
 
 

@@ -26,7 +26,7 @@ from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, l
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 
-#: Printed by the program, which does not always set its exit status.
+#: The program prints this; it does not always set its exit status.
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
 #: Exit status of the loader (a library is missing) and of wrappers: the program is missing or can't be executed.
 _NOT_RUN: Final = (126, 127)
@@ -34,13 +34,13 @@ _NOT_RUN: Final = (126, 127)
 _MAX_BYTES: Final = 1 << 20
 #: How often a running program's time limit is checked.
 _SLICE_SECONDS: Final = 0.1
-#: Not asyncio's own: a thread waits for a program that hangs until the time limit, one for each GPU.
+#: Not asyncio's own threads: a program that hangs blocks a thread until the time limit, one for each GPU.
 _THREADS: Final = ThreadPoolExecutor(32, "mps-control")
 _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
 
 
 class ControlProgram:
-    """`program`: a path, or a name to search in PATH. `before`: a command prefix with which it runs elsewhere (nsenter).
+    """`program`: a path, or a name to search in PATH. `before`: a command prefix that runs it on the host (nsenter).
 
     Each call is a process of its own, so calls may run concurrently.
     """
@@ -50,8 +50,9 @@ class ControlProgram:
         self._timeout_seconds = timeout_seconds
 
     async def features(self) -> ControlFeatures:
-        """Raises MpsError, also for another program and one that does not work; MpsTransientError if a later call may succeed."""
-        # A pipe folder without a daemon: an old program without -h would connect to a daemon instead.
+        """What the program supports. Raises MpsError if it does not work or is another program; MpsTransientError if a later call may
+        succeed."""
+        # A pipe folder without a daemon, since an old program without -h would connect to a daemon.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
         status, plain = await self.communicate([str(self.program), "-h"], nowhere, "")
         if status < 0 or status in _NOT_RUN:
@@ -82,11 +83,12 @@ class ControlProgram:
             raise MpsError(f"{' '.join(argv)!r} ended with status {status}: {output_text}; see {output.parent}")
 
     async def communicate(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
-        """Runs a command where the program is: exit status, and what it printed on both channels. Raises MpsTransientError."""
+        """Runs a command where the program is. Returns the exit status, and the output on stdout and stderr. Raises MpsTransientError."""
         return await self._execute([*self._before, *argv], environment, text, subprocess.PIPE)
 
     async def _execute(self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int) -> tuple[int, str]:
-        """On a thread: asyncio's processes cost half as much again. Returns when the program has ended, also if it is cancelled."""
+        """Runs the command on a thread, since asyncio's processes take half as much time again. Returns when the program has ended, also
+        if the call is cancelled."""
         stop = threading.Event()
         limited = partial(_run, argv, environment, text, output, self._timeout_seconds, stop)
         work = asyncio.get_running_loop().run_in_executor(_THREADS, limited)
@@ -101,7 +103,7 @@ class ControlProgram:
 
 @dataclass(frozen=True, slots=True)
 class DaemonClient:
-    """Runs commands at one GPU's daemon, which `environment` names."""
+    """Sends commands to one GPU's daemon, which `environment` names."""
 
     control: ControlProgram
     folder: GpuFolder
@@ -113,7 +115,8 @@ class DaemonClient:
         return answers[-1]
 
     async def run_for_server(self, pid: int, *each: Command) -> str | None:
-        """None: the server has ended since it was listed, which happens for another user's clients. Raises MpsError."""
+        """As `run`; None if the server has ended since it was listed, which happens when another user's clients start. Raises
+        MpsError."""
         try:
             return await self.run(*each)
         except MpsError:
@@ -155,7 +158,7 @@ def _run(
             "check whether the driver answers (nvidia-smi) and what the kernel's log says"
         ) from None
     finally:
-        if process.returncode is None:  # not reaped yet, so the id is its own, also if only its children run
+        if process.returncode is None:  # not reaped yet, so no other process has its id, even if only its children run
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -165,7 +168,7 @@ def _run(
 
 
 def _read(descriptor: int, deadline: float, stop: threading.Event) -> bytes:
-    """All output, at most _MAX_BYTES: of more, the rest is dropped. Raises TimeoutError."""
+    """The output; what exceeds _MAX_BYTES is dropped. Raises TimeoutError."""
     printed = bytearray()
     waiting = select.poll()
     waiting.register(descriptor, select.POLLIN)
@@ -189,7 +192,7 @@ def shown(output: str) -> str:
 
 
 _COMES_WITH: Final = "it comes with the driver (package nvidia-compute-utils); set mps.control_program"
-#: Run on the host with the program's name and the folder of the daemons: prints a line for each fact, with its name first.
+#: A script that runs on the host, with the program's name and the folder of the daemons. It prints a line for each fact: name, value.
 _PROBE: Final = """
 echo mounts "$(readlink /proc/self/ns/mnt)"
 test -d /run/systemd/system && echo systemd-run "$(command -v systemd-run)"
@@ -232,7 +235,7 @@ async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *
 
 
 def obstacle(output: str, own: OwnView, name: str, run_dir: Path) -> str | None:
-    """Why daemons can't be started on the host of this pod; None if they can. `output`: of the probe on the host."""
+    """Why daemons can't be started on the host of this pod; None if they can. `output`: what the probe printed on the host."""
     host = parse_probe(output)
     if "mounts" not in host:
         return (

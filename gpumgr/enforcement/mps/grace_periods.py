@@ -18,7 +18,7 @@ from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)
 
-#: How long before the end of the grace period, when the kubelet kills what still runs.
+#: How long before the end of the grace period the clients are ended; at its end the kubelet kills what still runs.
 AHEAD_SECONDS: Final = 1.0
 
 
@@ -33,14 +33,14 @@ class GracePeriods:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._about_to_end, self._clock, self._wall_clock = about_to_end, clock, wall_clock
-        #: UID -> when the function is due, in monotonic seconds, and the pod.
+        #: UID -> when `about_to_end` is due, in monotonic seconds, and the pod.
         self._due: dict[str, tuple[float, PodView]] = {}
         self._changed = asyncio.Event()
 
     def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        """The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and lasts `grace_seconds`. Its
-        timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before the agent's start only the timestamp
-        is known. The deletion of a mirror pod does not end its static pod."""
+        """The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and lasts `grace_seconds`. The
+        deletion's timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before the agent's start only
+        the timestamp is known. The deletion of a mirror pod does not end its static pod."""
         if after is None:
             if before is not None:
                 self._due.pop(before.uid, None)
@@ -52,7 +52,7 @@ class GracePeriods:
             self._changed.set()
 
     async def run(self) -> None:
-        """A call that takes long delays no other."""
+        """Calls `about_to_end` for the pods that are due; a call that takes long does not delay other calls."""
         async with asyncio.TaskGroup() as group:
             while True:
                 due = [uid for uid, (at, _) in self._due.items() if at <= self._clock()]
@@ -64,11 +64,11 @@ class GracePeriods:
 
 
 class ClientsOfPods:
-    """Ends the work of MPS clients before the kubelet kills them, since a client that is killed in the middle of its work can block the
-    server for all clients."""
+    """Ends the work of MPS clients before the kubelet kills them, since a client that is killed during its work can block the server for
+    all clients."""
 
     def __init__(self, mps: Mps, containers: Containers, ledger: Callable[[], Ledger]) -> None:
-        """`ledger` returns the current one."""
+        """`ledger` returns the current ledger."""
         self._mps, self._containers, self._ledger = mps, containers, ledger
 
     async def end(self, pods: Sequence[PodView]) -> None:
@@ -87,7 +87,7 @@ class ClientsOfPods:
             await self._mps.end_clients(clients)
 
     async def _pids_of(self, container: Container) -> Sequence[int]:
-        """Empty if they can't be read."""
+        """The container's pids; empty if they can't be read."""
         try:
             return await asyncio.to_thread(self._containers.pids, container)
         except CriError as error:

@@ -1,4 +1,4 @@
-"""A daemon and its servers in /proc. A process is one of them only if its environment has the daemon's pipe folder.
+"""Finds a daemon and its servers in /proc. A process is a daemon or a server only if its environment has the daemon's pipe folder.
 
 Drivers 470 and 535 write no pid file. The daemon is then the process that listens at the control socket, which the kernel names
 (SO_PEERCRED, unix(7)). Servers of protocol 3 have a folder below the daemon's.
@@ -23,7 +23,7 @@ from gpumgr.enforcement import cuda_client
 from gpumgr.enforcement.mps.commands import SERVER
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
-#: Only root can connect to it.
+#: Only root can connect to this socket.
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
 #: The program that makes a context as a client of a daemon.
@@ -34,8 +34,8 @@ POLL_SECONDS: Final = 0.05
 
 
 def find_daemon(pipe: Path, known: Process | None = None) -> Process | None:
-    """The daemon of this folder; None if it does not run. `known` is the daemon as last found: without a pid file it is looked for
-    only after it has ended. Raises MpsError if a daemon without a pid file accepts no connections."""
+    """The daemon of this folder; None if it does not run. `known` is the daemon that was found last: without a pid file, another one is
+    looked for only after `known` has ended. Raises MpsError if a daemon without a pid file accepts no connections."""
     try:
         pid = int((pipe / _PID_FILE).read_text())
     except FileNotFoundError:
@@ -86,15 +86,15 @@ def uses_pipe_folder(pid: int, pipe: Path) -> bool:
 
 
 def daemon_of_others(uuid: str) -> tuple[int, str] | None:
-    """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes in containers do not count:
-    a tenant can give its process any name. Daemons in gpumgr's folders do not count either, since gpumgr has records of them. It reads
-    /proc."""
+    """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes in containers do not
+    count: a tenant can give its process any name. Daemons in gpumgr's folders do not count either, since gpumgr has records of them.
+    Reads /proc."""
     own = ("mps", uuid, "pipe"), ("mps", "probe", "pipe")
     for proc in PROC.iterdir():
         if not proc.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            # Before any read of the process's memory, with which a tenant can make the agent hang.
+            # Checked first: a tenant can make the agent hang on any read of the process's memory.
             if _in_container(proc):
                 continue
             program, *words = (proc / "cmdline").read_bytes().split(b"\0")
@@ -120,11 +120,11 @@ def _in_container(proc: Path) -> bool:
 
 
 def is_server(pid: int, pipes: Collection[Path]) -> bool:
-    """Whether the process is the server of a daemon with one of these pipe folders, or the client with which gpumgr tries one. False
+    """Whether the process is the server of a daemon with one of these pipe folders, or the client with which gpumgr tests a daemon. False
     for processes in containers, since a tenant can give its process any name and environment. A server that has begun to exit can't be
     recognized."""
     try:
-        # Before any read of the process's memory, with which a tenant can make the agent hang.
+        # Checked first: a tenant can make the agent hang on any read of the process's memory.
         if _in_container(PROC / str(pid)):
             return False
         program, *words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""What the publisher keeps at the API server: one desired state for each object, and the queue of desired states to write."""
+"""What the publisher writes to the API server: one desired state for each object, and the queue of the desired states to write."""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,9 +7,9 @@ from typing import ClassVar, Final, Literal, get_args
 
 from gpumgr.kube.client import ApiServer
 
-#: What is written, in order of priority. The annotations, the labels and the condition of the node are written on their own.
+#: What is written, in order of priority. The annotations, the labels and the condition of the node are separate writes.
 What = Literal["annotations", "labels", "condition", "eviction", "pod", "event"]
-#: An unchanged state is written again this often: the Node may have been deleted and registered again, or a right granted.
+#: An unchanged state is written again this often: the Node may have been deleted and registered again, or a missing right granted.
 RESYNC_SECONDS: Final = 600.0
 _ORDER: Final[tuple[What, ...]] = get_args(What)
 
@@ -18,11 +18,11 @@ _ORDER: Final[tuple[What, ...]] = get_args(What)
 class Desired(ABC):
     """The desired state of an object, or of a part of it.
 
-    `rights` are the RBAC rules that the write needs. `wanted_at` is the last time at which a caller wanted a write. `requests` counts the
-    requests since the start. Times are seconds of one monotonic clock.
+    `rights` are the RBAC rules that the write needs. `wanted_at`: when a caller last wanted a write. `requests` counts the requests since
+    the start. Times are seconds of one monotonic clock.
 
-    The other fields belong to the queue. `due`: when the next write is due. `since`: when it was due first, which a failure does not
-    change. `attempts` counts the failures. `again`: when a change that arrived during the write is due.
+    The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure does not
+    change it. `attempts` counts the failures. `again`: when the next write is due, if the state changed during the write.
     """
 
     what: ClassVar[What]
@@ -42,7 +42,7 @@ class Desired(ABC):
 class WorkQueue:
     """Desired states that are to be written, in order of priority and then of arrival.
 
-    At most `capacity` events wait; the oldest is dropped for the next one. The number of objects bounds the rest.
+    At most `capacity` events wait; the oldest event is dropped for a new one. The number of objects bounds all other states.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -53,8 +53,8 @@ class WorkQueue:
         return len(self._waiting)
 
     def put(self, desired: Desired, due: float) -> Desired | None:
-        """Adds a state, or brings forward one that waits; one that failed keeps its time. A state that is being written is due again at
-        `due`. Returns the event that was dropped, if any."""
+        """Adds a state, or brings forward a waiting one; a state that failed keeps its time. A state that is being written is due again
+        at `due`. Returns the event that was dropped, if any."""
         desired.again = due
         if desired in self._waiting:
             if not desired.attempts and due < desired.due:
@@ -69,7 +69,7 @@ class WorkQueue:
         return events[0]
 
     def next(self, now: float) -> Desired | None:
-        """The state to write now. It waits until it is `done`."""
+        """The state to write now; None: none is due. It stays in the queue until `done`."""
         due = (each for each in self._waiting if each.due <= now)
         desired = min(due, key=lambda each: _ORDER.index(each.what), default=None)
         if desired is not None:
@@ -77,7 +77,7 @@ class WorkQueue:
         return desired
 
     def next_due(self) -> float:
-        """When the next write is due; something must wait."""
+        """When the next write is due. The queue must not be empty."""
         return min(each.due for each in self._waiting)
 
     def oldest_seconds(self, now: float) -> float:
@@ -85,16 +85,16 @@ class WorkQueue:
         return max((now - each.since for each in self._waiting if each.since <= now), default=0.0)
 
     def done(self, desired: Desired) -> None:
-        """The state that `next` returned is written, or is given up. It waits again if it has changed in the meantime."""
+        """The state that `next` returned was written, or given up. It is queued again if it has changed in the meantime."""
         if self.remove(desired) and desired.again is not None:
             self.put(desired, desired.again)
 
     def remove(self, desired: Desired) -> bool:
-        """Cancels a write. False if it does not wait."""
+        """Cancels a write. False if the state was not in the queue."""
         return desired in self._waiting and self._waiting.pop(desired) is None
 
     def retry(self, desired: Desired, due: float, *, held: bool = False) -> None:
-        """The write failed and is due again. `held`: it does not count as late until then."""
+        """The write failed, and is due again at `due`. `held`: it does not count as late until then."""
         desired.attempts += 1
         desired.due, desired.since = due, due if held else desired.since
 

@@ -1,7 +1,8 @@
-"""Publishes the node's GPUs for the scheduler (annotation gpumgr.io/inventory), with the allocations that it can't derive from pods.
+"""Publishes the node's GPUs for the scheduler (annotation gpumgr.io/inventory), with the allocations that the scheduler can't derive from
+pods.
 
-The scheduler counts a pod that it placed by the pod's own annotation. Therefore the inventory changes for hardware, health, cordons and
-other pods alone, not with each pod: a changed node annotation makes kube-scheduler retry all waiting pods.
+The scheduler counts a pod that it placed by the pod's own annotation. Therefore the inventory changes only with hardware, health, cordons
+and other pods: a changed node annotation makes kube-scheduler retry all waiting pods.
 """
 
 import time
@@ -30,7 +31,7 @@ from gpumgr.kube.cluster_annotations import (
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.pods import PodView
 
-#: A pod that ended or was deleted holds its allocations until the next reconciliation. Only later are they reported.
+#: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory reports them only after this time.
 ENDING_SECONDS: Final = 15.0
 _MAX_TEXT: Final = 256
 
@@ -49,14 +50,15 @@ class InventoryReporter:
     ) -> None:
         self._annotate, self._pods, self._clock = annotate, pods, clock
         self._enforcement, self._topology_manager = enforcement, topology_manager
-        #: Allocation -> when a placement explained it last.
+        #: Allocation -> the last time at which a placement explained it.
         self._explained: dict[AllocationId, float] = {}
-        #: What the last text depends on; None: also on the time.
+        #: What the last text depends on; None: it depends also on the time.
         self._basis: Sequence[object] | None = None
         self._text = ""
 
     def report(self, report: NodeReport) -> None:
-        """Publishes nothing before the GPUs and the pods of the node are known. Makes the text only if what it depends on has changed."""
+        """Publishes the inventory, once the GPUs and the pods of the node are known. Makes the text again only if what it depends on has
+        changed."""
         if not report.view.inventory.snapshot.gpus or not self._pods.synced:
             return
         view, enforcement, now = report.view, self._enforcement(), self._clock()
@@ -107,7 +109,8 @@ class InventoryReporter:
     def _other(
         self, view: AgentView, pods: Mapping[AllocationId, PodView | None], positions: Mapping[GpuName, int], now: float
     ) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
-        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, if its placement does not explain all of it."""
+        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, for pods with a placement that does not
+        explain all of it, or without one."""
         before, self._explained = self._explained, {}
         held: defaultdict[str, list[Allocation]] = defaultdict(list)
         unexplained: set[str] = set()
@@ -125,7 +128,8 @@ class InventoryReporter:
 
 
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
-    """Whether the scheduler's placement of this pod covers all that the allocation holds. The scheduler does not read that of HAMi's."""
+    """Whether the scheduler's placement of this pod covers all that the allocation holds. The scheduler does not read a placement by
+    HAMi's scheduler."""
     placed = {} if pod.bound_by_hami else dict(pod.placed)
     if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False
@@ -145,7 +149,8 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
 
 
 def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
-    """What a pod's allocations hold together: an id that two containers have in turn counts once. GPUs that are gone have no position."""
+    """What a pod's allocations hold together. An id that two containers hold one after the other counts once. GPUs without a position are
+    left out."""
     held = allocations[0] if len(allocations) == 1 else Ledger(allocations={a.id: a for a in allocations})
     shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):

@@ -1,7 +1,8 @@
 """The kubelet's PodResources API: the device ids of each container, read during an admission.
 
-`List` is limited to 100 calls a second, bursts of 10, for all clients of the node together; a refused call is retried shortly.
-The answer has every id of the node, so only the names of pods are decoded at once, and the ids of a pod when they are requested.
+The kubelet limits `List` to 100 calls per second, in bursts of 10, for all clients of the node together; a refused call is retried for a
+short time. The answer has every id of the node, so only the names of pods are decoded at once; the ids of a pod are decoded when they are
+requested.
 """
 
 import asyncio
@@ -28,10 +29,10 @@ _NO_SERVICE: Final = "unknown service"
 
 
 def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) -> Listing:
-    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read.
-    `names`: a resource of the kubelet -> its name in the Listing, if it differs.
+    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read. `names`: a
+    resource's name in the kubelet -> its name in the Listing, if the two differ.
 
-    Kubelets before 1.34 may list a terminated pod beside its namesake: both count as one pod that holds the ids of both.
+    Kubelets before 1.34 may list a terminated pod beside a new pod of the same name: both count as one pod that holds the ids of both.
     """
     places: dict[PodKey, list[tuple[int, int]]] = {}
     for number, start, end in wire.spans(data, 0, len(data)):
@@ -56,7 +57,7 @@ def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) 
 
 
 def _key(data: bytes, start: int, end: int, *, name: int, namespace: int) -> tuple[str, str]:
-    """Namespace and name in a message that has them in these fields."""
+    """(namespace, name) of a message with these texts in the given fields."""
     texts = {name: "", namespace: ""}
     for number, text_start, text_end in wire.spans(data, start, end):
         if number in texts:
@@ -90,7 +91,8 @@ def _read_container(
 
 
 class PodResourcesClient:
-    """A client that stays connected, and reconnects after a kubelet restart. Create it inside the event loop; `close` it."""
+    """A client that stays connected, and reconnects after a restart of the kubelet. Create it inside the event loop, and call `close` at
+    the end."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class PodResourcesClient:
         random: Random | None = None,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`names`: resource of the kubelet -> its name in the Listing, if it differs."""
+        """`names`: see `parse_listing`."""
         self._names = names
         self._socket = socket
         self._timeout_seconds = timeout_seconds
@@ -135,7 +137,7 @@ class PodResourcesClient:
 
 
 def lacks_v1(error: Exception) -> bool:
-    """Whether a kubelet before 1.20 sent this error: it has only v1alpha1."""
+    """Whether a kubelet before 1.20, which has only v1alpha1, sent this error."""
     return isinstance(error, GRPCError) and error.status is Status.UNIMPLEMENTED and _NO_SERVICE in (error.message or "")
 
 

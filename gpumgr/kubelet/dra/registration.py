@@ -1,16 +1,16 @@
 """Registers the driver with the kubelet, and keeps it registered.
 
-The kubelet watches a folder for registration sockets, and calls each: GetInfo returns the path of the socket with the driver's services,
-NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source: pkg/kubelet/pluginmanager and
-pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
+The kubelet watches a folder for registration sockets, and makes two calls at each: GetInfo returns the path of the socket with the
+driver's services, and NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
+pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:
-1. The registration socket is made after the DRA socket listens, and removed before it ends.
-2. Sockets that other programs remove or replace are made again; connections and calls stay. Other files in their place are kept and
-   reported.
-3. Only `stop` removes the sockets. The next process of any name removes the sockets that a killed process left. A process of the same name
-   then takes a second name, if the path has room and no file is there: the kubelet, which looks once a second, needs one look to notice
-   that a socket is gone, and one more for the next socket of the same name.
+1. The registration socket is made after the DRA socket listens, and removed before the DRA socket is closed.
+2. Sockets that other programs remove or replace are made again; connections and calls continue. Files of other kinds in their place are
+   kept and reported.
+3. Only `stop` removes the sockets. The sockets that a killed process left are removed by the next process, with any `instance`. A process
+   with the same `instance` then uses a second name for its sockets, if the path has room and no file is there: the kubelet, which looks
+   once a second, needs one look to notice that a socket is gone, and another one for a new socket of the same name.
 
 Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that the registration has ended. Older kubelets connect only for
 the first call; until then the registration counts as valid.
@@ -56,14 +56,14 @@ class LinkTiming:
     """Intervals of the link, in seconds."""
 
     poll_seconds: float = 1.0
-    #: How long the kubelet may take to register the driver before the delay is reported. It looks for new sockets each second.
+    #: How long the kubelet may take to register the driver before the delay is reported. The kubelet looks for new sockets each second.
     patience_seconds: float = 10.0
     #: How long the kubelet may have no connection to the DRA socket: it may be replacing the connection.
     unconnected_seconds: float = 2.0
 
 
 class DraLink:
-    """Registers the driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
+    """Registers the driver with one kubelet. `run` is a daemon. `stop` ends it, lets running calls finish, and removes the sockets."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class DraLink:
         """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
         made in the driver's folder of `plugins_dir`. Must be called inside a running event loop.
 
-        `end_streams` ends every streaming call of the services. `instance` is a name for each process of a rolling update, like the uid of
-        its pod; each then has sockets of its own.
+        `end_streams` ends every streaming call of the services. `instance` is a name of its own for each process of a rolling update,
+        such as its pod's uid, so that each process has its own sockets.
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, instance)
         second = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
@@ -87,17 +87,17 @@ class DraLink:
             dra, registration = second
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
-        #: Called after each change, and so after each registration that the kubelet confirms.
+        #: Called after each change of the state, thus also after each registration that the kubelet confirms.
         self.on_state: Callable[[LinkState], None] = lambda _state: None
         self._dra = UnixServer(dra, services, end_streams)
         self._registration = UnixServer(registration, [self])
         self._daemon: asyncio.Task[None] | None = None
         self._registrations = 0
-        self._problem: str | None = None  # with the sockets
+        self._problem: str | None = None  # of the sockets
         self._refusal: str | None = None  # the kubelet's
-        self._asked = self._confirmed = False  # GetInfo was called, and Notify said yes, since the registration socket exists
+        self._asked = self._confirmed = False  # GetInfo was called, and Notify reported success, for this registration socket
         self._since = 0.0
-        self._accepted = 0  # connections to the DRA socket that were counted already
+        self._accepted = 0  # the connections to the DRA socket that were already counted
         self._last_connected: float | None = None  # since the kubelet called GetInfo
         self.state = LinkState()
         self._remove_leftovers()
@@ -122,7 +122,7 @@ class DraLink:
         self._become(LinkState(registrations=self._registrations))
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
+        """Ends `run` and the registration. Running calls get `grace_seconds`; then streams and connections are closed."""
         await self.suspend()
         await self._registration.drain(0)
         await self._dra.drain(grace_seconds)
@@ -167,7 +167,7 @@ class DraLink:
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
 
     def _remove_leftovers(self) -> None:
-        """Removes the sockets on which nothing listens, since the kubelet would never stop trying them."""
+        """Removes sockets without a listener, since the kubelet would never stop trying to connect to them."""
         for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
             for path in server.path.parent.glob(pattern):
                 if _is_leftover(path):
@@ -248,21 +248,21 @@ def socket_patterns() -> tuple[str, str]:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether the file certainly is a socket on which nothing listens."""
+    """Whether the file is certainly a socket without a listener."""
     with suppress(OSError):
         return path.is_socket() and not is_served(path)
     return False
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises KubeletError if the folder does not exist. It is not created here, because a folder that no kubelet watches has no use."""
+    """Raises KubeletError if the folder does not exist. It is not created here, since a folder that no kubelet watches is of no use."""
     if not folder.is_dir():
         raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")
 
 
 class DraDriver:
-    """`link.run` serves the kubelet. `plugin.observe` and `link.on_state` are set by the part that decides, before `plugin.decide_with`.
-    `faults`: the health of the devices, for the kubelet."""
+    """`link.run` serves the kubelet. `plugin.observe` and `link.on_state` are set by the code that decides, before it calls
+    `plugin.decide_with`. `faults`: the health of the devices, for the kubelet."""
 
     def __init__(self, plugins_dir: Path, registry_dir: Path, instance: str | None, pool: str) -> None:
         """Must be called inside a running event loop. `instance`: as for DraLink. `pool`: the name of the node's pool of devices."""

@@ -1,16 +1,16 @@
-"""The ResourceSlice of this node (resource.k8s.io/v1): its content, the comparison with what the API server stores, and what that dropped.
-Pure.
+"""The ResourceSlice of this node (resource.k8s.io/v1): its content, the comparison with what the API server stores, and what the API
+server has dropped. Pure.
 
-kube-scheduler takes the first devices that fit, in the order of the slice, so the order is a policy: the one in which whole GPUs use up
-an empty node group by group. It is fixed; a slice changes only with the hardware and its health, since every change makes kube-scheduler
-try all pending pods again.
+kube-scheduler takes the first devices that fit, in the order of the slice, so the order is a policy: whole GPUs use up an empty node
+group by group. The order is fixed; a slice changes only with the hardware and its health, since every change makes kube-scheduler try all
+pending pods again.
 
-Two attributes describe NVLink, for `matchAttribute`. They have values on each GPU, since CEL fails on absent ones:
+Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, since CEL fails on absent attributes:
 
-- `island`: GPUs that NVLink connects, directly or through others. A GPU without NVLink is an island by itself.
-- `pair`: the two GPUs with the highest score of their link (topology.scores) are a pair, among equal scores the first in the order of the
-  slice; then the same among the remaining GPUs. GPUs on different NUMA nodes without NVLink are no pair; a GPU without a partner has a
-  value of its own.
+- `island`: GPUs that NVLink connects, directly or through other GPUs. A GPU without NVLink is an island by itself.
+- `pair`: the two GPUs with the highest score of their link (topology.scores) are a pair; among equal scores, the first in the order of
+  the slice. Then the remaining GPUs are paired in the same way. GPUs on different NUMA nodes without NVLink are no pair; a GPU without
+  a partner has a value of its own.
 """
 
 import hashlib
@@ -32,15 +32,15 @@ SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver no longer lists.
 LOST_TAINT: Final = f"{DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
-#: Kubernetes' limit for the devices of a slice, if one of them has taints.
+#: Kubernetes' limit for the number of devices in a slice, if a device has taints.
 MAX_DEVICES: Final = 64
 #: Kubernetes' limit for an attribute's string or version, in bytes.
 _MAX_TEXT: Final = 64
 #: Kubernetes' limit for a name, minus the prefix of the probe's name.
 _MAX_NAME: Final = 253 - len("probe-")
-#: A capacity must have room for its minimum and one step.
+#: A capacity must have room for its minimum and one more step.
 _MIN_BLOCKS: Final = 2
-#: Values that the API server adds, and empty values that it leaves out.
+#: Fields that the API server sets, and empty values that it leaves out.
 _NOT_COMPARED: Final = ("generation", "timeAdded")
 _EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 
@@ -49,7 +49,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taint:
-    """NoSchedule: the device is not allocated to further claims. NoExecute: pods that use it are deleted, too."""
+    """NoSchedule: the device is not allocated to new claims. NoExecute: pods that use it are deleted, too."""
 
     key: str
     effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
@@ -57,8 +57,8 @@ class Taint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceDevice:
-    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps. `shared`: it can
-    be allocated several times."""
+    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps. `shared`:
+    several claims can be allocated on it."""
 
     name: str
     gpu: Gpu
@@ -78,9 +78,9 @@ def slice_devices(
     taints: Mapping[GpuName, tuple[Taint, ...]],
     shared: bool = True,
 ) -> tuple[SliceDevice, ...]:
-    """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than two blocks
-    of memory is left out, since the API server refuses it. A GPU for which the driver reports no memory is published without it, and not
-    shared.
+    """The devices in the order of the slice. `names`: UUID -> the ledger's name, for the GPUs to publish. A GPU with less than two blocks
+    of memory is left out, since the API server would refuse it. A GPU for which the driver reports no memory is published without it, and
+    not shared.
     """
     order = fragment_order(build_tree(snapshot.topology))
     rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])
@@ -102,8 +102,8 @@ def slice_devices(
 
 
 def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tuple[SliceDevice, ...]:
-    """`now` with the devices of `before` that are missing there, tainted: claims may still be allocated on them. Without them the tree
-    has another shape, so the order of `before` is kept."""
+    """`now`, and the devices of `before` that it lacks, with a taint: claims may still be allocated on them. The order of `before` is
+    kept, since the topology without them has another order."""
     found = {device.name: device for device in now}
     lost = [device for device in before if device.name not in found]
     if not lost:
@@ -115,7 +115,7 @@ def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tupl
 
 
 def slice_name(node: str) -> str:
-    """The fixed name, so that a crash leaves no second slice. kube-scheduler looks at slices of a pool in the order of their names."""
+    """The name is fixed, so that a crash leaves no second slice. kube-scheduler looks at slices of a pool in the order of their names."""
     name = f"00000-{DRIVER}-{node}"
     return name if len(name) <= _MAX_NAME else f"00000-{DRIVER}-{hashlib.sha256(node.encode()).hexdigest()[:32]}"
 
@@ -137,8 +137,8 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
 
 
 def probe_slice(node: str) -> Json:
-    """A slice for a request with dryRun, which shows what the API server drops. It creates a slice, since the API server keeps such fields
-    of a stored slice."""
+    """A slice for a request with dryRun, which shows what the API server drops. The request must create a slice, since in an update the
+    API server keeps such fields that the stored slice has."""
     gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
     device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])
@@ -171,15 +171,16 @@ def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
 
 
 def comparable(item: Mapping[str, Any]) -> Json:
-    """The owner and the spec without what the API server changes by itself: it spells quantities anew (81920Mi becomes 80Gi), dates
-    taints, and leaves out empty values. Generations are not compared. Raises what `stored_slice` does."""
+    """The owner and the spec, without what the API server changes by itself: it rewrites quantities (81920Mi becomes 80Gi), dates taints,
+    and leaves out empty values. Generations are not compared. Raises what `stored_slice` does."""
     owners = [str(owner["uid"]) for owner in item["metadata"].get("ownerReferences") or ()]
     return {"owners": owners, **_normalized(item["spec"])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """What the API server did not store. `sharing`: without it no device can be shared; else devices with taints would be allocated."""
+    """What the API server did not store. `sharing` true: the fields for sharing, so no device can be shared. False: the taints, so
+    tainted devices would be allocated."""
 
     sentence: str
     sharing: bool
@@ -216,7 +217,7 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 
 
 def _device(device: SliceDevice) -> Json:
-    # A value that is no multiple of the step would be refused.
+    # In whole blocks: the API server refuses a value that is no multiple of the step.
     memory = f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi"
     amounts = {"cores": (str(CORES_PER_GPU), "1")}
     if device.gpu.memory_bytes is not None:
@@ -226,7 +227,7 @@ def _device(device: SliceDevice) -> Json:
         "attributes": dict(_attributes(device)),
         "capacity": {name: {"value": whole} for name, (whole, _) in amounts.items()},
     }
-    if device.shared:  # the default is the whole capacity: a claim that does not name it gets all of it
+    if device.shared:  # the default is all: a claim that does not name a capacity gets all of it
         content["allowMultipleAllocations"] = True
         for name, (whole, step) in amounts.items():
             valid = {"min": step, "max": whole, "step": step}
@@ -237,7 +238,7 @@ def _device(device: SliceDevice) -> Json:
 
 
 def _attributes(device: SliceDevice) -> Iterator[tuple[str, Json]]:
-    """Own attributes always have a value; the standard ones are left out if they are unknown."""
+    """gpumgr's own attributes always have a value; standard attributes are left out if they are unknown."""
     gpu = device.gpu
     capability = capability_of(gpu.model)
     own = {
@@ -298,7 +299,7 @@ def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
 
 
 def _normalized(value: Any, *, quantities: bool = False) -> Any:
-    """With `quantities`, its texts are amounts. Raises ValueError for a text that is no amount."""
+    """Removes what is not compared. With `quantities`, texts in the value are amounts. Raises ValueError for a text that is no amount."""
     if isinstance(value, Mapping):
         kept = {key: each for key, each in value.items() if key not in _NOT_COMPARED}
         found = {key: _normalized(each, quantities=quantities or key == "capacity") for key, each in kept.items()}

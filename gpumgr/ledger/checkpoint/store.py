@@ -45,8 +45,8 @@ class SqliteCheckpoint:
     def open(cls, folder: Path, *, outlive: Collection[str] = (), wall_clock: Callable[[], float] = time.time) -> Self:
         """Opens or creates the checkpoint in `folder` and reads it. Blocks for some milliseconds; call it only at the start.
 
-        A corrupt file is renamed: then `load()` has `lost` and the new name of the file. Those of its notes with the keys `outlive` that
-        are readable are copied into the new file. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the file.
+        A corrupt file is renamed: then `load()` has `lost` and the new name of the file. Its readable notes with the keys `outlive` are
+        copied into the new file. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the file.
         """
         path = files.prepare(folder)
         existed = path.stat().st_size > 0
@@ -70,7 +70,7 @@ class SqliteCheckpoint:
             await self._run(lambda: tables.write_change(self._connection, change))
 
     async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
-        """Saves a text under a key, and the history's entries about it in the same transaction. Raises CheckpointError; then the file is
+        """Saves a text under a key, and entries of the history in the same transaction. Raises CheckpointError; then the file is
         unchanged."""
 
         def write() -> None:
@@ -80,7 +80,7 @@ class SqliteCheckpoint:
         await self._run(write)
 
     async def close(self, timeout_seconds: float = 2.0) -> bool:
-        """Finishes the requested writes and closes the file. False: the disk was too slow, and the file is not closed."""
+        """Finishes the requested writes and closes the file. False: the disk was too slow, so the file is not closed yet."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -124,7 +124,7 @@ def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
 
 
 def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyType({})) -> tuple[sqlite3.Connection, Loaded]:
-    """The connection and what the file holds; a new file gets `notes`. Raises files.CorruptError or CheckpointError."""
+    """The connection and the content of the file; a new file gets `notes`. Raises files.CorruptError or CheckpointError."""
     files.check_header(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
     try:
@@ -152,7 +152,8 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
 
 
 def _intact_notes(path: Path, keys: Collection[str]) -> tuple[Mapping[str, str], bool]:
-    """The notes with these keys and a correct checksum of a corrupt file, and whether a missing one may have been in the damaged part.
+    """The notes of a corrupt file that have these keys and a correct checksum, and whether a missing note may have been in the damaged
+    part.
 
     Reads a copy, so that the file stays unchanged. Raises nothing."""
     notes: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The use of the node's GPUs in one sample: values that `join` makes."""
+"""The use of the node's GPUs in one sample, as values that `join` makes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,16 +7,17 @@ from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import AllocationId, describe_container
 from gpumgr.ledger.pods import PodKey, is_static_uid
 
-#: An allocation on one of its GPUs. A share has one, a container with four whole GPUs has four.
+#: An allocation on one of its GPUs: a share of one GPU has one such pair, a container with four whole GPUs has four.
 AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnUse:
-    """How a container used its turns on one GPU, by the limiter's count since the agent knows it. `waited_seconds`: it had no turn, and at
-    least one of its threads waited for it. `overruns`: turns that were passed on although its work had not ended. `memory_bytes_by_kind`:
-    what its processes hold, by the kind of the allocation; without kinds that have none. `held_ratio` and `waited_ratio`: the part of the
-    last ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or launches need no turn."""
+    """How a container used its turns on one GPU, as the limiter counts since the agent knows the container. `waited_seconds`: it had no
+    turn, and at least one of its threads waited for one. `overruns`: turns that were passed on although its work had not ended.
+    `memory_bytes_by_kind`: kind of CUDA allocation -> what its processes hold, without kinds with nothing. `held_ratio` and
+    `waited_ratio`: the part of the last ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or
+    launches need no turn."""
 
     held_seconds: float
     waited_seconds: float
@@ -31,10 +32,9 @@ class TurnUse:
 class ContainerUse:
     """A container's grant on one GPU, and the use of the GPU by its processes.
 
-    `cores` are hundredths of this GPU. `memory_request_bytes` is what was granted, `memory_limit_bytes` how far the container may go, which
-    is more with a burst; both None for whole GPUs. `processes` maps the host's pid of each process
-    with a context there to its bytes (None = not reported). `memory_bytes` is their sum; None = unknown. Then it may be unknown, too,
-    whether there are processes.
+    `cores` are hundredths of this GPU. `memory_request_bytes` was granted; `memory_limit_bytes` is the most that the container may use,
+    which is more with a burst. Both are None for whole GPUs. `processes` maps the host's pid of each process with a context there to its
+    bytes (None = not reported). `memory_bytes` is their sum; None = unknown, and then the processes may be unknown, too.
     """
 
     allocation: AllocationId
@@ -47,10 +47,10 @@ class ContainerUse:
     memory_request_bytes: int | None = None
     memory_limit_bytes: int | None = None
     memory_bytes: int | None = None
-    #: Share of the last period in which its kernels ran, 0..1; None = not sampled, or not reported.
+    #: The part of the last period in which its kernels ran, 0..1; None = not sampled, or not reported.
     utilization_ratio: float | None = None
     processes: Mapping[int, int | None] = field(default_factory=dict)
-    #: None: the limiter does not limit it.
+    #: None: the limiter does not limit the container.
     turns: TurnUse | None = None
 
     @property
@@ -69,7 +69,8 @@ class ContainerUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnattributedProcess:
-    """A process on a GPU that no allocation grants it. `container` is the one that it runs in; None = in none of the kubelet's."""
+    """A process that uses a GPU without an allocation of it. `container`: the container where it runs; None = it runs in no container of
+    the kubelet."""
 
     gpu: GpuName
     uuid: str
@@ -80,7 +81,7 @@ class UnattributedProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """Sums over the unattributed processes of one GPU; the memory is None if the driver reports it for none of them."""
+    """Sums over the unattributed processes of one GPU. The memory is None if the driver reports it for no process."""
 
     uuid: str
     unattributed_memory_bytes: int | None = 0
@@ -91,8 +92,8 @@ class GpuUse:
 class NodeUse:
     """The whole node at one instant; `taken_at` is in monotonic seconds.
 
-    `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` lacks GPUs
-    for which no processes could be listed. `unknown` are pids in containers that are not known yet.
+    `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` lacks GPUs without a readable
+    process list. `unknown`: pids of processes in containers that are not known yet.
     """
 
     taken_at: float
@@ -102,7 +103,7 @@ class NodeUse:
     unknown: frozenset[int] = frozenset()
 
     def of(self, allocations: Collection[AllocationId]) -> "NodeUse":
-        """The same without the containers of other allocations."""
+        """The same use, without the containers of all other allocations."""
         if all(allocation in allocations for allocation, _ in self.containers):
             return self
         return replace(self, containers={place: use for place, use in self.containers.items() if place[0] in allocations})
@@ -112,8 +113,8 @@ class NodeUse:
 class Container:
     """One started container. `attempt` counts its restarts from 0.
 
-    `cgroup` is the path of its cgroup below the root of the hierarchy that counts its memory (v2: the unified one), with a leading
-    slash; None while it is unknown. `pid` is the host's number of its first process, None if it does not run.
+    `cgroup` is the path of its cgroup below the root of the hierarchy that counts its memory (v2: the unified one), with a leading slash;
+    None while it is unknown. `pid` is the host's pid of its first process; None if it does not run.
     """
 
     id: str
@@ -132,7 +133,7 @@ class Container:
         return is_static_uid(self.pod_uid)
 
     def describe(self) -> str:
-        """For messages."""
+        """The container's name in messages."""
         if not self.name:
             return f"container {self.id[:12]} of pod uid {self.pod_uid}"
         return f"{'/'.join(self.pod)} ({self.name})"

@@ -1,4 +1,4 @@
-"""The free capacity of a GPU, and what containers of one pod need that must use the same GPUs, because the kubelet passes an init
+"""The free capacity of a GPU, and the needs of containers of one pod that must use the same GPUs, because the kubelet passes an init
 container's ids on to later containers."""
 
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 class GpuCapacity:
     """One GPU's free capacity for one request.
 
-    `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are. A GPU with `healthy` False is no
-    candidate; `note` has the reason ("XID 79", "MIG enabled"). `label` is its name in refusals, GPU<index> by default.
+    `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are free. A GPU with `healthy` False can't be
+    chosen; `note` has the reason ("XID 79", "MIG enabled"). `label` is its name in refusals, GPU<index> by default.
     """
 
     index: int
@@ -45,8 +45,8 @@ class ContainerNeeds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainNeeds:
-    """What must fit on the GPUs of the first container of a chain: ids of both resources in all, and the most cores that one container
-    of the chain requests."""
+    """What must fit on the GPUs of a chain's first container: the sums of the ids of both resources, and the most cores that one
+    container of the chain requests."""
 
     cores: int = 0
     memory_blocks: int = 0
@@ -54,10 +54,10 @@ class ChainNeeds:
 
 
 def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:
-    """Needs of the first of `containers` and of the later ones that must use the same GPUs.
+    """The needs of the first of `containers`, and of later containers that must use the same GPUs.
 
-    The kubelet gives an init container's ids to the containers after it before it takes new ones, and ids of a sidecar or an app
-    container leave that pool (devicemanager: devicesToReuse). A container that takes over ids of either resource must use their GPU.
+    The kubelet gives an init container's ids to the containers after it before it takes new ids; ids that a sidecar or an app container
+    takes leave this pool (devicemanager: devicesToReuse). A container that takes over ids of one resource must use their GPU for both.
     """
     all_cores = all_blocks = most_cores = pool_cores = pool_blocks = 0
     for position, container in enumerate(containers):

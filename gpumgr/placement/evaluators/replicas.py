@@ -1,4 +1,4 @@
-"""What a container requests by HAMi's resources. Pure."""
+"""The request of a container that uses HAMi's resources. Pure."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -6,24 +6,24 @@ from typing import Final
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
-#: HAMi's own bound; more than this is a quantity in bytes, such as 16Gi.
+#: HAMi's own bound. A larger number is probably a quantity in bytes, such as 16Gi.
 _MOST_MEBIBYTES: Final = 2**31 - 1
 
 _ALL_PERCENT: Final = 100
 
-#: How many times its memory, and its cores, a GPU has for such requests.
+#: (memory factor, core factor): such requests may use so many times the memory and the cores that a GPU has.
 Scaling = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRequest:
-    """What a container requests as in HAMi: `count` GPUs, and the same of each of them. `cores` 0: no limit of cores.
+    """A request as in HAMi: `count` GPUs, and the same amounts of each. `cores` 0: no limit of cores.
 
-    `memory_mebibytes` None: `memory_percent` of the GPU's memory. On a GPU that has `memory_scaling` times its memory for such requests a
-    request counts that many times less than the container may use, and the same of cores.
+    `memory_mebibytes` None: `memory_percent` of the GPU's memory. The memory that the container may use counts on a GPU divided by
+    `memory_scaling`, and the cores divided by `core_scaling`.
 
-    `memory_on`: UUID -> MiB by which another scheduler counts such a part of a GPU: it knows less memory of a GPU that others use, too.
-    The container gets no more than that.
+    `memory_on`: UUID -> the MiB that another scheduler counts for such a part of the GPU. It may know a smaller memory of a GPU that
+    others also use. The container gets no more than that.
     """
 
     count: int
@@ -45,7 +45,7 @@ class ReplicaRequest:
 
     @property
     def problem(self) -> str | None:
-        """Why no node can grant it."""
+        """Why no node can grant the request; None if a node can."""
         for percent, name, part in ((self.cores, "gpucores", "cores"), (self.memory_percent, "gpumem-percentage", "memory")):
             if not 0 <= percent <= _ALL_PERCENT:
                 return f"{percent} % of the {part} of each GPU asked: {name} must be 0 to 100; ask for more GPUs instead"
@@ -54,18 +54,18 @@ class ReplicaRequest:
         return None
 
     def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
-        """The same on a GPU with these factors; None: with those of the request."""
+        """The request on a GPU with these factors; None: with the request's own factors."""
         return self if scaling is None else replace(self, memory_scaling=scaling[0], core_scaling=scaling[1])
 
     def counted(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
-        """What it takes of a GPU with so much memory; all of a GPU that is granted whole."""
+        """What the request takes of a GPU with `gpu_mebibytes`; all of a GPU that is granted whole."""
         limit = self.limit(gpu_mebibytes, uuid)
         if limit.whole:
             return limit
         return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling))
 
     def limit(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
-        """What the container may use of it. A request for all memory of a GPU that reports none (0) gets it whole."""
+        """What the container may use of the GPU. A request for all memory of a GPU without reported memory (0) gets the whole GPU."""
         all_memory = self.memory_mebibytes is None and self.memory_percent >= _ALL_PERCENT
         if self.whole or (all_memory and not gpu_mebibytes):
             return Amounts(CORES_PER_GPU, gpu_mebibytes)

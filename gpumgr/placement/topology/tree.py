@@ -1,8 +1,7 @@
-"""The topology tree: groups of GPUs, level by level; the tree and the matrix as text and as plain data.
+"""Builds the topology tree, which has groups of GPUs for each level; renders the tree and the matrix as text and as plain data.
 
-A group at level L is a connected component of "joined by L or closer". A group that would have a single child is not made:
-the group keeps the name of the closest level that joins its GPUs. ROOT always exists, even over one group.
-NVLink counts for scores, not for this tree.
+A group at level L is a connected component of "joined by L or closer". No group with a single child is made, so a group has the name of
+the closest level that joins its GPUs. ROOT always exists, even above one group. NVLink affects scores, but not this tree.
 """
 
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ def groups_smallest_first(root: Group) -> tuple[Group, ...]:
 
 
 def enclosing_group(root: Group, mask: int) -> Group:
-    """The smallest group that holds every GPU of `mask` (the root, where nothing smaller does)."""
+    """The smallest group with every GPU of `mask`; the root if no smaller group has them all."""
     for child in root.children:
         if isinstance(child, Group) and child.mask & mask == mask:
             return enclosing_group(child, mask)
@@ -57,10 +56,10 @@ def enclosing_group(root: Group, mask: int) -> Group:
 
 
 def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
-    """The GPU of `eligible` that the fragment rule chooses; both arguments are masks, `eligible` lies within `free`.
+    """The GPU of `eligible` that the fragment rule chooses; both arguments are masks, and `eligible` is a part of `free`.
 
-    Walks down from the root. At each group it takes the child with the fewest free GPUs among the children with an eligible GPU;
-    a lone GPU is a child of one; ties go to the lowest free index. None: nothing is eligible.
+    Walks down from the root. At each group it takes the child with the fewest free GPUs among the children with an eligible GPU; a single
+    GPU counts as a child with one GPU. Among equal children the one with the lowest free index is taken. None: no GPU is eligible.
     """
     node: Group | int = root
     while isinstance(node, Group):
@@ -72,7 +71,7 @@ def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
 
 
 def fragment_order(root: Group) -> dict[int, int]:
-    """The position, from 1, in which fragment takes each GPU of an empty node."""
+    """GPU -> its position, from 1, in the order in which the fragment rule takes the GPUs of an empty node."""
     free, turns = root.mask, dict[int, int]()
     while (gpu := fragment_choice(root, free, free)) is not None:
         turns[gpu] = len(turns) + 1
@@ -81,9 +80,10 @@ def fragment_order(root: Group) -> dict[int, int]:
 
 
 def access_costs(root: Group) -> dict[int, int]:
-    """Each GPU's access cost: the rank, from 1, in which its parent group would be used up by fragment on an empty node.
+    """Each GPU's access cost: the rank, from 1, of its parent group in the order in which the fragment rule uses groups of an empty node
+    up.
 
-    Groups that are used up by the same GPU (one inside the other) share a rank.
+    Groups that the same GPU uses up (one inside the other) share a rank.
     """
     parents = [group for group in (root, *groups_smallest_first(root)) if any(isinstance(child, int) for child in group.children)]
     turns = fragment_order(root)
@@ -111,7 +111,7 @@ def mask_of(gpus: tuple[int, ...]) -> int:
 
 
 def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
-    """Nodes that belong together at `level`: connected through pairs of GPUs of that level or closer."""
+    """Groups the nodes that pairs of GPUs at `level` or closer connect."""
     families: list[list[Group | int]] = []
     for node in nodes:
         near = _near(topology, _mask(node), level)
@@ -146,12 +146,12 @@ def _union(nodes: list[Group | int]) -> int:
 
 
 def _room(mask: int) -> tuple[int, int]:
-    """How many GPUs, and the lowest bit: compares like (number, lowest index)."""
+    """The number of GPUs and the lowest bit; compares like (number, lowest index)."""
     return mask.bit_count(), mask & -mask
 
 
 def render_tree(topology: Topology, free: int | None = None, labels: Sequence[str] | None = None) -> str:
-    """`NAME:free GPUs:access cost`, one node a line, children under their group.
+    """The tree with one line for each node, `NAME:free GPUs:access cost`; children are under their group.
 
     `free` is a mask of entirely free GPUs, None = all of them; `labels` name the GPUs, None = GPU<row>.
     """
@@ -166,13 +166,13 @@ def tree_data(topology: Topology, free: int | None = None, labels: Sequence[str]
 
 
 def matrix_cells(topology: Topology) -> list[list[str]]:
-    """Rows of cells that `topology_from_matrix` reads back."""
+    """The matrix as rows of cells, which `topology_from_matrix` can read."""
     n = len(topology)
     return [["X" if a == b else cell_text(topology.link(a, b)) for b in range(n)] for a in range(n)]
 
 
 def render_matrix(topology: Topology, labels: Sequence[str], numa_nodes: Sequence[int | None] = ()) -> str:
-    """The matrix in the manner of `nvidia-smi topo -m`, in columns of equal width; with `numa_nodes`, a NUMA Affinity column."""
+    """The matrix as `nvidia-smi topo -m` prints it, in aligned columns; with `numa_nodes` it has a column NUMA Affinity."""
     table = [["", *labels], *([label, *row] for label, row in zip(labels, matrix_cells(topology), strict=True))]
     if any(node is not None for node in numa_nodes):
         column = ["NUMA Affinity", *("N/A" if node is None else str(node) for node in numa_nodes)]

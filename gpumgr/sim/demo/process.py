@@ -1,4 +1,4 @@
-"""The agent as a separate process: start, log, stop, kill."""
+"""Runs the agent as a separate process: starts it, reads its log, stops or kills it."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from gpumgr.common.foreign_text import decode_json
 
 Line = dict[str, Any]
 
-#: Number of last lines in an error's text.
+#: How many of the last lines the text of an error has.
 _TAIL = 12
 
 
@@ -28,7 +28,7 @@ class AgentLog:
         self._count = LatestValue(0)
 
     def add(self, raw: bytes) -> None:
-        """Stores a line that is not a JSON object (such as a traceback) as an event named "text"."""
+        """Stores a line. One that is not a JSON object (such as of a traceback) becomes an event named "text"."""
         text = raw.decode(errors="replace").rstrip("\n")
         try:
             line = decode_json(text)
@@ -46,7 +46,7 @@ class AgentLog:
         return [line for line in self.lines[since:] if wanted.items() <= line.items()]
 
     async def until(self, event: str, *, since: int = 0, **fields: object) -> Line:
-        """Returns the first such line as soon as it is logged."""
+        """Returns the first line that `find` would return, as soon as it is logged."""
         return await self.until_match(lambda line: {"event": event, **fields}.items() <= line.items(), since=since)
 
     async def until_match(self, matches: Callable[[Line], bool], *, since: int = 0) -> Line:
@@ -78,9 +78,9 @@ class AgentEndedError(GpumgrError):
 
 
 class AgentProcess:
-    """One agent that may be started several times. `agent_log` has the lines of all its starts.
+    """One agent, which may be started several times. `agent_log` has the lines of all its starts.
 
-    It leads a process group of its own, so that Ctrl-C on the terminal signals only this process.
+    The agent leads a process group of its own, so that Ctrl-C on the terminal does not signal the agent.
     """
 
     def __init__(self, arguments: Sequence[str], agent_log: AgentLog, *, command: Sequence[str] = COMMAND) -> None:
@@ -91,7 +91,7 @@ class AgentProcess:
 
     @property
     def pid(self) -> int | None:
-        """None while it does not run."""
+        """The process's pid; None while it does not run."""
         process = self._process
         return process.pid if process is not None and self.running else None
 
@@ -100,7 +100,7 @@ class AgentProcess:
         return self._reader is not None and not self._reader.done()
 
     async def start(self, environ: Mapping[str, str] | None = None) -> None:
-        """Starts the process. It gets this process's environment without the variables that configure another agent, and `environ`."""
+        """Starts the process. It gets this process's environment, without variables that would configure an agent, and `environ`."""
         inherited = {key: text for key, text in os.environ.items() if not _for_an_agent(key)}
         self._process = await asyncio.create_subprocess_exec(
             *self._arguments,

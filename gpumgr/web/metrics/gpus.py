@@ -1,4 +1,4 @@
-"""Metrics of GPUs: pure functions of a report. A value that the driver does not report has no series.
+"""Renders the metrics of GPUs, as pure functions of a report. A value that the driver does not report has no series.
 
 The label `gpu` is the GPU's UUID everywhere. Ratios are 0..1, memory is in bytes (Prometheus: base units only).
 """
@@ -84,9 +84,9 @@ FAMILIES: Final = (
 
 
 def render_gpus(report: NodeReport, *, node: str) -> Iterator[RenderedFamily]:
-    """`node` is the Kubernetes node's name. Families without a series are included."""
+    """`node` is the name of the Kubernetes node. Families without a series are included."""
     yield from _hardware(report, node)
-    # While the driver does not answer, old values would look current.
+    # Left out while the driver does not answer, since old values would look current.
     sample = report.sample if report.sample and report.nvml_up else NodeSample()
     for family, read in _SAMPLED:
         yield render(family, {_gpu(uuid): value for uuid, gpu in sample.gpus.items() if (value := read(gpu)) is not None})
@@ -154,7 +154,7 @@ def _allocated(ledger: Ledger) -> Iterator[RenderedFamily]:
 
 
 def _sharers(ledger: Ledger) -> dict[GpuName, int]:
-    """GPU -> number of containers with a part of it."""
+    """GPU -> number of containers with a share of it."""
     count: dict[GpuName, int] = {}
     for allocation in current_shares(ledger):
         for gpu in allocation.places:

@@ -1,4 +1,4 @@
-"""The mirror for the agent: `ensure` updates it, `prune` removes old versions."""
+"""Keeps the mirror of the driver's files for the agent: `ensure` updates it, `prune` removes old versions."""
 
 import asyncio
 import platform
@@ -32,7 +32,7 @@ DEFAULT_WHOLE_DIR: Final = Path("/etc/gpu-manager/vdriver/origin")
 _GRACE_SECONDS: Final = 600.0
 #: The version in the source path of a mount, which is relative to the root of its file system.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
-#: libcuda-control.so uses the first dotted number in it as the suffix of the libraries that it loads.
+#: libcuda-control.so uses the first dotted number of this line as the suffix of the libraries that it loads.
 _PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
@@ -43,9 +43,9 @@ _log = structlog.get_logger(__name__)
 class DriverFiles:
     """Folders that containers get at /usr/local/nvidia. Both are links, which stay valid when the driver is replaced.
 
-    share_dir: with the limiting library in the place of libcuda and libnvidia-ml; None if there is none, and `share_error` is the
-        sentence that says why.
-    whole_dir: the driver as it is; None if volume.conf has no such volume.
+    share_dir: has the limiting library in the place of libcuda and libnvidia-ml; None if it can't be made, for the reason in the sentence
+        `share_error`.
+    whole_dir: has the driver's own files; None if volume.conf has no such volume.
     problems: sentences about defects that do not prevent the mirror.
     """
 
@@ -56,16 +56,16 @@ class DriverFiles:
     problems: tuple[str, ...]
 
 
-#: Link that containers get -> the plan of the folder that it points to.
+#: Link that containers mount -> the plan of the folder to which it points.
 _Wanted = dict[Path, VolumePlan]
 
 
 class DriverMirror:
-    """Mirrors the driver's files. Concurrent calls run one after another; a call completes if its caller is cancelled.
+    """Mirrors the driver's files. Concurrent calls run one after another; a call completes even if its caller is cancelled.
 
-    Without `client_path` the gpu-client that is installed is the program that the library runs in a container, if volume.conf lists it.
-    `share_dir` and `whole_dir`: the links of the volumes `nvidia` and `origin`. Volumes of other names are at base/name of
-    volume.conf, without a base beside `share_dir`.
+    The library runs the program gpu-client in a container: the one of the setting `client_path`, or else an installed one that
+    volume.conf lists. `share_dir` and `whole_dir`: the links of the volumes `nvidia` and `origin`. The link of any other volume is
+    base/name from volume.conf; without a base it is beside `share_dir`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DriverMirror:
         self._lock = threading.Lock()
 
     async def ensure(self, driver_version: str | None = None) -> DriverFiles:
-        """Updates the mirror; current volumes stay unchanged. `driver_version` None: that of /proc/driver/nvidia/version.
+        """Updates the mirror; current volumes stay unchanged. `driver_version` None: the version in /proc/driver/nvidia/version.
 
         Raises SettingsError for a bad volume.conf and for volumes with the same link, DriverFilesError if there is no driver or the
         mirror can't be made.
@@ -158,7 +158,8 @@ class DriverMirror:
         return version
 
     def _plan_all(self, conf: VolumeConf, driver: DriverInstallation, version: str) -> tuple[_Wanted, str | None, list[str]]:
-        """The plans of the volumes that can be made, why the share volume can't be made (None if it can), and problems. Raises OSError."""
+        """The plans of the volumes that can be made, the reason why the share volume can't be made (None if it can), and problems. Raises
+        OSError."""
         wanted: _Wanted = {}
         problems = list(conf.warnings)
         share_error: str | None = f"{conf.source} has no volume named {SHARE!r}, which is what containers with a share get"
@@ -193,7 +194,7 @@ class DriverMirror:
         return wanted, share_error, problems
 
     def _overlay(self, sources: VolumeSources) -> Overlay:
-        """Raises DriverFilesError with what is wrong with the shim or the client."""
+        """Raises DriverFilesError, which names the fault of the shim or of the client."""
         library, wanted, client = self._settings.library_path, self._settings.library_sha256, self._settings.client_path
         if library is None:
             raise DriverFilesError(
@@ -225,12 +226,12 @@ class DriverMirror:
 
 
 def is_supplied(whole_dir: Path) -> bool:
-    """Whether the operator fills the folder. A folder at the default path is gpu-manager's, and a link belongs to a mirror."""
+    """Whether the operator fills the folder. A folder at the default path was made by gpu-manager, and a link belongs to a mirror."""
     return whole_dir != DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
 
 
 def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
-    """The root that a mirror of this driver is made from. Raises DriverFilesError, SettingsError, OSError."""
+    """The root folder with the files of a mirror of this driver. Raises DriverFilesError, SettingsError, OSError."""
     machine = _MACHINES.get(platform.machine(), platform.machine())
     volumes = load(volume_conf, DEFAULT_WHOLE_DIR.parent).volumes
     return find_driver(roots, volumes, machine=machine, driver_version=driver_version).root
@@ -243,7 +244,7 @@ def parse_proc_version(text: str) -> str | None:
 
 
 def _supplied(path: Path, name: str, setting: str) -> Source:
-    """A file of the operator. The copy in the mirror is readable for all, the file itself need not be."""
+    """A file of the operator. All users can read its copy in the mirror, even if they can't read the file itself."""
     try:
         return replace(inspect(path, name), mode=0o755, sha256=sha256_of(path))
     except OSError as error:
@@ -280,7 +281,7 @@ def versions_in(mountinfo: str) -> frozenset[str]:
 def versions_in_use(proc_root: Path) -> frozenset[str]:
     """Versions of the mirror that any process has mounted. `proc_root` must show the host's processes.
 
-    Raises DriverFilesError if one is hidden: then any version may be in use.
+    Raises DriverFilesError if a process is hidden: then any version may be in use.
     """
     try:
         return frozenset[str]().union(*map(versions_in, mount_tables(proc_root)))

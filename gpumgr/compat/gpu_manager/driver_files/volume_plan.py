@@ -1,4 +1,4 @@
-"""The plan of a volume: its files and links, and which files are left out and why. Pure.
+"""Plans a volume: its files and links, and the files that are left out, with the reasons. Pure.
 
     whole volume                                   share volume (`nvidia`)
     lib64/libcuda.so.535.54.03                     lib64/libcuda.so.535.54.03             the real one
@@ -26,16 +26,16 @@ REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
 #: A node's machine -> the 32-bit machine with programs that it can run.
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
-#: A driver's version: two or three numbers ("418.67", "535.54.03"), kept as the text that file names end in.
+#: A driver's version: two or three numbers ("418.67", "535.54.03"), kept as text, since file names end in it.
 VERSION_NUMBER: Final = r"[0-9]+(?:\.[0-9]+)+"
 _VERSION_IN_NAME: Final = re.compile(rf"\.so\.({VERSION_NUMBER})$")
 _VERSION_DIGITS: Final = 32
 _MAX_NAME_LENGTH: Final = 255
 _TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")
-#: These belong to the driver only if they need the driver's other libraries; Mesa has libraries of the same names.
+#: Libraries with these names belong to the driver only if they need the driver's other libraries; Mesa has libraries of the same names.
 _SHARED_WITH_MESA: Final = frozenset({"libEGL", "libGLESv1_CM", "libGLESv2", "libGL"})
 _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdispatch.so")
-#: Old drivers have two libnvidia-tls; the one with this ABI note is for today's C library.
+#: Old drivers have two libnvidia-tls; the one with this ABI note works with today's C library.
 _TLS_ABI: Final = (2, 3, 99)
 
 
@@ -43,7 +43,7 @@ _TLS_ABI: Final = (2, 3, 99)
 class Source:
     """One file of the host. `name`: its name in the mirror. `elf` None: not an ELF file, with the reason in `not_elf`.
 
-    `sha256` is known for files that the operator supplies; None for the driver's.
+    `sha256` is known for files that the operator supplies; None for the driver's files.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Overlay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumePlan:
-    """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `skipped`: files that
-    match the lists and are not mirrored, and links that are not made -> the reason. `version` depends on the content alone."""
+    """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `skipped`: file that
+    matches the lists but is not mirrored, or link that is not made -> the reason. `version` depends on what the volume contains alone."""
 
     volume: str
     version: str
@@ -83,7 +83,7 @@ class VolumePlan:
     skipped: dict[str, str]
 
     def unmet(self) -> dict[str, str]:
-        """Libraries of the driver that the volume's files need and that are missing -> the first file that needs it."""
+        """Name of a driver's library that the volume lacks but one of its files needs -> the first file that needs it."""
         there = {target.rpartition("/")[2] for target in (*self.files, *self.links)}
         return {
             name: target
@@ -102,7 +102,8 @@ def plan_volume(
     driver_version: str,
     overlay: Overlay | None = None,
 ) -> VolumePlan:
-    """`overlay` None: the driver's own files. If two files have one name, that of the driver's version is used, else the first."""
+    """`overlay` None: the driver's own files. If several files have one name, the file of the driver's version is used, or else the first
+    one."""
     builder = _PlanBuilder(machine, driver_version, overlay)
     if overlay:
         builder.overlay(overlay)
@@ -180,7 +181,7 @@ class _PlanBuilder:
             return
         names = [soname, _TRAILING_NUMBERS.sub("", soname)]
         if soname.startswith("libGLX_nvidia."):
-            # The fallback of GLVND for indirect rendering.
+            # GLVND loads this name as its fallback for indirect rendering.
             names.append(soname.replace("libGLX_nvidia.", "libGLX_indirect."))
         for name in names:
             if name != source.name:
@@ -204,7 +205,7 @@ class _PlanBuilder:
 
 
 def version_of(library: str) -> str | None:
-    """From the name of a library's file: libcuda.so.470.82.01 -> 470.82.01. None for libcuda.so.1 and libcuda.so."""
+    """The driver's version in a library's file name: libcuda.so.470.82.01 -> 470.82.01. None for libcuda.so.1 and libcuda.so."""
     found = _VERSION_IN_NAME.search(library)
     return found[1] if found else None
 

@@ -1,9 +1,10 @@
-"""The service VCUDAService of proto/vcuda/api.proto: a process in a container is about to use CUDA for the first time.
+"""The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it when a process is about to use CUDA for the
+first time.
 
-Invariants: the caller is identified by the socket and the kernel; the ids in the message are not trusted. The kernel gives the pid of
-the calling process, and its cgroup the container, which is compared with the names that the kubelet gave. Where a name is missing on
-either side (an init container's, without an API server), the process must have the allocation's folder among its mounts. The answer to
-any input is a gRPC status with a sentence, and the server continues.
+Invariants: the caller is identified by the socket and the kernel; the ids in the message are not trusted. The kernel gives the pid of the
+calling process, and the process's cgroup shows its container, which is compared with the names that the kubelet gave. If a name is
+missing on either side (for example of an init container without an API server), the process must have the allocation's folder among its
+mounts. Bad input gets a gRPC status with a sentence, and the server continues.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ MOST_REQUEST_BYTES: Final = 16 * 1024
 _CONTAINER_TIMEOUT_SECONDS: Final = 5.0
 #: `struct ucred` of unix(7): pid, uid and gid.
 _CREDENTIALS: Final = struct.Struct("3i")
-#: Field number -> name and longest value in bytes. A container's id is not part of vcuda.config; it has the limit of a name.
+#: Field number -> name and longest value in bytes. A container's id is not part of vcuda.config; the limit of a name applies to it.
 _FIELDS: Final[Mapping[int, tuple[str, int]]] = {
     1: ("bus_id", BUS_ID_BYTES),
     2: ("pod_uid", POD_UID_BYTES),
@@ -45,16 +46,17 @@ _FIELDS: Final[Mapping[int, tuple[str, int]]] = {
     4: ("container_id", CONTAINER_NAME_BYTES),
 }
 
-#: The container of a process of the host; None if it is in none. It has no name while the runtime is not available.
+#: The container of a process (host pid); None if it is in no container. The container has no name while the runtime is not available.
 #: Raises GpumgrError if it can't be determined.
 ContainerOf = Callable[[int], Awaitable[Container | None]]
-#: Whether a process of the host has an allocation's folder mounted; it is called on a thread.
+#: Whether a process (host pid) has an allocation's folder mounted; called on a thread.
 HasMounted = Callable[[int, AllocationId], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The client of one allocation's socket. `pid` is in the agent's pid namespace; 0 if that namespace does not show the process."""
+    """The client of one allocation's socket. `pid` is the process's id in the agent's pid namespace; 0 if that namespace does not show
+    the process."""
 
     allocation: AllocationId
     pid: int
@@ -62,7 +64,7 @@ class Peer:
 
 
 class RegistrationService:
-    """The service behind the sockets of all allocations, `slots`."""
+    """Serves the sockets of all allocations. `slots`: allocation -> its container's slot."""
 
     def __init__(
         self, slots: Mapping[AllocationId, ContainerSlot], container_of: ContainerOf, has_mounted: HasMounted = has_mounted
@@ -80,7 +82,7 @@ class RegistrationService:
         return self._methods
 
     def forget(self, allocation: AllocationId) -> None:
-        """Drops the record of what was logged about an allocation that is gone."""
+        """Drops the record of the clients that were logged for an allocation that is gone."""
         self._refused_clients = {client for client in self._refused_clients if client[0] != allocation}
 
     async def _serve(self, stream: Any) -> None:
@@ -115,7 +117,7 @@ class RegistrationService:
             raise GRPCError(Status.UNAVAILABLE, text) from error
 
     async def _admit(self, peer: Peer, tenant: GpuShare) -> Container:
-        """The client's container, if it is the one of this socket. Raises GRPCError."""
+        """The client's container. Raises GRPCError if this socket belongs to another one, or if the container is not known."""
         if peer.pid == 0:
             text = "the kernel does not show gpumgr the calling process: gpumgr must run in the host's pid namespace (hostPID)"
             raise self._refused(peer, None, text)
@@ -131,7 +133,7 @@ class RegistrationService:
             text = f"process {peer.pid} is in no container, and this socket belongs to {tenant.describe()}"
             raise self._refused(peer, None, text)
         verdict = belongs(container, tenant)
-        if verdict == "no" and tenant.claim:  # another container that uses the claim: it has the folder
+        if verdict == "no" and tenant.claim:  # it may be another container that uses the claim, which has the folder, too
             verdict = "unclear"
         if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
             verdict = "yes"
@@ -145,7 +147,7 @@ class RegistrationService:
         return container
 
     def _refused(self, peer: Peer, container: Container | None, sentence: str) -> GRPCError:
-        """The error. It is logged at the first attempt of this client."""
+        """The error for this client. It is logged at the client's first attempt."""
         client = (peer.allocation, container.id if container else f"uid {peer.uid}")
         if client not in self._refused_clients:
             self._refused_clients.add(client)
@@ -154,8 +156,9 @@ class RegistrationService:
 
 
 def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unclear"]:
-    """Whether this is the container, by the pod's uid (or its name, if the kubelet gave only that) and the container's name. "unclear":
-    nothing contradicts, but a name that would decide is missing. For a static pod the runtime and the API server have different uids.
+    """Whether this is the tenant's container, by the pod's uid (or the pod's name, if the kubelet gave only that) and the container's
+    name. "unclear": nothing contradicts it, but a name that would decide is missing. For a static pod the runtime and the API server have
+    different uids.
     """
     uids = {uid for uid in (tenant.pod_uid, tenant.runtime_uid) if uid}
     if uids:
@@ -169,7 +172,7 @@ def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unc
 
 
 def peer_of(stream: Any) -> Peer:
-    """The client of this call's connection and the allocation of its socket. Raises GRPCError if it has disconnected."""
+    """The client of this call's connection, and the allocation of the socket. Raises GRPCError if the client has disconnected."""
     transport = transport_of(stream)
     path = Path(transport.get_extra_info("sockname"))
     try:
@@ -181,7 +184,7 @@ def peer_of(stream: Any) -> Peer:
 
 
 def check_request(request: bytes) -> None:
-    """Checks a VDeviceRequest, without use of its fields. Raises GRPCError for a malformed request and for long names."""
+    """Checks a VDeviceRequest; its fields are not used otherwise. Raises GRPCError for a malformed request and for long names."""
     found: dict[int, list[str]] = {number: [""] for number in _FIELDS}
     try:
         wire.scan(request, 0, len(request), found)
@@ -193,10 +196,10 @@ def check_request(request: bytes) -> None:
 
 
 async def _receive(stream: Any) -> bytes:
-    """The request; the size in its frame is checked before its bytes are read. Raises GRPCError.
+    """Reads the request; checks the size in the frame before it reads so many bytes. Raises GRPCError.
 
-    grpclib itself would collect any length that a frame announces. A frame begins with one byte for its compression and four for its
-    size.
+    grpclib itself would collect any length that a frame announces. A frame begins with one byte for the compression and four bytes for
+    the size.
     """
     raw = http2_of(stream)
     try:
