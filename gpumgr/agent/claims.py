@@ -184,7 +184,8 @@ class NodeClaims:
         return True
 
     def _has_holder(self, held: Iterable[Allocation]) -> bool:
-        """Whether a pod that has the claim is there: as long as a claim is reserved for a pod, its allocation does not change."""
+        """Whether a pod of these allocations exists and has not ended: while a claim is reserved for a pod, its allocation does not
+        change."""
         views = [self._pods.by_uid(a.uid or "") for a in held]
         return any(view is not None and not view.ended for view in views)
 

@@ -109,7 +109,7 @@ class History:
             self._news.set()
 
     def add_unless_repeated(self, entry: HistoryEntry) -> None:
-        """Adds it unless one of the newest entries has the same content: the kubelet repeats a refused start many times."""
+        """Adds the entry unless one of the newest entries has the same content: the kubelet repeats a refused start many times."""
         content = _content(entry)
         if not any(_content(before) == content for before in islice(reversed(self._newest), REPEATS_WITHIN)):
             self.add(entry)

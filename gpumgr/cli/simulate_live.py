@@ -176,7 +176,7 @@ def _where(place: Json) -> str:
 
 
 def read_object(file: str, content: bytes) -> dict[str, Any]:
-    """Raises InputError, which names file and line, also for a key that is there twice."""
+    """Reads one object. Raises InputError, which names file and line, even for a key that appears twice."""
     try:
         node = compose(content)
     except UnreadableError as error:

@@ -64,7 +64,7 @@ def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> Uti
 
 
 class ProcessUtilization:
-    """The state of all GPUs, for the worker's threads: at most one reads a GPU."""
+    """The state of all GPUs, for the worker's threads: at most one thread at a time reads a GPU."""
 
     def __init__(self) -> None:
         self._states: dict[str, UtilizationState] = {}

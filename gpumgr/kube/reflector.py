@@ -50,7 +50,7 @@ _KINDS: Final = {
     "resourceclaimtemplates": "ResourceClaimTemplate",
     "resourceslices": "ResourceSlice",
 }
-#: Objects of a page that are decoded before the event loop serves others.
+#: How many objects are processed before the event loop runs other tasks.
 _SLICE = 50
 
 

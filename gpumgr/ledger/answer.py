@@ -36,7 +36,7 @@ class DeviceNode:
 class ContainerResponse:
     """Everything the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name".
 
-    The kubelet merges the responses of a container's resources; of two different values for one key it uses the first.
+    The kubelet merges the responses of a container's resources; if they have different values for one key, it uses the first.
     """
 
     envs: Mapping[str, str] = field(default_factory=dict)

@@ -63,7 +63,7 @@ def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
     """The id of the allocation for these shares of one request. It is the same after a loss of the ledger, since the kubelet keeps names of
-    CDI devices that contain it. It is another one when the same claim is allocated again, since a CDI name may have only one content."""
+    CDI devices that contain it. It differs when the same claim is allocated again, since a CDI name may have only one content."""
     key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
     return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 

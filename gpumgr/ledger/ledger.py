@@ -313,7 +313,7 @@ class Ledger:
         return self if gpu_registry == self.gpu_registry else Ledger(gpu_registry, self.allocations)
 
     def since(self, before: "Ledger") -> Change:
-        """The change that turns a store of `before` into one of this ledger."""
+        """The change that turns a store that holds `before` into a store that holds this ledger."""
         return Change(
             put=tuple(a for k, a in self.allocations.items() if (old := before.allocations.get(k)) is not a and old != a),
             drop=tuple(k for k in before.allocations if k not in self.allocations),

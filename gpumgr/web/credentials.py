@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 _MOST_TOKEN_BYTES: Final = 16 * 1024
 _MOST_PEM_BYTES: Final = 1 << 20
-#: The longest time for which a request or a handshake waits for the check of the files; while a check hangs, later ones do not wait.
+#: The longest time for which a request or a handshake waits for the check of the files; while a check hangs, later requests do not wait.
 LOOK_SECONDS: Final = 2.0
 
 T = TypeVar("T")

@@ -189,7 +189,7 @@ class ReadModel:
         return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()
 
     def notes(self) -> Sequence[str]:
-        """What `/readyz` shows beside the reasons: what the node lacks although it can run pods with GPUs."""
+        """What `/readyz` shows in addition to the reasons: what the node lacks although it can run pods with GPUs."""
         return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:

@@ -34,8 +34,8 @@ _TOGETHER: Final = (("island", f"{DRIVER}/island"), ("numa", "resource.kubernete
 
 @dataclass(frozen=True, slots=True, order=True)
 class ShapeRequest:
-    """What one container requests. `place`: its index in spec.initContainers (`init`) or spec.containers. Whole GPUs with `blocks` have at
-    least so much memory in all."""
+    """What one container requests. `place`: its index in spec.initContainers (`init`) or spec.containers. If whole GPUs are requested with
+    `blocks`, they have at least that much memory together."""
 
     init: bool
     place: int

@@ -33,7 +33,7 @@ _log = structlog.get_logger(__name__)
 #: ms, one with 16 and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
 _MAX_NODES: Final = 32
 _MAX_WORK: Final = 20_480
-#: A node as it was examined. The positions of a choice are those of this state.
+#: A node as it was examined. A choice has the positions of the GPUs in this state.
 _There = tuple[NodeState | None, Mapping[str, PlacedPod]]
 
 
@@ -68,7 +68,7 @@ class Preemption:
 
     async def keep_nominated(self) -> None:
         """Keeps GPUs for nominated pods that the watch has shown for the first time. Each verb first waits for this. A thread examines the
-        nodes; one that changes in the meantime is examined again before the next verb."""
+        nodes; a node that changes in the meantime is examined again before the next verb."""
         async with self._keeping:
             self.refresh()
             nominated = self._watches.nominated
@@ -144,8 +144,8 @@ class Preemption:
         self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]], rejected: Sequence[str]
     ) -> PreemptResult:
         """Proposes at most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have
-        passed kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; one that changes in the meantime
-        is not taken."""
+        passed kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; a node that changes in the
+        meantime is not taken."""
         found: list[tuple[int, Cost, int, str, Eviction, _There]] = []
         for name in self._examined(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))

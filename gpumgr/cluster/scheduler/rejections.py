@@ -56,7 +56,7 @@ class _Rejected:
 
 
 class Rejections:
-    """`pods`: the rejected ones, by UID. `clock` is monotonic, in seconds."""
+    """`pods`: the rejected pods, by UID. `clock` is monotonic, in seconds."""
 
     def __init__(
         self, index: ClusterIndex, quotas: Quotas, watches: ClusterWatches, *, clock: Callable[[], float] = time.monotonic

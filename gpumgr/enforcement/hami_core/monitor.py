@@ -22,8 +22,8 @@ from gpumgr.enforcement.hami_core.repairs import Repair
 from gpumgr.enforcement.pids import NspidOf, PidMap
 from gpumgr.ledger.gpu_share import GpuShare
 
-#: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
-#: number of consecutive checks.
+#: The library takes a slot shortly after a process's first context appears, so a process without a slot is reported only after this number
+#: of consecutive checks.
 CHECKS_UNREGISTERED: Final = 3
 #: The library looks for a process's pid on the host once, for a second at most, one process after another. If the region has a wrong pid at
 #: so many checks, the process changes it itself.

@@ -22,7 +22,7 @@ from gpumgr.web.responses import accepts_gzip, ranked
 
 #: A format is rendered for this long after its last scrape: longer than a usual scrape interval.
 WANTED_SECONDS: Final = 150.0
-#: Fastest level: higher ones save few bytes of such text.
+#: The fastest level: higher levels save few bytes of such text.
 _GZIP_LEVEL: Final = 1
 
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"

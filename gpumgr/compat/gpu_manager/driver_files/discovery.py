@@ -198,7 +198,7 @@ class VolumeSources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverInstallation:
-    """The driver below one root: all files of a mirror belong to the same driver."""
+    """The driver's files below one root, so that all files of a mirror belong to the same driver."""
 
     root: Path
     libraries: Mapping[SharedLibrary, Source]
