@@ -32,7 +32,7 @@ def is_static_uid(uid: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSandbox:
-    """A pod that the container runtime runs, also between two of its containers."""
+    """A pod that runs in the container runtime, also while none of its containers runs."""
 
     pod: PodKey
     uid: str

@@ -64,8 +64,8 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
-        """Whether `a` ends with `g`. Names recur: without a UID, an allocation of the same name that was granted after `g` belongs to a
-        later incarnation. If it was granted before, and `List` does not or never shows it, it belongs to the same incarnation."""
+        """Whether `a` ends when `g` does. Names recur: without a UID, an allocation of the same name that was granted after `g` belongs
+        to a later incarnation. If it was granted before, and `List` does not or never shows it, it belongs to the same incarnation."""
         if a.uid is not None or g.uid is not None:
             return not _is_shown(a, visible, listing, find_pod)
         earlier = order.index(a.id) < order.index(g.id)
@@ -96,7 +96,7 @@ def sweep(
     for allocation_id in sorted(before, key=lambda each: before[each].init):
         a = ledger.allocations.get(allocation_id)
         if a is None or not a.device_ids:
-            continue  # removed because another allocation got its name, or a claim, which has no ids
+            continue  # freed when an earlier allocation was renamed, or a claim, which has no ids
         named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
             ledger = _with_name(ledger, named)

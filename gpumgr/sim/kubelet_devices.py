@@ -241,7 +241,7 @@ class DeviceManager:
         return await client.prefer(self._any(offered), self._any(must_include), chosen.required)
 
     def _by_affinity(self, resource: str, available: set[str], affinity: frozenset[int] | None) -> tuple[set[str], list[str]]:
-        """The available ids on a node of `affinity`, and the others: first those on other nodes, then those without a node."""
+        """The available ids on a NUMA node of `affinity`, and the other ids: first ids on other nodes, then ids without a node."""
         if affinity is None:
             return set(), self._any(available)
         nodes_of = {device_id: self.devices[resource][device_id][1] for device_id in available}

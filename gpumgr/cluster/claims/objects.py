@@ -65,7 +65,7 @@ class WatchedSlice:
 
 
 def waits(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod without a node has claims or the quota's gate. Raises what `parse_unbound` raises."""
+    """Whether the pod has no node yet, and has claims or the quota's gate. Raises what `parse_unbound` raises."""
     spec = pod.get("spec") or {}
     return not spec.get("nodeName") and (bool(spec.get("resourceClaims")) or _gate(spec) is not None)
 

@@ -405,7 +405,7 @@ class RankWithinQuota:
     """`rank` answers as ClusterIndex.rank, without the nodes and GPUs that the quota denies. `examine` runs before it, and does the slow
     part in steps.
 
-    `shape` is that of ClusterIndex.rank. With it, the denied nodes are kept in `denied`, and the rejection is not kept for later calls.
+    `shape`: see ClusterIndex.rank. With a shape, the denied nodes are kept in `denied`, and the rejection is not kept for later calls.
     """
 
     index: ClusterIndex

@@ -71,8 +71,8 @@ def find_eviction(
 ) -> Eviction | None:
     """The best set of victims among `pods` of this node; it is empty if the pod fits without. None if no set helps.
 
-    `unbound` pods are not bound yet, so they can't be evicted. If their priority is lower, the GPUs that a preemption freed for them count
-    as free for the preemptor. `ending` pods end anyway. `proposed`: the pods that kube-scheduler evicts, also pods without GPUs. They stay
+    `unbound` pods can't be evicted. If their priority is lower, what they hold (an earlier preemption freed it for them) counts as free for
+    the preemptor. `ending` pods end anyway. `proposed`: the pods that kube-scheduler evicts, also pods without GPUs. They stay
     victims; only if kube-scheduler chose them because the node has too few cores in total, a better set may replace them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}

@@ -33,7 +33,7 @@ _MEMORY_ASKED: Final = _family("container_request_gpu_memory", "request of gpu m
 
 
 def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
-    """`pods` are the known pods of the node; other pods with an allocation are in the ledger. `texts` are those of HOLDER_LABELS."""
+    """`pods` are the known pods of the node; other pods with an allocation are in the ledger. `texts`: the label texts of HOLDER_LABELS."""
     yield from _used(report, {pod.key for pod in pods if pod.ended}, node, texts)
     gpu_registry: dict[str, float] = {}
     mebibytes: dict[str, float] = {}

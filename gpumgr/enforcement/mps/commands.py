@@ -170,7 +170,7 @@ def bounds_of(servers: Sequence[int | None]) -> Command:
 
 
 def parse_bounds(servers: Sequence[int | None], answer: str) -> Mapping[int | None, str]:
-    """Each server's two lines, in the order of the queries; empty if the number of lines is not that of the queries."""
+    """Each server's two lines, in the order of the queries; empty if the number of lines does not match the queries."""
     lines = answer.splitlines()
     if len(lines) != 2 * len(servers):
         return {}

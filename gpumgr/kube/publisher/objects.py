@@ -245,7 +245,7 @@ def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | N
     """A merge patch of the Node's labels, and of the annotation that lists the agent's labels; None if nothing changes.
 
     Labels below `nvidia.com/` that the agent did not write are not changed. Where NVIDIA's gpu-feature-discovery runs,
-    none of them is.
+    no label below `nvidia.com/` is changed.
     """
     metadata = node.get("metadata") or {}
     present: Mapping[str, str] = metadata.get("labels") or {}

@@ -314,7 +314,8 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """Exchanges GPUs with the least room in `chosen` for other GPUs with the most room until it has `blocks_needed`, as some set has."""
+    """Exchanges the GPUs of `chosen` with the least room for others with the most, until it has `blocks_needed`. Some set must have
+    them."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]

@@ -113,7 +113,7 @@ FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, *(family for family, _, _ in 
 
 
 def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
-    """`texts` caches label texts of CONTAINER_LABELS. Families without a series are included."""
+    """`texts`: the label texts of CONTAINER_LABELS. Families without a series are included."""
     yield from _held(report.view.ledger, texts)
     # While the driver does not answer, old values would look current.
     use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
