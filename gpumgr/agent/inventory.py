@@ -55,11 +55,11 @@ class HardwareHealth:
 class Inventory:
     """An immutable state of the hardware, and what is offered of it. GPUs are matched with the registered ones by UUID.
 
-    `replicas`: how many replicas of each GPU are offered. `scaling`: the factors by which its memory and cores are multiplied for them.
-    `mig_strategy`: which MIG devices are offered. `mig_on_demand`: the profiles of the MIG devices that are created for containers, on
-    GPUs that are not shared then (empty: all profiles); None: no MIG device is created. `policy`: where a share is placed. `mig_blocked`:
-    GPU's UUID -> memory slices, as bits, where no MIG device can be created now, for example since a MIG device there has processes but
-    no container. `burst_mebibytes`: GPU -> memory that containers hold above their requests.
+    `replicas`: how many replicas of each GPU are offered. `scaling`: the factors by which the GPU's memory and cores are multiplied for
+    its replicas. `mig_strategy`: which MIG devices are offered. `mig_on_demand`: the profiles of the MIG devices that are created for
+    containers, on GPUs that are not shared then (empty: all profiles); None: no MIG device is created. `policy`: where a share is placed.
+    `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now, for example since a MIG device there has
+    processes but no container. `burst_mebibytes`: GPU -> memory that containers hold above their requests.
     """
 
     snapshot: NodeSnapshot = EMPTY

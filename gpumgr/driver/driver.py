@@ -93,7 +93,7 @@ _BUSY_SECONDS: Final = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """`sample` lacks a GPU while another call about it takes long. `health`: UUID -> health; None: another call about the GPU takes long.
-    It includes GPUs that the last snapshot lacks, but no GPU that is no longer listed."""
+    `health` includes GPUs that the last snapshot lacks, but no GPU that is no longer listed."""
 
     sample: NodeSample
     health: Mapping[str, Observation | None]

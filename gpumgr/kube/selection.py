@@ -27,7 +27,7 @@ GPU_POLICY: Final = "hami.io/gpu-scheduler-policy"
 _MAX_NAMES: Final = 64
 MAX_CHARACTERS: Final = 96
 _UUID: Final = re.compile("GPU-[0-9A-Za-z._-]+")
-#: The texts that Go's strconv.ParseBool accepts, which HAMi uses, and the empty text.
+#: The texts of Go's strconv.ParseBool, which HAMi uses, and the empty text.
 _TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
 _FALSE: Final = ("", "0", "f", "F", "FALSE", "false", "False")
 

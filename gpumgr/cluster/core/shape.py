@@ -8,8 +8,8 @@ binpack.
 least-fragmentation prefers the node on which the pod strands the fewest GPU cores: free cores that no pod can use, since the node lacks
 the CPU, or the GPU lacks the memory, that pods need beside them. On a node, and among equal nodes, it chooses as binpack.
 
-A pod may have one policy for nodes and another for the GPUs of a node. Nodes are then compared as HAMi's scheduler does it: by the part
-of all their GPUs that is in use.
+A pod may have one policy for nodes and another for the GPUs of a node. Then nodes are compared as HAMi's scheduler does: by the part of
+all their GPUs that is in use.
 
 A share of one GPU is ranked by the room that it gets, and needs no further choice of GPUs. For other requests only the ranks of profiles
 (`gpumgr.cluster.core.profiles`) are kept, so the costs do not depend on how many different requests there are. Groups of nodes are
@@ -140,7 +140,7 @@ class Shape:
         return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
 
     def examine(self, offered: int, most: int | None, *, enough: int | None = None, reasons: bool) -> Iterator[None]:
-        """Computes what `fitting` needs, one choice per step; with `reasons` also what `misfits` needs. With `most` it ends after
+        """Computes what `fitting` needs, one choice per step, and with `reasons` also what `misfits` needs. With `most` it ends after
         `enough` profiles that fit, in the order of their nodes' names. `enough` None: a number that makes the best of them good."""
         if self.request.constraints.use_uuids:
             return
@@ -160,8 +160,8 @@ class Shape:
         """The rank of the nodes of a profile, or why they do not fit."""
         if (found := self._kept(profile)) is None:
             choice = choose(profile.state, profile.used, self._gpu_request, self.policy)
-            # The chosen GPUs are not kept (they need much memory for 64 containers), but chosen again on the node that is taken. Texts of
-            # users are not kept either.
+            # Neither the chosen GPUs nor the users' texts are kept, since they can need much memory (64 containers). The GPUs are chosen
+            # again on the node that is taken.
             if isinstance(choice, NodeChoice):
                 found = self._ranked(profile.state, profile.used, choice)
             else:
@@ -198,7 +198,8 @@ class Shape:
         return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
 
     def _key(self, profile: Profile) -> int:
-        """A number for all that decides in a profile. The GPUs that the constraints allow do, but not the texts of the constraints."""
+        """A number for all that decides the choice in a profile: the request, the policy, and the GPUs that the constraints allow, not
+        their texts."""
         if (known := self._keys.get(id(profile.state))) is not None:
             return known[1]
         constraints, gpus = self.request.constraints, profile.state.gpus
@@ -419,7 +420,7 @@ class Shape:
 
 
 def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
-    """What a pod strands that takes the cores `taken` of a node with `before`, in cores times `cpu_per_core`, so that it is an integer.
+    """The cores that a pod strands if it takes `taken` of a node with `before`, times `cpu_per_core`, so that the result is an integer.
     `cpu_free` (None: not known) and `cpu_milli`, which the pod requests, are in thousandths of a CPU. `cpu_per_core`: the CPU that an
     average pod requests for one core of a GPU.
     """
@@ -460,7 +461,7 @@ def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
 
 
 def _tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
-    """A share is placed better if it leaves less of its GPU, and better on a GPU in use than on an entirely free one."""
+    """A share is in a better place if it leaves less of its GPU free, and if its GPU is in use and not entirely free."""
     return -left if entirely_free else taken - left
 
 

@@ -99,7 +99,8 @@ def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement
 async def send_binding(
     server: ApiServer, pod: WatchedPod, node: str, annotations: Mapping[str, str], check: Callable[[], None]
 ) -> None:
-    """`check` is called once a connection is open, and raises BindingError if the binding must not be sent. Raises BindingError."""
+    """Sends the binding. `check` is called once a connection is open, and raises BindingError if the binding must not be sent. All
+    failures are raised as BindingError."""
     body = {
         "apiVersion": "v1",
         "kind": "Binding",

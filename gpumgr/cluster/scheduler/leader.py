@@ -61,7 +61,7 @@ class Leadership:
         return self._refreshed == self._term.value != 0 and self._candidate.leads(self._clock())
 
     def outlives(self, seconds: float) -> bool:
-        """Whether this replica answers, and leads for so long in any case."""
+        """Whether this replica answers, and certainly leads for so long."""
         return self.answers and self._candidate.leads(self._clock(), for_seconds=seconds)
 
     async def run(self) -> NoReturn:
@@ -180,7 +180,7 @@ class Leadership:
                     await set_label(name, None)
 
     def _log_once(self, error: BaseException) -> None:
-        """Logs a failure, unless the last one that was logged since a step succeeded has the same text."""
+        """Logs a failure, unless it repeats the last logged one and no step has succeeded in between."""
         if (text := _text(error)) != self._logged:
             self._logged = text
             _log.warning("leader_election_retries", lease=self._replica.lease, error=text)

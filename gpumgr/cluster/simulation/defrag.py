@@ -64,8 +64,7 @@ class Defrag:
         return [] if self.ended else [each for each in self._cluster.spots(pod, _BRANCHES) if self._differs(pod, each)]
 
     def _groups(self, pod: LivePod, node: str, most: int) -> Iterator[tuple[Sequence[LivePod], Spot]]:
-        """Groups of pods; without such a group the pod fits on the node, at the place beside the group. No smaller part of a group is
-        enough."""
+        """Groups of pods, each with the place that the pod gets on the node without this group. No smaller part of a group is enough."""
         lacking = set(short(pod.requests, self._cluster.free(node))) - {CORE_RESOURCE, MEMORY_RESOURCE}
         pods = [
             each

@@ -1,7 +1,7 @@
 """The method replay: pods arrive and end at given times, and wait in a queue while they fit nowhere.
 
-At one instant pods end first, then pods arrive, then the queue is tried in the order of priority, arrival and row of the trace. A pod that
-does not fit does not hold up those behind it, and no pod is evicted for another one. A pod runs for its duration from its start.
+At one instant pods end first, then pods arrive, then the queue is tried in the order of priority, arrival and row of the trace. A pod
+that does not fit does not hold up the pods behind it, and no pod is evicted for another one. A pod runs for its duration from its start.
 """
 
 from array import array

@@ -119,7 +119,7 @@ class RegionView:
 
 
 def decode(read: Callable[[int, int], bytes]) -> RegionView:
-    """`read` (offset, number) returns so many bytes at the offset. Raises what `read` raises."""
+    """Decodes a region. `read(offset, count)` returns `count` bytes of it. Raises what `read` raises."""
     header, tail = read(0, layout.PROCS), read(layout.PROC_NUM, layout.SIZEOF - layout.PROC_NUM)
     count = int.from_bytes(tail[:4], "little", signed=True)
     bounded = min(max(count, 0), layout.SLOTS)

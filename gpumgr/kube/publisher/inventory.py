@@ -109,8 +109,8 @@ class InventoryReporter:
     def _other(
         self, view: AgentView, pods: Mapping[AllocationId, PodView | None], positions: Mapping[GpuName, int], now: float
     ) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
-        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, for pods with a placement that does not
-        explain all of it, or without one."""
+        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, unless the pod's placement explains all of
+        it."""
         before, self._explained = self._explained, {}
         held: defaultdict[str, list[Allocation]] = defaultdict(list)
         unexplained: set[str] = set()

@@ -22,8 +22,8 @@ class ReplicaRequest:
     `memory_mebibytes` None: `memory_percent` of the GPU's memory. The memory that the container may use counts on a GPU divided by
     `memory_scaling`, and the cores divided by `core_scaling`.
 
-    `memory_on`: UUID -> the MiB that another scheduler counts for such a part of the GPU. It may know a smaller memory of a GPU that
-    others also use. The container gets no more than that.
+    `memory_on`: UUID -> the MiB that another scheduler counts for this percentage of the GPU, for example without the memory that other
+    pods held there. The container gets no more than that.
     """
 
     count: int

@@ -80,8 +80,8 @@ def fragment_order(root: Group) -> dict[int, int]:
 
 
 def access_costs(root: Group) -> dict[int, int]:
-    """Each GPU's access cost: the rank, from 1, of its parent group in the order in which the fragment rule uses groups of an empty node
-    up.
+    """Each GPU's access cost: the rank, from 1, of its parent group. Groups are ranked by the time at which the fragment rule uses them
+    up on an empty node.
 
     Groups that the same GPU uses up (one inside the other) share a rank.
     """
@@ -111,7 +111,7 @@ def mask_of(gpus: tuple[int, ...]) -> int:
 
 
 def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
-    """Groups the nodes that pairs of GPUs at `level` or closer connect."""
+    """The nodes as families; pairs of GPUs at `level` or closer connect the nodes of a family."""
     families: list[list[Group | int]] = []
     for node in nodes:
         near = _near(topology, _mask(node), level)

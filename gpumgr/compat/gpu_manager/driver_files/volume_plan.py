@@ -74,7 +74,7 @@ class Overlay:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumePlan:
     """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `skipped`: file that
-    matches the lists but is not mirrored, or link that is not made -> the reason. `version` depends on what the volume contains alone."""
+    matches the lists but is not mirrored, or link that is not made -> the reason. `version` depends only on what the volume contains."""
 
     volume: str
     version: str
