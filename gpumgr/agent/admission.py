@@ -35,14 +35,14 @@ from gpumgr.ledger.sweep import freed_by_offer, named_by, not_shown, shown, unli
 
 log = structlog.get_logger(__name__)
 
-#: Rate and burst of the `List` calls that only confirm what the order of calls gives.
+#: Rate and burst of the `List` calls that only confirm the container that the order of calls identifies.
 SPARE_LOOKS_PER_SECOND = 20.0
 SPARE_LOOKS_BURST = 4.0
 #: A call for replicas waits at least this long until the cache has its pod: without the pod it must be refused.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
-#: How long a call is tried again, and the pause between two tries, if only `List` shows which pod it is for.
+#: If only `List` can show which pod a call is for: how long `List` is tried again, and the pause between two tries.
 LIST_AGAIN_SECONDS = 5.0
 LIST_PAUSE_SECONDS = 0.25
 
@@ -183,7 +183,7 @@ class Admission:
         return ledger, caller
 
     def refuse_placed(self, caller: Caller) -> None:
-        """Raises Refusal if the scheduler placed the caller's pod, and no container of it is known to make this call."""
+        """Raises Refusal if the scheduler placed the caller's pod, and it is not known which container of the pod makes this call."""
         view = self._pods.get(caller.pod) if caller.pod and caller.spec is None and caller.continues is None else None
         if view is not None and view.placed:
             raise Refusal(
@@ -209,7 +209,7 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger without the ended pods' allocations that hold any of these ids, and with the names that `List` shows."""
+        """The ledger with the names that `List` shows, and without the allocations of ended pods that hold any of these ids."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -368,7 +368,7 @@ class Admission:
         return last.id
 
     def _open(self, ledger: Ledger, pod: PodKey | None, resource: Resource, size: int) -> AllocationId | None:
-        """The last Allocate's allocation if this pod's call for `resource` may complete it."""
+        """The allocation of the last Allocate, if this pod's call for `resource` may complete it."""
         last = self._last(ledger)
         if last is None or last.held(resource) or last.pod != pod:
             return None

@@ -1,4 +1,4 @@
-"""GPUs that an operator took out of service, with the reasons, and the checkpoint's note that keeps them over restarts."""
+"""GPUs that an operator took out of service, with the reasons. A note in the checkpoint keeps them over restarts."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ REASON_CHARACTERS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cordon:
-    """`since` is in unix seconds. `draining`: the GPU's containers are to end; `evict`: their pods are evicted."""
+    """`since` is in unix seconds. `draining`: the operator waits for the GPU's containers to end; `evict`: their pods are evicted."""
 
     reason: str = ""
     since: float = 0.0

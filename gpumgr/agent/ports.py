@@ -1,4 +1,4 @@
-"""The interfaces that the agent needs from other packages. They implement these; the agent imports none of them."""
+"""The interfaces that the agent needs from other packages. Those packages implement the interfaces; the agent imports none of them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from gpumgr.ledger.usage.node_use import Container
 
 
 class Checkpoint(Protocol):
-    """Durable storage. Both methods raise CheckpointError, and then nothing has changed."""
+    """Durable storage. If a method raises CheckpointError, nothing has changed."""
 
     async def save(self, change: Change) -> None: ...
 
@@ -70,7 +70,7 @@ class Enforcement(Protocol):
     """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
     async def settle(self) -> None:
-        """To be called before `terms` of a new container: waits for tries of mechanisms that began with the agent."""
+        """To be called before `terms` of a new container: waits for the trials of mechanisms that began when the agent started."""
         ...
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> Terms:
@@ -80,8 +80,8 @@ class Enforcement(Protocol):
     def answer(
         self, base: ContainerResponse, resource: Resource, allocation: Allocation, tenant: GpuShare | None
     ) -> ContainerResponse:
-        """The response to one Allocate: `base` with what the limits need. `tenant` None: no limits. Depends on the arguments alone.
-        Raises Refusal."""
+        """The response to one Allocate: `base` with what the limits need. `tenant` None: no limits. The result depends on the arguments
+        alone. Raises Refusal."""
         ...
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:

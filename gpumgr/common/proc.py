@@ -18,7 +18,7 @@ _ENDED: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EINVAL})
 def start_time_ticks(pid: int, root: Path = PROC) -> int | None:
     """When the process began, in clock ticks since boot (field 22 of /proc/PID/stat); None if there is no such process.
 
-    Pid and start time together are never used again. A zombie with other threads that still run counts as running.
+    A pair of pid and start time is never used again. A zombie with other threads that still run counts as running.
     """
     fields = _stat(pid, root)
     if len(fields) <= 19:

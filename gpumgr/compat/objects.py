@@ -52,7 +52,7 @@ class KubernetesContainer(msgspec.Struct):
 
     @property
     def words(self) -> list[str]:
-        """The command line, as far as the object contains it."""
+        """The parts of the command line that the object contains."""
         return [*self.command, *self.args]
 
     @property

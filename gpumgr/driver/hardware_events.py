@@ -20,7 +20,7 @@ from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
 
 log = structlog.get_logger(__name__)
 
-#: Reasons for which a GPU takes no new containers, but running containers continue.
+#: Reasons for which a GPU takes no new containers, while running containers continue.
 CLOSING_REASONS = frozenset({"mig", "operator"})
 #: Reasons for which the history calls a GPU lost instead of unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
@@ -51,9 +51,9 @@ class HardwareEvents:
         self._agent_state, self._processes, self._device_root = agent_state, processes, device_root
         self._simulated = simulated
         self._before_snapshot, self._on_sample, self._own_pids = before_snapshot, on_sample, own_pids
-        #: Is set at the driver's first answer or error.
+        #: Set at the driver's first answer or error.
         self.known = asyncio.Event()
-        #: Is set after each sample was evaluated.
+        #: Set after each sample was evaluated.
         self.sampled = asyncio.Event()
         #: Whether the driver answers, and the reason if it does not.
         self.driver_up = False

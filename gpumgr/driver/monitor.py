@@ -44,8 +44,8 @@ class NodeListener(Protocol):
     """Receives what the monitor reads. The monitor awaits each call before it goes on."""
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
-        """Called at first, and whenever the node's GPUs may have changed. `health_changed` has been called before with their health, and
-        with the health of earlier GPUs that the snapshot lacks."""
+        """Called at the start, and whenever the node's GPUs may have changed. Before it, `health_changed` is called with their health,
+        and with the health of earlier GPUs that the snapshot lacks."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
         """Called with every GPU's health by UUID, whenever a state, a reason or a message has changed. It includes a new GPU before its
@@ -81,8 +81,8 @@ class Monitor:
         meter: DriverMeter | None = None,
         process_utilization: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`retry_seconds`: the first and the longest pause between two attempts to reach the driver, or GPUs that it does not list. The
-        pause doubles until it has the longest value.
+        """`retry_seconds`: the first and the longest pause between two attempts to reach the driver, or GPUs that the driver does not
+        list. The pause doubles up to the longest value.
 
         `load_kernel_modules` is called once for each outage without a driver; None leaves the kernel modules alone.
         `process_utilization` is called before each sample, and returns whether the sample contains the utilization of each process.

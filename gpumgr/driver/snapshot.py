@@ -1,4 +1,5 @@
-"""Reads the GPUs of the node and their topology. Synchronous functions for the worker's threads; None = the driver does not report it.
+"""Reads the GPUs of the node and their topology. The functions are synchronous, for the worker's threads. None = the driver does not
+report the value.
 
 A GPU that can't be described becomes a GpuFailure and is left out of the matrix; errors of the driver as a whole are raised.
 """
@@ -185,7 +186,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
     bus_id = None if pci is None else _short_bus_id(pci)
     numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
     if numa_node is None:
-        # sysfs works with every driver; newer drivers also report it if sysfs is hidden.
+        # sysfs has the NUMA node with every driver; newer drivers report it even if sysfs is hidden.
         numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     memory_bytes = 0 if memory is None else int(memory.total)

@@ -42,7 +42,7 @@ from gpumgr.placement.topology.devices import MemoryLimit
 
 #: Interval at which a limit in force is read back: other programs may change it, and a driver loses it when it is reloaded.
 _RECHECK_SECONDS: Final = 10.0
-#: A started container is listed within a second or two; one that is not listed after this time is searched for in /proc.
+#: A started container is listed within a second or two; after this time /proc is searched for a container that is not listed.
 _LISTED_WITHIN_SECONDS: Final = 30.0
 #: The limit of the trial, of a size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
@@ -145,7 +145,7 @@ class DriverMemory(Backend):
         if "dmem" not in enabled.read_text(encoding="ascii").split():
             enabled.write_text("+dmem", encoding="ascii")  # as runc does when it starts the first container
         for left in self._cgroup_root.glob(f"{_TRIAL_CGROUP}*"):
-            if not (PROC / left.name.removeprefix(_TRIAL_CGROUP)).exists():  # its process was killed
+            if not (PROC / left.name.removeprefix(_TRIAL_CGROUP)).exists():  # the process that made it was killed
                 with suppress(OSError):
                     left.rmdir()
         cgroup = self._cgroup_root / f"{_TRIAL_CGROUP}{os.getpid()}"

@@ -1,4 +1,4 @@
-"""A file that a container shares with the agent, and can change in any way. Blocks for some microseconds.
+"""A file that a container shares with the agent, and can change in any way. The methods block for some microseconds.
 
 The file is not mapped into memory: a process that reads a mapping of a truncated file is killed. The descriptor stays open, so that the
 agent uses the file that the container got. Each access checks that the path still names this file.

@@ -91,10 +91,9 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
 
-    `other`: pod UID -> its allocations. `slices`: pod UID -> the memory slices of these shares, if one is a MIG device.
-    `other_replicas`: UID of a pod with HAMi's resources -> how many replicas it holds for each share.
-    `scaling`: the factors of memory and cores for such pods; it is written if a GPU may be shared.
-    `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID -> its allocations. `slices`: pod UID -> the memory slices of these shares, if at least one is a MIG device.
+    `other_replicas`: UID of a pod with HAMi's resources -> how many replicas it holds for each share. `scaling`: the factors of memory
+    and cores for such pods; it is written if a GPU may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1
@@ -170,7 +169,8 @@ def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
 
 
 def levels_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """The matrix for `Inventory.levels`: each score is the value of `Level` plus 100 for each NVLink. A GPU and itself have 0."""
+    """The matrix for `Inventory.levels`: each score is the value of `Level` plus 100 for each NVLink. The score of a GPU with itself is
+    0."""
     return score_matrix(topology)
 
 
@@ -243,7 +243,7 @@ def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
 
 @lru_cache(maxsize=64)
 def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
-    """One object for all GPUs with equal profiles. Raises ValueError."""
+    """The profiles of the rows; the same object for all GPUs with equal profiles. Raises ValueError."""
     profiles = tuple(convert(dict(zip(MigProfile.__dataclass_fields__, row, strict=True)), MigProfile) for row in rows)
     ordered = all(
         p.starts == tuple(sorted(set(p.starts))) and max(p.starts, default=0) + p.size <= MAX_MIG_SLICES for p in profiles
@@ -255,7 +255,7 @@ def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
 
 @lru_cache(maxsize=64)
 def _topology(levels: tuple[tuple[int, ...], ...]) -> Topology:
-    """One object for all nodes with equal topologies."""
+    """The topology of the matrix; the same object for all nodes with equal topologies."""
     links = [[(Level.PSB, 0) if a == b else _link(value) for b, value in enumerate(row)] for a, row in enumerate(levels)]
     return Topology(
         levels=tuple(tuple(level for level, _ in row) for row in links),

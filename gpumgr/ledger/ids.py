@@ -143,7 +143,7 @@ class GpuRegistry:
 
     @cached_property
     def ids(self) -> Mapping[Resource, Mapping[GpuName, tuple[str, ...]]]:
-        """resource -> GPU -> all its ids, position = core or block number."""
+        """Resource -> GPU -> all its ids; the position of an id is its number (of the core, block, replica or MIG device)."""
         return {
             "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.gpus},
             "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.gpus},

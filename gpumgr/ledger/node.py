@@ -27,7 +27,7 @@ NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_meb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing there was known earlier. `indices` are
+    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing in it was listed earlier. `indices` are
     NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new containers (unhealthy,
     MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: it allocates
     no others, even if they are preferred. `instances`: the MIG devices that a GPU has now, that work and that are offered;

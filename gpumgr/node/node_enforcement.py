@@ -46,7 +46,7 @@ from gpumgr.settings.installed_library import hami_core_library
 
 log = structlog.get_logger(__name__)
 
-#: How often leftovers of ended containers are looked for, if none is due earlier.
+#: The interval of searches for leftovers of ended containers, if none is due earlier.
 CLEAN_UP_SECONDS = 30.0
 MIN_CLEAN_UP_SECONDS = 0.5
 #: How often the backends are checked again for obstacles.

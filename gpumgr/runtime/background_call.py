@@ -14,7 +14,7 @@ LONG_SECONDS: Final = 5.0
 
 
 class BackgroundCall:
-    """At most one call at a time. The caller waits for it for a bounded time; the call itself runs on to its end.
+    """Runs at most one call at a time. The caller waits a bounded time; the call itself runs on to its end.
 
     `clock` is monotonic, in seconds.
     """
@@ -26,10 +26,10 @@ class BackgroundCall:
         self._logged = False
 
     async def start(self, work: Callable[[], Coroutine[Any, Any, None]], *, timeout_seconds: float) -> bool:
-        """Starts `work` unless an earlier call still runs, and waits for its end up to `timeout_seconds`.
+        """Starts `work` unless an earlier call still runs, and waits up to `timeout_seconds` for the end of `work`.
 
-        True: `work` has ended. False: `work` or the earlier call still runs; in the latter case `work` was not started. Raises what the
-        call raised; if it still ran at the end of this method, the next `start` raises it.
+        True: `work` has ended. False: `work` or the earlier call still runs; in the latter case `work` was not started. Raises what
+        `work` raised. If `work` still runs when this method returns, the next `start` raises it.
         """
         if self._task is not None and not self._ended(self._task):
             self._log_if_long()

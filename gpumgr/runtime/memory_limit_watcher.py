@@ -127,7 +127,7 @@ class MemoryLimitWatcher:
 
     @property
     def over(self) -> frozenset[AllocationOnGpu]:
-        """Where containers are over their memory limit."""
+        """The allocations, with the GPU, that are over their memory limit."""
         known = self._records.ledger.allocations
         return frozenset(place for place in self._limit_state.over if place[0] in known)
 
@@ -204,7 +204,8 @@ class MemoryLimitWatcher:
             log.info("container_within_limit", **_log_fields(use))
 
     def _over_limit_message(self, use: ContainerUse) -> str:
-        """The amount in use is in the log and the metrics: with a constant sentence, Kubernetes counts one Event."""
+        """The sentence lacks the amount in use, which is in the log and the metrics, so that Kubernetes counts all repetitions as one
+        Event."""
         rule = self._rule
         return (
             f"container {use.container or '?'} is over its limit: it may use {_mebibytes(use.memory_limit_bytes)} MiB of memory on "

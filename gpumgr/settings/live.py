@@ -1,10 +1,10 @@
 """Reads the settings file again when it has changed, and applies what can be applied without a restart.
 
-- A file counts as changed when its identity differs from that of the last read in two consecutive checks, so that no half-written file
-  is read. A ConfigMap's files are links that the kubelet moves to a new folder, so the identity is that of the link's target.
+- A file counts as changed when two consecutive checks find the same new identity, so that no half-written file is read. A ConfigMap's
+  files are links that the kubelet moves to a new folder, so the identity is the identity of the link's target.
 - SIGHUP reads the file at once, changed or not.
 - All or nothing: with one error in the file, none of its settings is applied, and the node gets an event that says so.
-- No content of the file and no state of its file system, a hanging one included, ends or blocks the agent.
+- Neither the content of the file nor its file system, even if it hangs, ends or blocks the agent.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ T = TypeVar("T")
 #: How often the file is checked, and how soon after a change it is checked again. Each check is a call on a thread of its own.
 CHECK_SECONDS: Final = 2.0
 RECHECK_SECONDS: Final = 0.5
-#: How long the file system may take.
+#: How long the file system may take to answer.
 READ_SECONDS: Final = 15.0
 #: Within this time, the same reason to reject a file is logged again, but gets no further event.
 REPEAT_SECONDS: Final = 600.0
@@ -44,7 +44,7 @@ RELOADED: Final = "reloaded"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
     """`settings` are the previous settings with the live keys changed. `applied` and `needs_restart` are the dotted keys that differ, in
-    the file's order."""
+    the order of the sections."""
 
     settings: Settings
     applied: tuple[str, ...]
@@ -87,7 +87,7 @@ class SettingsSource:
 
 
 class SettingsReloader:
-    """`apply` receives settings that differ from `current` in live keys alone; `record` what happened (REJECTED, RELOADED) and a sentence
+    """`apply` receives settings that differ from `current` only in live keys; `record` what happened (REJECTED, RELOADED) and a sentence
     about it, for the history. `clock` is monotonic, in seconds."""
 
     def __init__(

@@ -45,7 +45,7 @@ class WatchedObjects:
         self._record("DELETED", self.items.pop(uid))
 
     def forget(self) -> None:
-        """Drops the history of changes: no watch can begin at a version so far."""
+        """Drops the history of changes: no watch can begin at a version up to now."""
         self._forgotten = self._version.value
         self._events.clear()
 

@@ -23,7 +23,7 @@ _REMEDY: Final = "set them to folders on a file system that the agent may write 
 
 
 def backend_words(settings: Settings) -> frozenset[str]:
-    """The backends that the settings name, "auto" included."""
+    """The backends that the settings name, including "auto"."""
     return frozenset({settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)})
 
 

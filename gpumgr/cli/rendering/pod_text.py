@@ -45,7 +45,7 @@ class Decision:
 
     def with_call(self, second: HistoryEntry) -> "Decision":
         """The first call placed the container: its reason and candidates are shown, since the candidates of the second call include the
-        container. What the first call did not know is taken from the second."""
+        container. Fields that the first call did not know are taken from the second call."""
         first = self.entry
         entry = replace(
             second,

@@ -53,7 +53,7 @@ class Misfit:
 
     @property
     def reason(self) -> tuple[object, ...]:
-        """Equal for misfits that can be compared by their distance."""
+        """Misfits with equal reasons can be compared by their distance."""
         return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses, self.mig
 
 
@@ -64,7 +64,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     use, chosen, score, vcuda = PodUse(), list[Shares](), 0, list[GpuCapacity]()
     for position, container in enumerate(request.containers):
         if position and container.kind == "init" and container == request.containers[position - 1]:
-            chosen.append(chosen[-1])  # the kubelet gives it exactly what the one before it leaves
+            chosen.append(chosen[-1])  # the kubelet gives it exactly what the container before it leaves
             continue
         required, devices = _reused(use, container), dict[int, Amounts]()
         if container.replica is not None:

@@ -50,7 +50,8 @@ class FreeCores(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The rank of a node with room. `taken`: what the pod takes of the node's free cores, if the policy counts what it strands there."""
+    """The rank of a node with room. `taken`: what the pod takes of the node's free cores, if the policy counts the cores that the pod
+    leaves unusable."""
 
     rank: Rank
     taken: FreeCores | None = None
@@ -171,7 +172,7 @@ class Profiles:
         self.by_slot: list[Place | None] = []
         #: How many of the first slots are in the order of the nodes' names, and the last of these names.
         self._in_order, self._last_in_order = 0, ""
-        #: Nodes by the number of their idle GPUs.
+        #: Number of idle GPUs -> the set of nodes that have so many.
         self.by_idle_gpus: dict[int, int] = {}
         self.rooms: list[Room] = []
         self.all = self.with_gpus = self.with_mig = self.unnamed = 0

@@ -60,8 +60,8 @@ def _part(gpu: GpuState, held: Amounts, free: Amounts) -> str:
 
 
 def in_total(request: PodRequest) -> Amounts:
-    """What kube-scheduler subtracts from a node's sums for the pod: the larger of its containers together and each init container.
-    Sidecars run beside both."""
+    """What kube-scheduler subtracts from a node's sums for the pod: of cores and of memory, the sum of its containers, or the largest
+    init container if that is larger. Sidecars count in both."""
     running = largest = NOTHING
     for container in request.containers:
         amounts = Amounts(container.cores, container.memory_mebibytes)
@@ -78,7 +78,7 @@ def covers(sums: Amounts, wanted: Amounts) -> bool:
 
 
 def frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
-    """The sums that no other one covers: a request that none of them covers is too large for every node."""
+    """The sums that no other sum covers. A request that none of them covers is too large for every node."""
     best: list[Amounts] = []
     for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
         if not best or each.memory_mebibytes > best[-1].memory_mebibytes:

@@ -19,7 +19,7 @@ from gpumgr.cluster.core.summary import NodeSummary, Totals, frontier, summarize
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.common.units import Amounts
 
-#: Nodes that are computed before the event loop serves others.
+#: The number of nodes that are computed before the event loop serves other tasks.
 _SLICE: Final = 100
 #: Removed nodes that are remembered; a page that missed more of them gets all nodes again.
 _REMEMBERED: Final = 4096
@@ -36,8 +36,8 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 class ClusterOverview:
-    """`totals` are those of all nodes; `inventories` counts nodes by WatchedNode.inventory.
-    Nodes without GPUs and without an inventory are left out."""
+    """`totals` are the sums over all nodes; `inventories` counts nodes by WatchedNode.inventory. Nodes without GPUs and without an
+    inventory are left out."""
 
     def __init__(self, index: ClusterIndex, nodes: Mapping[str, WatchedNode]) -> None:
         self._index, self._watched = index, nodes

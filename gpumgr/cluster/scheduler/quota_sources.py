@@ -67,7 +67,7 @@ class QuotaSources:
     def __init__(self, quotas: Quotas, configmap: str) -> None:
         self._quotas, self._configmap = quotas, configmap
         self._configured: Mapping[str, NamespaceQuota] = {}
-        #: By namespace and UID.
+        #: Namespace -> UID of a ResourceQuota -> its limit.
         self._hard: defaultdict[str, dict[str, Limit]] = defaultdict(dict)
         self._known = False
         self._texts: QuotaTexts | None = None
@@ -80,7 +80,7 @@ class QuotaSources:
         self.read.clear()
 
     async def run(self) -> NoReturn:
-        """A daemon."""
+        """Decodes each new ConfigMap. Runs as a daemon."""
         while True:
             await self._given.wait()
             texts = self._texts

@@ -26,7 +26,7 @@ class Random(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """A node that is empty. `memory_blocks` are those of each GPU, 256 MiB each; 0 = the file does not have them."""
+    """A node that is empty. `memory_blocks` is the number of blocks (256 MiB) of each GPU; 0 = the file does not have it."""
 
     name: str
     gpus: int

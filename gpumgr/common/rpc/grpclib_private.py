@@ -1,4 +1,4 @@
-"""The private parts of grpclib that have no public equivalent. No other module uses one.
+"""The private parts of grpclib that gpumgr needs and that have no public equivalent. No other module uses private parts.
 
 tests/component/common/rpc/test_grpclib_private.py fails when grpclib changes one of them.
 """
@@ -40,7 +40,7 @@ class OpenServer(Server):
         self._server = listener
 
     def connection(self, made: H2Protocol) -> H2Protocol:
-        """The protocol of a new connection in place of grpclib's, `made`."""
+        """The protocol of a new connection. It replaces `made`, the protocol that grpclib made."""
         return made
 
     def _protocol_factory(self) -> H2Protocol:
@@ -56,7 +56,7 @@ class OpenChannel(Channel):
         return "localhost"
 
     def connection(self, made: H2Protocol) -> H2Protocol:
-        """The protocol of a new connection in place of grpclib's, `made`."""
+        """The protocol of a new connection. It replaces `made`, the protocol that grpclib made."""
         return made
 
     def _protocol_factory(self) -> H2Protocol:

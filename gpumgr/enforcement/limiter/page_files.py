@@ -1,4 +1,4 @@
-"""The files of a container's pages. Blocks for some microseconds."""
+"""The files of a container's pages. The methods block for some microseconds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

@@ -51,12 +51,12 @@ class Mps(Backend):
     """A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the
     kubelet must not depend on other mechanisms.
 
-    `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started.
-    `idle_gpu` returns the UUID of a GPU without allocations and processes, on which a daemon may be tried, or None;
-    `on_probed` is called after a try. `cuda_library`: the name or path of libcuda, for trials of new clients.
+    `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `idle_gpu` returns the UUID of a GPU without
+    allocations and processes, on which a trial daemon may run, or None; `on_probed` is called after a trial. `cuda_library`: the name or
+    path of libcuda, for trials of new clients.
 
-    The agent registers with the kubelet without waiting for the try, which runs in the background. `settle` waits for it before a share
-    is granted, and no container starts on a shared GPU or gets a whole GPU before the try has ended.
+    The agent registers with the kubelet without waiting for the trial, which runs in the background. `settle` waits for it before a share
+    is granted, and no container starts on a shared GPU or gets a whole GPU before the trial has ended.
     """
 
     name: BackendName = "mps"
@@ -101,8 +101,8 @@ class Mps(Backend):
             log.info("mps_unavailable", reason=reason)
 
     async def unavailable(self) -> str | None:
-        """Begins a try if one is due. Until it ends the result of the last try counts; without one, the program counts as working if its
-        help lists what is needed."""
+        """Begins a trial if one is due. Until it ends, the result of the last trial counts; without one, the program counts as working if
+        its help lists what is needed."""
         reason = await self._prepared()
         return reason if reason is not None else await self._probed()
 
@@ -123,7 +123,7 @@ class Mps(Backend):
         return None
 
     async def _probed(self) -> str | None:
-        """Why the last try failed; None if it succeeded, or if there was none. Raises OSError."""
+        """Why the last trial failed; None if it succeeded, or if there was none. Raises OSError."""
         config = self._ready().config
         program = await asyncio.to_thread(probe.identify, config.control.program, config.protocol, config.launcher)
         result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
@@ -154,7 +154,7 @@ class Mps(Backend):
         return True
 
     async def _await_probe(self) -> None:
-        """The try may use any idle GPU until it ends. Raises Refusal if it does not end in time; the kubelet retries."""
+        """Waits for the trial, which may use any idle GPU. Raises Refusal if it does not end in time; the kubelet retries."""
         await self.settle()
         if self._probing is not None:
             raise Refusal(
@@ -225,7 +225,7 @@ class Mps(Backend):
         return self.answer(tenant, kind, self.limits)
 
     def answer(self, tenant: GpuShare, kind: Resource, limits: Collection[Resource]) -> ContainerResponse:
-        """The answer with these limits only. Raises Refusal."""
+        """The answer for a container with only these limits. Raises Refusal."""
         return answer(tenant, kind, self._ready().config.protocol, limits, self._root)
 
     async def start(self, tenant: GpuShare) -> None:

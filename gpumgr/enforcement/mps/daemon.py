@@ -259,7 +259,7 @@ class Daemon:
             )
         self.folder.make()
         await self._set_mode()
-        if not any(start_time_ticks(pid) is not None for pid in self.clients):  # else their work would be lost
+        if not any(start_time_ticks(pid) is not None for pid in self.clients):  # otherwise their work would be lost
             self._end_servers()
         self.folder.clear_pipe()
         await self._mount_shm(mounted=True)
@@ -389,7 +389,7 @@ class Daemon:
         log.info("mps_daemon_stopped", gpu=self.uuid, pid=found and found[0])
 
     async def _quit(self, process: Process) -> None:
-        """Ends the daemon by its command, else by signals. Raises MpsError."""
+        """Ends the daemon by its quit command, or by signals if that fails. Raises MpsError."""
         gone = False
         try:
             if not self.silent:
@@ -418,7 +418,7 @@ class Daemon:
         await change(self.config.modes, self.uuid, self.records)
 
     async def _mount_shm(self, *, mounted: bool) -> None:
-        """Mounts or unmounts the tmpfs, unless that is done already. Raises MpsError."""
+        """Mounts or unmounts the tmpfs if necessary. Raises MpsError."""
         command = launcher.shm_command(self.config.launcher, self.folder.shm, mounted=mounted)
         if command is not None and self.folder.shm.is_mount() != mounted:
             await self.config.control.run(command, {}, self.folder.log / "mount.log")

@@ -58,7 +58,7 @@ class Supervisor:
         now = self.config.clock()
         free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
         due = sorted((d for d in free if now - d.checked_at >= _CHECK_SECONDS), key=lambda d: d.checked_at)
-        # A few in each tick, the longest waiting first: each check runs programs.
+        # Only a few are checked in each tick, the longest waiting first, since each check runs programs.
         for daemon in due[: -(-len(self.daemons()) // int(_CHECK_SECONDS))]:
             daemon.checked_at = now
             self._begin(daemon, Daemon.check)
@@ -133,5 +133,5 @@ def _in_use(daemon: Daemon, known: Collection[AllocationId]) -> bool:
         recorded = frozenset(daemon.folder.allocations())
         daemon.unused = frozenset(each for each in recorded if each not in known)
         return daemon.unused != recorded
-    except OSError:  # containers that can't be read may be there
+    except OSError:  # records that can't be read may be of running containers
         return True

@@ -16,7 +16,7 @@ from gpumgr.placement.topology.labels import gpu_labels
 REPORT_SECONDS: Final = 1.0
 #: The condition's reason while there is no trouble.
 NO_TROUBLE: Final = "GpusWork"
-#: Limit of the condition's message: the API server accepts 32 KiB, which is too long to read.
+#: The limit of the condition's message. The API server accepts 32 KiB, which is too long to read.
 MAX_MESSAGE_BYTES: Final = 2048
 #: How long the kubelet or the driver may be unavailable before the condition says so: both are restarted in normal operation.
 PATIENCE_SECONDS: Final = 15.0
@@ -56,8 +56,8 @@ class NodeSink(Protocol):
 class NodeReporter:
     """`describe_node`: publish the condition, and labels that describe the GPUs; `node_labels` are published in any case.
 
-    What is not to be published is removed once: an earlier process, or this one with other settings, may have written it. `clock` is
-    monotonic, in seconds.
+    Labels and a condition that must not be published are removed once: an earlier process, or this one with other settings, may have
+    written them. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def _troubles(report: NodeReport, *, not_ready: bool) -> Iterator[tuple[str, str
     """(reason, message), the most severe first. `not_ready`: include what the node lacks to take pods."""
     if not_ready and not report.nvml_up:
         yield "DriverAway", "; ".join(report.not_ready)
-        return  # the state of each GPU would only repeat that
+        return  # the state of each GPU would only repeat this reason
     view, reasons = report.view, report.unschedulable()
     failures = view.inventory.failures(view.ledger.gpu_registry)
     cordoned: list[tuple[str, str]] = []

@@ -59,9 +59,9 @@ class LinkTiming:
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
-    #: How long no stream may be open before the resource is registered again.
+    #: If no stream is open for this time, the resource is registered again.
     unwatched_seconds: float = 1.0
-    #: The same directly after Register, when a busy kubelet may need longer; doubled after each registration without a stream.
+    #: The same directly after Register, when a busy kubelet may need longer. It doubles after each registration without a stream.
     first_watch_seconds: float = 5.0
     #: How long running calls may take before the streams of a replaced socket are ended.
     handover_seconds: float = 1.0
@@ -314,7 +314,7 @@ class ResourceLists:
     def __init__(self, kinds: Iterable[Resource], mig_resource: str | None, meter: ListMeter) -> None:
         self.lists: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
         self._mig_resource, self._meter = mig_resource, meter
-        #: Resource of MIG devices -> its list, and the MIG devices that it has had.
+        #: Resource of MIG devices -> its list, and -> all MIG devices that were ever in the list.
         self._instance_lists: dict[str, LatestValue[bytes]] = {}
         self._listed_instances: dict[str, dict[str, DeviceEntry]] = {}
 

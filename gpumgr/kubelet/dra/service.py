@@ -27,9 +27,9 @@ from gpumgr.ledger.ledger import Allocation, ClaimRef
 
 _log = structlog.get_logger(__name__)
 
-#: Less than the 45 s after which the kubelet ends a call without a reason in the pod's events.
+#: Less than 45 s, after which the kubelet ends a call and gives no reason in the pod's events.
 WAIT_SECONDS: Final = 40.0
-#: A call may take this much longer, until the limits are in place.
+#: A call may take this much longer until the limits are in place.
 START_SECONDS: Final = 3.0
 
 #: The response for one claim, encoded.

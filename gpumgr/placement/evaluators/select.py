@@ -1,7 +1,7 @@
 """Selects the evaluator of a request, and words the refusal of a request that fits nowhere.
 
-More than 100 cores (a multiple of 100): link. Exactly 100: fragment. 1 to 99: share. Every function is pure and has a total order, so
-the same request has the same answer on the node and in a scheduler.
+More than 100 cores (a multiple of 100): link. Exactly 100: fragment. 1 to 99: share. Every function is pure and breaks every tie, so the
+same request has the same answer on the node and in a scheduler.
 
 share is a best fit. binpack: of the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free
 memory blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.

@@ -214,7 +214,7 @@ class Metrics:
         self._report = (report, tuple(self._pods()))
 
     def render(self) -> Iterator[RenderedFamily]:
-        """Yields each family once. It computes for milliseconds: call it on a thread, and on one thread at a time."""
+        """Yields each family once. This takes milliseconds: call it on a thread, and on one thread at a time."""
         report, pods = self._report
         self._containers.start_page()
         self._holders.start_page()
@@ -229,7 +229,7 @@ class Metrics:
         yield from map(render_metric, self._registry.collect())
 
     def _sampled_at(self, report: NodeReport | None) -> float | None:
-        """Unix time, computed from the sample's age: it stays correct when the wall clock is set after the sample."""
+        """The unix time of the sample, computed from its age: it stays correct when the wall clock is set after the sample."""
         if report is None or report.sampled_at is None:
             return None
         monotonic, wall = self._clocks

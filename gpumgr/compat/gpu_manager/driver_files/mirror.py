@@ -90,7 +90,7 @@ def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
 
 
 def is_current(place: Path, plan: VolumePlan) -> bool:
-    """True if the version's folder has all files and links of the plan; sizes are compared, contents are not."""
+    """Whether the version's folder has all files and links of the plan. Sizes are compared, contents are not."""
     volume = place / plan.volume
     try:
         files = all(

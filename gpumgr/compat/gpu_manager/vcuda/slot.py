@@ -26,9 +26,9 @@ from gpumgr.ledger.usage.node_use import Container
 
 _MODE: Final = 0o666
 _BACKLOG: Final = 128
-#: The most registrations of one container at a time. A registration takes milliseconds, and a client that is refused retries.
+#: The limit of registrations of one container at a time. A registration takes milliseconds, and a client that is refused retries.
 _MOST_CONNECTIONS: Final = 128
-#: Longer than any client waits for an answer.
+#: The time limit of a connection. It is longer than any client waits for an answer.
 _MOST_CONNECTION_SECONDS: Final = 30.0
 #: A registration takes some hundred bytes; h2 itself would collect a frame of 16 MiB before it refuses the frame as too large.
 _MOST_CONNECTION_BYTES: Final = 256 * 1024
