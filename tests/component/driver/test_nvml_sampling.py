@@ -170,15 +170,16 @@ async def test_the_utilization_of_clients_of_an_mps_server_is_unknown(node: Prep
         assert await busy(nvml, uuid) == {3: 0.0, 4: 0.07, 20: 0.5}
 
 
-async def test_utilization_by_the_newer_call_where_the_older_is_deprecated(
-    node: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [3, 26], ids=["not supported", "deprecated"])
+async def test_utilization_by_the_newer_call_where_the_older_has_gone(
+    node: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     source = tmp_path / "nvml.c"
     source.write_text(library._SOURCE.read_text() + _NEWER_CALL.read_text())
     monkeypatch.setattr(library, "_SOURCE", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sim = node("hgx-h100-8")
-    sim.control.set_result("nvmlDeviceGetProcessUtilization", 26)
+    sim.control.set_result("nvmlDeviceGetProcessUtilization", error)
     async with opened(sim) as nvml:
         uuid = (await nvml.snapshot()).gpus[0].uuid
         assert await busy(nvml, uuid) == {}
