@@ -123,6 +123,10 @@ def _nvml_bus_id(bus_id: str) -> str:
     return f"0000{bus_id}".upper()
 
 
+def _text_of(path: Path) -> str | None:
+    return path.read_text(encoding="ascii") if path.is_file() else None
+
+
 def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
     """Creates the part of /sys with vendors, classes, NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under
     devices/."""
@@ -131,9 +135,12 @@ def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
     for gpu in node.gpus:
         place = Path("devices", *gpu.pcie, gpu.bus_id)
         (root / place).mkdir(parents=True, exist_ok=True)
-        facts = {"numa_node": -1 if gpu.numa_node is None else gpu.numa_node, "vendor": "0x10de", "class": "0x030200"}
-        for name, value in facts.items():
-            (root / place / name).write_text(f"{value}\n", encoding="ascii")
-        link = links / gpu.bus_id
+        numa_node = -1 if gpu.numa_node is None else gpu.numa_node
+        facts = {"numa_node": f"{numa_node}\n", "vendor": "0x10de\n", "class": "0x030200\n"}
+        link, target = links / gpu.bus_id, Path("../../..") / place
+        if link.is_symlink() and link.readlink() == target and facts == {name: _text_of(link / name) for name in facts}:
+            continue  # another agent of an update may be about to read it, or to make it
+        for name, text in facts.items():
+            (root / place / name).write_text(text, encoding="ascii")
         link.unlink(missing_ok=True)
-        link.symlink_to(Path("../../..") / place)
+        link.symlink_to(target)

@@ -32,6 +32,23 @@ def test_it_is_compiled_once(library_cache: Path) -> None:
     assert [path.suffix for path in first.parent.iterdir()] == [".so"]
 
 
+def test_a_node_that_exists_is_not_made_again(tmp_path: Path) -> None:
+    """The agents of an update may start at the same time, and read the files of one node."""
+
+    def inodes() -> dict[Path, int]:
+        return {path: path.lstat().st_ino for path in tmp_path.rglob("*")}
+
+    def stamps() -> dict[Path, int]:
+        return {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    prepare("hgx-h100-8", tmp_path)
+    before = inodes(), stamps()
+    prepare("hgx-h100-8", tmp_path)
+    assert (inodes(), stamps()) == before
+    prepare("dgx1-v100-8", tmp_path)
+    assert inodes() != before[0]
+
+
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_FLAGS", ("--no-such-flag",))
