@@ -80,7 +80,7 @@ def obstacle_to_start(
 ) -> tuple[int, _K] | None:
     """Whether a container with the memory `own` can start beside the containers in `memories`. None: it can. Otherwise the bytes that are
     left for it, and the container that holds most above its request. `granted_bytes`: the sum of all requests on the GPU, its own
-    included. Memory that was granted to others does not count as left. A container that holds no more than `slack_bytes` above its
+    included. Memory that was granted to others does not count as left. A container that holds at most `slack_bytes` above its
     request (contexts, rounding) is no obstacle."""
     unused = _unused_bytes([own, *memories.values()], granted_bytes)
     left = max(0, free_bytes - max(0, unused - own.unused_bytes))

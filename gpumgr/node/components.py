@@ -84,11 +84,9 @@ class Components:
         enforcement: NodeEnforcement,
     ) -> None:
         """Raises SettingsError if the settings need an API server and there is none."""
-        self.settings = settings
-        self.loaded, self.api_side = loaded, api_side
-        self._hardware, self._checkpoint = hardware, checkpoint
-        self._pods = pods = api_side.pods
-        server = api_side.server
+        pods, server = api_side.pods, api_side.server
+        self.settings, self.loaded, self.api_side = settings, loaded, api_side
+        self._hardware, self._checkpoint, self._pods = hardware, checkpoint, pods
         self._processes = HostProcesses(hardware.proc_root)
         self.metrics = self._make_metrics()
         self.resource_lists = ResourceLists(profile.offered(settings), profile.mig_resource(settings), self.metrics)

@@ -67,13 +67,7 @@ class NodeEnforcement:
     after reconciliation with the kubelet; then `run` as a daemon; `close`.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        hardware: Hardware,
-        pods: Pods,
-        publisher: Publisher | None,
-    ) -> None:
+    def __init__(self, settings: Settings, hardware: Hardware, pods: Pods, publisher: Publisher | None) -> None:
         self._settings, self._pods, self._publisher = settings, pods, publisher
         self._processes, simulated = HostProcesses(hardware.proc_root), hardware.simulated
         nvml = Nvml(

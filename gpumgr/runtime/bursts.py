@@ -34,7 +34,7 @@ Shares = Mapping[AllocationId, GpuShare]
 
 class Bursts:
     """`obstacle` returns why these mechanisms can't change the memory limit of a running container; None: they can. `allowed`: the setting
-    enforcement.memory_burst. `slack_bytes`: a container that holds no more than this above its request stops no start."""
+    enforcement.memory_burst. `slack_bytes`: a container that holds at most this above its request prevents no start."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Bursts:
             raise Refusal(
                 "conflict",
                 f"GPU {gpu} has {left >> 20} MiB of memory left for the container, which needs {own.unused_bytes >> 20} MiB: {name} holds "
-                f"{burst_bytes >> 20} MiB above its request and gets no more; the kubelet tries again by itself",
+                f"{burst_bytes >> 20} MiB above its request; the kubelet tries again by itself",
             )
 
 

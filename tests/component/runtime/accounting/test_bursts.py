@@ -183,8 +183,8 @@ async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder
     with pytest.raises(Refusal) as refusal:
         await start
     assert str(refusal.value) == (
-        "GPU 00000000 has 848 MiB of memory left for the container, which needs 1024 MiB: team/web (main) holds 688 MiB above its request "
-        "and gets no more; the kubelet tries again by itself"
+        "GPU 00000000 has 848 MiB of memory left for the container, which needs 1024 MiB: team/web (main) holds 688 MiB above its request; "
+        "the kubelet tries again by itself"
     )
     assert limits(node) == {"a": 1200}
     await node.sampled(uses(a=900))
