@@ -5,7 +5,8 @@ from typing import Final
 from tools.docs.log_calls import events
 from tools.docs.markdown import code, table
 
-MEANINGS: Final = {
+#: The names of events with one meaning -> that meaning.
+_ROWS: Final = {
     # the kubelet
     "stopped_at_once": "The agent received a second signal and ended at once.",
     "stop_cut_short": "Running calls did not end within `process.stop_grace_seconds`. The ledger is not affected.",
@@ -15,18 +16,15 @@ MEANINGS: Final = {
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy. Checked every two seconds.",
     "registration_lost": "The kubelet has restarted, or the agent's socket was removed. The agent registers again.",
     "socket_made_again": "Another program removed or replaced a socket of the driver. If this repeats, find it: a second agent?",
-    "claim_not_restored": "The limits or the CDI spec of a prepared claim can't be written. Its containers can't start. Retried.",
-    "claim_not_adopted": "The ledger was lost, and this claim could not be prepared again. Its GPUs count as free: "
-    "delete the pod.",
-    "claims_not_adopted": "The ledger was lost in mode plugin, and the agent may not read ResourceClaims. After mode dra, GPUs of "
-    "claims may count as free: grant the right, or drain the node.",
+    "claim_not_restored": "The limits or the CDI spec of a prepared claim can't be written; its containers can't start. Retried.",
+    "claim_not_adopted": "The ledger was lost, and this claim was not prepared again. Its GPUs count as free: delete the pod.",
+    "claims_not_adopted": "The ledger was lost in mode plugin, and the agent may not read ResourceClaims. After mode dra, GPUs "
+    "of claims may count as free: grant the right, or drain the node.",
     "leaked_claims_not_examined": "The agent can't read whether these claims are still allocated. They keep their GPUs.",
-    "claim_reclaimed": "The API server lacks the claim, and the kubelet its pod; it was not unprepared. Its GPUs are free again.",
+    "claim_reclaimed": "The API server lacks the claim, and the kubelet its pod. Its GPUs are free again.",
     "claiming_pods_not_retried": "The annotation can't be written. The kubelet retries these pods within 90 s.",
-    "two_limits": "A container uses two shares with limits, of claims that were prepared for other pods. Only one of them "
-    "limits it.",
-    "claim_failed": "A bug in a claim's preparation or release; its pod waits.",
-    "call_failed": "A bug in a call of the kubelet; the pod fails.",
+    "two_limits": "A container uses two shares with limits, of claims that were prepared for other pods. One of them limits it.",
+    "call_failed claim_failed": "A bug in a call of the kubelet, or about a claim: the pod fails or waits.",
     # decisions
     "refused": "A request was refused; `reason` is also in `kubectl describe pod`, `code` in the [table of "
     "refusals](user-guide.md#refusals).",
@@ -35,36 +33,39 @@ MEANINGS: Final = {
     "allocation_renamed": "Ledger and kubelet named different pods or containers for the allocation; the ledger now has the "
     "kubelet's.",
     "placement_ignored": "A pod's annotation `gpumgr.io/placement` is invalid or about another node; the agent chose its GPUs.",
-    "memory_limit_ignored": "A pod's annotation `gpumgr.io/memory-limit` is not used; `reason` says why. Its request is enforced.",
+    "memory_limit_ignored": "A pod's annotation `gpumgr.io/memory-limit` is not used; `reason` says why. Its request is "
+    "enforced.",
     "pod_resources_unavailable": "PodResources of the kubelet does not answer. Pods are identified by the order of calls.",
-    "name_not_remembered": "The checkpoint can't be written, so it lacks the name of a pod. Check the disk; retried.",
-    "sweep_not_remembered": "The checkpoint can't be written, so nothing is freed. Check the disk; retried.",
-    "gpus_not_remembered": "The checkpoint can't be written, so new GPUs are not offered. Check the disk; retried.",
-    "failed_pod_not_deleted": "The API server did not delete a refused pod; retried. Check the RBAC rules.",
+    "gpu_not_forgotten gpus_not_remembered name_not_remembered sweep_not_remembered": (
+        "The checkpoint can't be written: pods' names, new and replaced GPUs, and ends of pods are not saved, and new GPUs "
+        "not offered. Check the disk. Retried."
+    ),
+    "failed_pod_not_deleted": "The API server did not delete a refused pod. Check the RBAC rules. Retried.",
     # GPUs
     "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",
-    "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus has, without GPUs of virtual machines (vfio-pci). dmesg "
-    "shows why. The agent reopens its session every minute.",
+    "gpus_not_listed": "The driver lists fewer GPUs than the PCI bus (without those of virtual machines). dmesg shows why. The "
+    "agent opens a new session every minute.",
     "gpus_given_out_twice": "Another device plugin allocates the same GPUs. Run only one; `remedy` says how.",
-    "gpu_event": "The driver reported an XID or a double-bit error. The GPU, or the MIG devices of `gpu_instance`, may go "
-    "out of service.",
-    "gpu_health_changed": "The health of a GPU changed. Only that GPU is out of service, until several good readings. `reason` "
-    "`hang`: calls about it hang; if they do not return, restart the node.",
+    "gpu_event": "The driver reported an XID or a double-bit error. The GPU, or the MIG devices of `gpu_instance`, may go out "
+    "of service.",
+    "gpu_health_changed": "Only this GPU is out of service, until several good readings. `reason` `hang`: calls about it hang; "
+    "if they do not return, restart the node.",
     "gpu_quarantined": "Processes of an ended container still run on the GPU after 10 s. It takes no pods until they end.",
     "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on; retried.",
-    "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
+    "background_call_failed cancelled_call_failed nvml_close_failed": (
+        "A call failed when the agent stopped, or after the kubelet had cancelled it. Nothing depends on it."
+    ),
     "nvml_not_reopened": "The session with the driver could not be opened again. Retried.",
     "mig_device_gone": "A MIG device that a container holds was destroyed. Delete the pod.",
-    "mig_device_not_destroyed": "A MIG device without a container can't be destroyed, for example while it has processes. Its place stays "
-    "unused; retried.",
+    "mig_device_not_destroyed": "A MIG device without a container can't be destroyed, for example while it has processes. Its "
+    "place stays unused. Retried.",
     "mig_devices_kept": "The ledger was lost and rebuilt incompletely. Older MIG devices are not destroyed.",
     "mig_mode_not_enabled": "The MIG mode of a GPU can't be turned on. The GPU takes no containers; retried.",
-    "mig_devices_not_offered": "`node.mig_strategy` is `single`, and the MIG devices are not equal; the reason has the remedy.",
+    "mig_devices_not_offered": "`node.mig_strategy` is `single`, and the MIG devices are not equal; `reason` has the remedy.",
     "device_node_missing": "`/dev/nvidiaN` does not exist. Run the command in the event.",
     "kernel_modules_not_loaded": "`modprobe` failed or hangs. Retried.",
-    "gpu_not_forgotten": "The checkpoint can't be written, so a GPU that was replaced stays registered. Retried.",
-    "gpu_addresses_lost": "The GPUs' PCI addresses in the checkpoint can't be read. Replaced GPUs stay registered until `gpumgr gpu "
-    "forget`.",
+    "gpu_addresses_lost": "The GPUs' PCI addresses in the checkpoint can't be read. Replaced GPUs stay registered until `gpumgr "
+    "gpu forget`.",
     "gpu_not_reset": "`gpumgr gpu reset` failed; `reason` is the output of nvidia-smi.",
     # checkpoint and start
     "checkpoint_set_aside": "The checkpoint was corrupt and is kept under `path`. The ledger is rebuilt from the kubelet "
@@ -73,50 +74,47 @@ MEANINGS: Final = {
     "history_damaged": "Rows of the history can't be read and are skipped. The ledger is not affected.",
     "history_not_saved": "The history can't be written; check the disk. The ledger is not affected.",
     "kubelet_checkpoint_unreadable": "The kubelet's checkpoint can't be read. The agent uses PodResources alone.",
-    "gpu_manager_checkpoint_unreadable": "gpu-manager's checkpoint can't be read. It is read again at the next start.",
-    "foreign_allocations": "The pods in `holders` have GPUs of gpu-manager, and its checkpoint does not say which. Nothing is "
+    "gpu_manager_checkpoint_unreadable not_taken_over": "gpu-manager's checkpoint can't be read, or its records can't be saved. "
+    "Tried again at the next start.",
+    "foreign_allocations": "The pods in `holders` have GPUs of gpu-manager that its checkpoint does not name. Nothing is "
     "offered. Make the checkpoint readable and restart, or delete the pods.",
-    "not_taken_over": "The records of gpu-manager's pods can't be saved. They are read again at the next start.",
-    "config_reloaded": "The settings file has changed; the line lists the keys that were applied and the keys that need a restart.",
+    "config_reloaded": "The settings file has changed; the line lists the keys that were applied and that need a restart.",
     "config_rejected": "The settings file is wrong (`reason`). The previous settings stay in use.",
-    "node_description_left": "The agent may not read the node. [Remove](operations.md#remove) labels and condition if they are left.",
+    "node_description_left": "The agent may not read the node. [Remove](operations.md#remove) labels and condition if they are "
+    "left.",
     # the agent's own work
     "daemon_failed": "A bug ended a part of the agent, which is restarted.",
     "background_call_takes_long": "The container runtime or a backend is slow. The agent uses the last results.",
-    "background_call_failed": "A call that was running when the agent stopped has failed. Nothing depends on it.",
-    "cancelled_call_failed": "A call failed after the kubelet had cancelled it.",
     # limits
     "enforcement": "The mechanism for limits was chosen. `gpumgr doctor` says what the others need.",
-    "enforcement_finding": "A container changed or bypassed its limits, or its mechanism does not work (`code`). Its pod "
-    "has an event.",
-    "enforcement_not_recovered": "A mechanism could not take over its state from an earlier process. Retried.",
-    "enforcement_not_observed": "A mechanism could not check its containers. Retried every second.",
-    "enforcement_not_adjusted": "A mechanism could not correct the limits of its containers. Retried every second.",
-    "offered_ids_kept": "The kubelet lost its checkpoint and offers the ids of a running pod again. No other pod gets them. "
+    "enforcement_finding": "A container changed or bypassed its limits, or its mechanism does not work (`code`). Its pod has an "
+    "event.",
+    "enforcement_not_adjusted enforcement_not_observed enforcement_not_recovered": (
+        "A mechanism could not check, correct or take over the limits of its containers. Retried."
+    ),
+    "offered_ids_kept": "The kubelet lost its checkpoint and offers the ids of a running pod again; no other pod gets them. "
     "Delete the pod in `holder` when its work allows it.",
-    "orphan_not_removed": "Files of an ended container can't be removed. Retried.",
+    "orphan_not_removed orphans_not_listed": "Files of ended containers can't be listed or removed. Retried.",
     "orphans_kept": "The mounts of processes can't be read, so files of ended containers are kept. `remedy` says what to do.",
-    "orphans_not_listed": "The files of ended containers can't be listed. Retried.",
-    "container_over_limit": "A container uses more memory than it was granted. Its pod has an event, and is evicted only with "
-    "`enforcement.evict`.",
+    "container_over_limit": "A container uses more memory than it was granted. With `enforcement.evict` its pod is evicted.",
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
-    "gpu_process_unattributed": "A process on a GPU belongs to no allocation, so no container is charged for its memory. For an ended "
-    "container's process only after 10 s.",
-    "gpus_oversubscribed": "`hami.device_memory_scaling` or `hami.device_core_scaling` is above 1: containers may together need more "
+    "gpu_process_unattributed": "No container is charged for the memory of this process. For an ended container's process only "
+    "after 10 s.",
+    "gpus_oversubscribed": "`hami.device_memory_scaling` or `device_core_scaling` is above 1: containers may together need more "
     "than a GPU has.",
-    "container_files_not_bounded": "Files that containers can write are in plain folders: a container can fill `enforcement.run_dir` for a "
-    "second.",
-    "context_measured": "What a CUDA context takes on a GPU, which the limiter charges for each context. Without `bytes` it could not be "
-    "measured: a context then counts within a second.",
+    "container_files_not_bounded": "Containers can fill `enforcement.run_dir` for a second, since their files are in plain "
+    "folders.",
+    "context_measured": "What a CUDA context takes on a GPU. Without `bytes` it could not be measured: a context then counts "
+    "within a second.",
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`, which takes effect after them.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new one is started.",
-    "mps_daemon_hangs": "The MPS daemon of a GPU does not serve new clients. New containers are refused there; the daemon is "
-    "replaced when no container uses it.",
+    "mps_daemon_hangs": "The MPS daemon of a GPU does not serve new clients. New containers are refused; the daemon is replaced "
+    "when no container uses it.",
     "mps_clients_not_ended": "MPS clients of a deleted pod could not be terminated in time.",
     "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. Checked again.",
-    "mps_daemon_does_not_quit": "The MPS daemon of a GPU did not quit on request and was killed.",
-    "mps_daemon_not_ended": "The MPS daemon of a GPU could not be ended. The agent retries.",
-    "mps_daemon_not_checked": "A bug in the check of an MPS daemon.",
+    "mps_daemon_does_not_quit mps_daemon_not_ended": "The MPS daemon of a GPU did not quit on request. It is killed.",
+    "mps_daemon_not_checked page_failed verb_failed": "A bug in a page, a verb of the extender or the check of an MPS daemon. "
+    "The rest is served.",
     "mps_daemons_not_resumed": "MPS is not available, and the files of running daemons can't be read. Retried.",
     "mps_limits_changed": "A process changed the limits of an MPS daemon. The agent restores them and reports containers as "
     "`tampered`.",
@@ -124,81 +122,76 @@ MEANINGS: Final = {
     "mps_record_unreadable": "The saved record of a container or a GPU is damaged and is skipped.",
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
     "registration_refused": "A process tried to register in a container that it does not belong to.",
-    "device_nodes_missing": "Device nodes that every container needs are missing on the host. `error` has the names and "
-    "the remedy.",
+    "device_nodes_missing": "Device nodes that every container needs are missing on the host; `error` has the remedy.",
     "driver_files": "New containers get the driver's files by `way` (`toolkit` or `mounts`); `because` has the reason.",
-    "driver_files_undecided": "The container runtime has not reported its default runtime (`error`), so `auto` is undecided. Retried "
-    "each minute.",
+    "driver_files_undecided": "The container runtime has not reported its default runtime (`error`), so `auto` is undecided. "
+    "Retried.",
     "driver_files_incomplete": "Some of the driver's files are missing, so containers may lack them.",
-    "driver_files_not_mirrored": "The driver's files can't be copied (`error`): new containers don't see the driver. Retried "
-    "each minute.",
+    "driver_files_not_mirrored": "The driver's files can't be copied (`error`): new containers don't see the driver. Retried.",
     "driver_files_not_removed": "Files of an earlier driver can't be removed. The agent retries.",
-    "driver_files_damaged": "The copy of the driver's files was changed. It is kept under `kept`; there is a new one.",
+    "driver_files_damaged": "The copy of the driver's files was changed. It is kept under `kept`, and made again.",
     "driver_folder_set_aside": "Something else was in the copy's place; it is kept under `kept`.",
     # the container runtime
     "cri_unavailable": "The container runtime does not answer. The agent uses its last list; new containers can't be observed.",
-    "container_not_located": "The cgroup of a container was not found, so the container can't be observed.",
-    "container_processes_unknown": "The processes of a container can't be read.",
+    "container_not_located container_processes_unknown": "The cgroup or the processes of a container can't be read, so it can't "
+    "be observed.",
     # the API server
     "api_server_retries": "The API server is unavailable or refuses a list or a watch. Retried; placement continues.",
-    "objects_outdated": "Watches and lists of this resource failed for `scheduler.max_silence_seconds`. No pod is placed, `gpumgr "
-    "claims` writes nothing, `/readyz` is 503.",
-    "api_object_unreadable": "An object of the API server can't be read; its last readable state stays in use. Logged once per object, "
-    "with the event `GpumgrCannotRead`.",
+    "objects_outdated": "Watches and lists of this resource failed for `scheduler.max_silence_seconds`. No pod is placed, "
+    "`gpumgr claims` writes nothing, `/readyz` is 503.",
+    "api_object_unreadable": "An object of the API server can't be read; its last readable state is used. Its event is "
+    "`GpumgrCannotRead`.",
     "credentials_not_renewed": "The credentials for the API server can't be read again; the previous ones stay in use.",
-    "announcements_wait": "The API server is unavailable. The latest state is written when it answers again.",
+    "announcements_wait": "The API server is unavailable. The latest state is written when it answers.",
     "announcement_refused": "RBAC or an admission policy forbids a write; `remedy` names the missing rule.",
     "announcements_dropped": "The API server accepts events too slowly; the oldest are dropped and counted.",
     # the scheduler
     "lease_lost": "This replica did not renew the Lease in time. It answers 503 from now on.",
     "lease_not_released": "This replica ended without giving up the Lease. Another one takes it when it expires.",
-    "leader_election_retries": "A request for the Lease or the leader's label failed. Retried. Check config/scheduler/rbac.yaml and the "
-    "API server.",
+    "claims_write_failed leader_election_retries": "The API server refused a request. Check the API server and the account's "
+    "rights: config/claims/rbac.yaml, config/scheduler/rbac.yaml.",
     "pod_not_bound": "The pod was not bound. `reason` is also in its events; kube-scheduler tries again.",
     "waiting_pods_not_retried": "The leader could not annotate its own pod. Waiting pods are tried within five minutes. Check "
     "config/scheduler/rbac.yaml.",
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts.",
     "preemption_refused": "A request for preemption can't be read. No pod is evicted.",
     "quotas_unusable": "The quotas' ConfigMap can't be read. The previous quotas stay; without any, no pod is placed.",
-    "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
-    "verb_failed": "A bug in a verb of the extender. kube-scheduler tries again.",
+    "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its "
+    "node.",
     # DRA: the node's ResourceSlice
-    "slice_not_published": "The ResourceSlice can't be written, so kube-scheduler sees none, or the previous one. HTTP 403: the "
-    "account lacks rights (chart value `mode: dra`), or its token names no node. Retried.",
-    "slice_not_looked_up": "The ResourceSlice can't be read. Agents need the right to get ResourceSlices. Retried every 10 s.",
+    "slice_not_published": "The ResourceSlice can't be written; kube-scheduler sees the previous one. HTTP 403: the account "
+    "lacks rights (chart value `mode: dra`), or its token names no node. Retried.",
+    "slice_not_looked_up": "The ResourceSlice can't be read: grant the right to get ResourceSlices. Retried.",
     "slice_fields_dropped": "The API server drops parts of the ResourceSlice; `reason` names the feature gate and the remedy.",
     "slice_not_withdrawn": "The agent could not delete its ResourceSlice. Pods scheduled here within 30 s wait for a minute or "
     "longer.",
     # the claims controller
-    "claims_write_failed": "The API server refused a request of `gpumgr claims`. Check config/claims/rbac.yaml and the "
-    "API server.",
     # over HTTP
-    "requests_cut": "The scheduler closed connections, since unfinished request bodies took too much memory: `count` since "
-    "the last such event, at most one a minute. If it repeats, find the client (`last_peer`).",
-    "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); "
-    "pods are scheduled.",
+    "requests_cut": "Unfinished request bodies took too much memory, so the scheduler closed `count` connections. If it "
+    "repeats, find the client (`last_peer`).",
+    "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`).",
     "loopback_not_served": "The port is in use on loopback: `kubectl port-forward` does not work.",
     "token_in_plain_http": "The token is sent unencrypted. Set `http.tls_cert_file`.",
     "token_unusable": "The token file can't be read or is empty. No token is accepted.",
     "certificates_unusable": "The certificates can't be read. The previous ones stay in use.",
-    "page_failed": "A bug in a page; the others are served.",
-    "connection_not_accepted": "The web server could not accept a connection, in most cases since the process has too many open files. "
-    "Retried after a second.",
+    "connection_not_accepted": "The web server could not accept a connection, mostly because of too many open files. Retried.",
     "display_not_served": "gpu-manager's socket is in use or can't be created. Check whether gpu-manager still runs.",
 }
+MEANINGS: Final = {name: meaning for names, meaning in _ROWS.items() for name in names.split()}
 
 
 def log_events_table() -> str:
-    """The events that need an explanation, by name, with their meaning, and their level unless it is warning. An error or a warning without
-    a meaning has an empty cell, which a test reports."""
-    rows = [
-        (code(name), ("" if level == "warning" else f"*{level}:* ") + MEANINGS.get(name, ""))
-        for name, level in events().items()
-        if name in MEANINGS or needs_meaning(level)
-    ]
+    """The events that need an explanation, with their meaning, and their level unless it is warning. Events with one meaning and level
+    are in one row. An error or a warning without a meaning has an empty cell, which a test reports."""
+    rows: dict[str, list[str]] = {}
+    for name, level in events().items():
+        if name in MEANINGS or needs_meaning(level):
+            meaning = ("" if level == "warning" else f"*{level}:* ") + MEANINGS.get(name, "")
+            rows.setdefault(meaning, []).append(code(name))
     rest = "The level is warning, unless the row begins with another one. Report bugs with the traceback in the log. Events of level info "
     rest += "that are not listed need no action."
-    return f"{table(('event', 'meaning, and what to do'), rows)}\n\n{rest}"
+    cells = ((", ".join(names), meaning) for meaning, names in rows.items())
+    return f"{table(('event', 'meaning, and what to do'), cells)}\n\n{rest}"
 
 
 def needs_meaning(level: str) -> bool:

@@ -22,6 +22,7 @@ from tools.docs.__main__ import filled, parts
 from tools.docs.exit_codes import exits
 from tools.docs.log_calls import PACKAGE, events, events_in
 from tools.docs.markdown import fill, marks, table
+from tools.docs.metrics import CALLS
 from tools.docs.settings import entries, settings_tables
 
 #: Reasons of events and conditions; not reasons: the default of an entry without a code, a class, and the beginning of two reasons.
@@ -63,12 +64,19 @@ def test_every_setting_has_a_row_with_its_meaning() -> None:
 
 def test_every_metric_has_a_row() -> None:
     tables = parts()
-    for name, count in (
-        ("metrics", len(catalogue())),
-        ("the scheduler's metrics", len(FAMILIES)),
-        ("the claims controller's metrics", len(CLAIMS)),
+    for part, names in (
+        ("metrics", {name for name, *_ in catalogue()}),
+        ("the scheduler's metrics", {family.name for family in FAMILIES}),
+        ("the claims controller's metrics", {family.name for family in CLAIMS}),
     ):
-        assert len([line for line in tables[name].splitlines() if line.startswith("| `")]) == count
+        rows = re.findall(r"^\| `(\w+)", tables[part], re.MULTILINE)
+        assert {re.sub(rf"^gpumgr_({'|'.join(CALLS)})_", f"gpumgr_{CALLS[0]}_", name) for name in names} == set(rows)
+
+
+def test_the_row_of_a_call_names_the_other_calls() -> None:
+    row = next(line for line in parts()["metrics"].splitlines() if line.startswith("| `gpumgr_allocate_duration_seconds"))
+    of_calls = {name.split("_")[1] for name, *_ in catalogue() if re.fullmatch("gpumgr_[a-z]+_duration_seconds", name)}
+    assert {call for call in CALLS if f"`{call}`" in row} == of_calls - {CALLS[0]} == set(CALLS[1:])
 
 
 def test_every_reason_in_the_code_is_documented() -> None:
