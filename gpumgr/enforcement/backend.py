@@ -55,8 +55,10 @@ class Backend:
         limit."""
         return ()
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> None:
-        """Restores limits that differ from what was granted."""
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
+        """Restores limits that differ from what was granted. Returns why the memory limit of a container could not be set; its former
+        limit may be in force. A backend without `bursts` may leave containers out."""
+        return {}
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         """How the containers of this backend used their turns; empty for a mechanism without turns."""

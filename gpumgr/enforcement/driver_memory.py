@@ -70,11 +70,12 @@ class MemoryLimits(Protocol):
 
 @dataclass(slots=True)
 class _Limit:
-    """The limit of one container. `obstacle`: why it is not in force, None if it is; `due`: when to read it back; `hard_bytes`: the limit
-    that was in force last."""
+    """The limit of one container. `obstacle`: why it is not in force, None if it is; `kept`: why the driver keeps a higher
+    limit of a burst; `due`: when to read it back; `hard_bytes`: the limit that was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None
+    kept: str | None = None
     due: float = 0.0
     hard_bytes: int | None = None
 
@@ -207,13 +208,14 @@ class DriverMemory(Backend):
             unlisted.due = now + (now - unlisted.since)
         return late
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> None:
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         present = {container.id for each in running for container in each.containers}
         self._limits = {key: limit for key, limit in self._limits.items() if key[0] in present}
         for each in running:
             for container in each.containers:
                 for gpu in _limited(each.tenant):
                     await self._keep(each.tenant.allocation, container, gpu)
+        return {each.allocation: why for each in self._limits.values() if (why := each.obstacle or each.kept) is not None}
 
     async def _keep(self, allocation: AllocationId, container: Container, gpu: SharedGpu) -> None:
         key = container.id, gpu.uuid
@@ -221,6 +223,7 @@ class DriverMemory(Backend):
             self._unlisted.pop(allocation, None)
             self._limits[key] = _Limit(allocation)
         limit = self._limits[key]
+        limit.kept = None
         if container.cgroup is None:
             limit.obstacle, limit.due = "its cgroup is not known", 0.0
         elif self._clock() >= limit.due or limit.hard_bytes != gpu.limit_bytes:
@@ -238,8 +241,11 @@ class DriverMemory(Backend):
         of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes
         if before != wanted:
             if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
+                if not of_burst:
+                    return f"{obstacle}; more than that may be in use already"
                 # A burst may have taken more since its use was measured. The next call knows the new use; until then the old limit holds.
-                return None if of_burst else f"{obstacle}; more than that may be in use already"
+                limit.kept = obstacle
+                return None
             place = {"allocation": limit.allocation, "gpu": gpu.uuid, "cgroup": cgroup}
             write = log.debug if of_burst else log.info
             write("memory_limited", **place, bytes=gpu.limit_bytes, before=_text_of(before))

@@ -192,10 +192,17 @@ class Enforcer:
                 findings += [(backend.name, finding) for finding in await backend.observe(containers)]
         return findings
 
-    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
+    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]:
+        """Returns why the memory limit of a container is not in force."""
+        obstacles: dict[AllocationId, str] = {}
         for backend, containers in self._by_backend(running):
             with self._retried(log.warning, "enforcement_not_adjusted", backend=backend.name):
-                await backend.adjust(containers)
+                try:
+                    obstacles |= await backend.adjust(containers)
+                except (GpumgrError, OSError) as error:
+                    obstacles |= {each.tenant.allocation: str(error) for each in containers}
+                    raise
+        return obstacles
 
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
         """Every backend with its containers, also a backend without containers: it may have something to end."""

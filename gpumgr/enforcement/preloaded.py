@@ -6,11 +6,12 @@ The container mounts the installed copy of the library, the list that preloads i
 import asyncio
 import shutil
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
+from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend
@@ -25,6 +26,10 @@ _INSTALLING: Final = threading.Lock()
 
 
 class Monitor(Protocol):
+    """`obstacle`: why the limits of the last check or repair are not in force; None: they are."""
+
+    obstacle: str | None
+
     def close(self) -> None: ...
 
 
@@ -46,6 +51,10 @@ class PreloadedBackend(Backend, Generic[_M]):
 
     def remains(self) -> Collection[AllocationId]:
         return names_in(self._folder)
+
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
+        monitors = {each.tenant.allocation: self._monitors.get(each.tenant.allocation) for each in running}
+        return {name: each.obstacle for name, each in monitors.items() if each is not None and each.obstacle is not None}
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Raises OSError."""

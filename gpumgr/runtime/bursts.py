@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import structlog
@@ -32,6 +32,14 @@ _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 Shares = Mapping[AllocationId, GpuShare]
 
 
+@dataclass(frozen=True, slots=True)
+class _Enforced:
+    """The limits of the evaluation with this number are in force, except for the containers in `obstacles`, with the reason."""
+
+    number: int = 0
+    obstacles: Mapping[AllocationId, str] = field(default_factory=dict)
+
+
 class Bursts:
     """`obstacle` returns why these mechanisms can't change the memory limit of a running container; None: they can. `allowed`: the setting
     enforcement.memory_burst. `slack_bytes`: a container that holds at most this above its request prevents no start."""
@@ -58,8 +66,10 @@ class Bursts:
         self._free_bytes: Mapping[GpuName, int | None] = {}
         #: For each container that waits to start: its GPUs, on which no container may take more memory now.
         self._starting: dict[object, Collection[GpuName]] = {}
-        #: Numbers of the last evaluation that began, and of the last one with limits that are in force.
-        self.begun = self._enforced = 0
+        #: The number of the last evaluation that began.
+        self.begun = 0
+        #: What is in force now, what was at the end of the last evaluation, and what was when the present sample was read.
+        self._enforced = self._evaluated = self._sampled = _Enforced()
         self._news = asyncio.Event()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
@@ -79,8 +89,9 @@ class Bursts:
         for allocation, gpu in self._above:
             sums[gpu] = sums.get(gpu, 0) + held[allocation, gpu]
         await self._records.set_burst({gpu: -(-size >> 20) for gpu, size in sums.items() if size})
-        self.begun += 1
-        self._tell()
+        self.begun, self._sampled = self.begun + 1, self._evaluated
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         if not limits:
             return shares, use
         uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
@@ -91,14 +102,13 @@ class Bursts:
         known (the agent has restarted, and the API server does not answer)."""
         return place in self._above or place[0] in self._unknown
 
-    def enforced(self, number: int) -> None:
-        """To be called when the limits of this evaluation are in force."""
-        self._enforced = max(self._enforced, number)
-        self._tell()
+    def enforced(self, number: int, obstacles: Mapping[AllocationId, str]) -> None:
+        """To be called when the limits of this evaluation are in force, except for the containers in `obstacles`, with the reason."""
+        self._enforced = _Enforced(number, obstacles)
 
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def evaluated(self) -> None:
+        """To be called at the end of each evaluation: the next sample has not been read yet."""
+        self._evaluated = self._enforced
 
     def _limits(self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Shares) -> dict[AllocationOnGpu, int]:
         """Limits above requests, in bytes. Reports each annotation that is not used, once."""
@@ -157,41 +167,38 @@ class Bursts:
     async def make_room(self, allocation: Allocation) -> None:
         """Call it before a container with a share starts. Lowers the limits of others that may burst to what they use, and raises Refusal
         if the memory of the starting container is not free then."""
-        gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._others_burst(allocation, gpu)]
+        gpus = {gpu: found for gpu in allocation.gpus if is_share(allocation) and (found := self._others(allocation, gpu))}
         if not gpus:
             return
         key, begun = object(), self.begun
         self._starting[key] = gpus
+        others = {each.id: each for found in gpus.values() for each in found}
         try:
             async with asyncio.timeout(_ROOM_SECONDS):
-                await self._until(lambda: self._enforced > begun)
-                begun = self.begun  # its samples may be older than the limits, so wait for the next
-                await self._until(lambda: self.begun > begun)
+                while self._sampled.number <= begun or not others.keys().isdisjoint(self._sampled.obstacles):
+                    await self._news.wait()
         except TimeoutError:
+            why = [f": {others[each].describe()}: {text}" for each, text in self._enforced.obstacles.items() if each in others]
             raise Refusal(
                 "internal",
-                f"the memory limits of containers that burst on GPU {gpus[0]} were not lowered within {_ROOM_SECONDS:g} s; the kubelet "
-                "tries again by itself",
+                f"the memory limits of containers that burst on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
+                f"{why[0] if why else ''}; the kubelet tries again by itself",
             ) from None
         finally:
             del self._starting[key]
         for gpu in gpus:
             self._refuse_full(allocation, gpu)
 
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        while not reached():
-            await self._news.wait()
-
-    def _others_burst(self, allocation: Allocation, gpu: GpuName) -> bool:
+    def _others(self, allocation: Allocation, gpu: GpuName) -> list[Allocation]:
+        """The other containers on this GPU that may burst."""
         ledger = self._records.ledger
         sizes = _sizes(self._records.inventory.gpus(ledger.gpu_registry))
-        for other in ledger.on(gpu):
-            if other.id == allocation.id:
-                continue
+        found = []
+        for other in (each for each in ledger.on(gpu) if each.id != allocation.id):
             with contextlib.suppress(ValueError):  # an annotation that is not used
                 if (other.id, gpu) in self._above or self._wanted(other, find_pod(self._pods, other.pod, other.uid), sizes):
-                    return True
-        return False
+                    found.append(other)
+        return found
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
         ledger, free_bytes = self._records.ledger, self._free_bytes.get(gpu)

@@ -48,7 +48,7 @@ class Backends(Protocol):
 
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]: ...
 
-    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None: ...
+    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]: ...
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]: ...
 
@@ -138,7 +138,8 @@ class MemoryLimitWatcher:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     async def evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """`started`: pid -> start time in clock ticks since boot, without processes that have ended."""
+        """`sample` was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot, without processes
+        that have ended."""
         ledger, now = self._records.ledger, self._clock()
         awaited = self._ended.ended
         self._ended = self._ended.at(ledger.allocations, now)
@@ -158,6 +159,7 @@ class MemoryLimitWatcher:
         self._log_unattributed(use, started)
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
         await self._enforce.start(lambda: self._observe_and_adjust(running, number), timeout_seconds=self._owners.timeout_seconds)
+        self.bursts.evaluated()
 
     async def close(self) -> None:
         await self._enforce.close()
@@ -185,8 +187,7 @@ class MemoryLimitWatcher:
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:
         """Observes first: after an adjustment there would be nothing to find. `number`: the number of the evaluation."""
         self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
-        await self._backends.adjust(running)
-        self.bursts.enforced(number)
+        self.bursts.enforced(number, await self._backends.adjust(running))
 
     # -- memory ------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ every start, because a container can't start with a region of another library ve
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +26,7 @@ from gpumgr.enforcement.preloaded import PreloadedBackend
 from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.ledger import AllocationId
 
 #: The region's path in the container, as the container's environment names it.
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
@@ -140,9 +141,10 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> None:
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         if running:
             await asyncio.to_thread(self._adjust, tuple(running))
+        return await super().adjust(running)
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 

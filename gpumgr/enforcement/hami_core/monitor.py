@@ -20,7 +20,7 @@ from gpumgr.enforcement.hami_core.content import ProblemCode, RegionLimits, Regi
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import Repair
 from gpumgr.enforcement.pids import NspidOf, PidMap
-from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 
 #: The library takes a slot shortly after a process's first context appears, so a process without a slot is reported only after this number
 #: of consecutive checks.
@@ -45,6 +45,7 @@ class RegionMonitor:
         self._pids = PidMap(nspid_of)
         self._lock = threading.Lock()
         self._closed = self._reported_broken = self._reported_host = False
+        self.obstacle: str | None = None
         self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[int] = frozenset()
         #: The limits that the region had after the last repair; None: an earlier process of the agent wrote the region.
@@ -99,14 +100,19 @@ class RegionMonitor:
     def repair(self, running: RunningContainer) -> int | None:
         """Restores the granted limits, and writes what the library can't find out or repair itself. Returns the word `recent_kernel`; None:
         the region can't be used."""
-        with self._lock, suppress(OSError):  # `check` reports it
+        with self._lock:
             if self._closed:
                 return None
-            region, seen = self._read(running)
-            changed = self._changed(running.tenant, seen)
-            due = [*self._drifted(running.tenant, seen), *self._processes(running, seen)]
-            for each in due:
-                region.write(each.offset, each.data)
+            self.obstacle = None
+            try:
+                region, seen = self._read(running)
+                changed = self._changed(running.tenant, seen)
+                due = [*self._drifted(running.tenant, seen), *self._processes(running, seen)]
+                for each in due:
+                    region.write(each.offset, each.data)
+            except OSError as error:  # `check` reports it
+                self.obstacle = error.strerror or str(error)
+                return None
             if any(each.code == "postinit" for each in due):
                 region.wake(layout.SEM_POSTINIT)
                 self._pending.append(finding(running.tenant, "broken", _RELEASED.format(running.tenant.describe())))
@@ -117,7 +123,6 @@ class RegionMonitor:
             if due:
                 log.debug("region_repaired", allocation=running.tenant.allocation, found=listed([each.message for each in due]))
             return seen.recent_kernel
-        return None
 
     def _read(self, running: RunningContainer) -> tuple[RegionFile, RegionView]:
         """Reads the region, and cuts off what was appended to it: that must not wait for a repair. Raises OSError."""
@@ -149,8 +154,11 @@ class RegionMonitor:
         try:
             if expected is None:
                 expected = content.limits(tenant.gpus)
-                if any(gpu.burst_bytes for gpu in tenant.gpus):  # the limit at that time is not known
-                    expected = replace(expected, memory_bytes=seen.limits_bytes)
+                memory_bytes = [
+                    found if index < len(tenant.gpus) and _possible(tenant.gpus[index], found) else limit
+                    for index, (found, limit) in enumerate(zip(seen.limits_bytes, expected.memory_bytes, strict=True))
+                ]
+                expected = replace(expected, memory_bytes=tuple(memory_bytes))
         except ValueError:
             return []
         return [each for each in repairs.drifted(seen, expected) if each.code in repairs.TAMPERING]
@@ -159,7 +167,8 @@ class RegionMonitor:
         """What differs from the limits that are wanted now; empty in the same case as `_changed`."""
         try:
             self._written = content.limits(tenant.gpus)
-        except ValueError:
+        except ValueError as error:
+            self.obstacle = str(error)
             return []
         return list(repairs.drifted(seen, self._written))
 
@@ -217,6 +226,11 @@ class RegionMonitor:
                 self._pending.append(_tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
             if late or not later:
                 yield repair
+
+
+def _possible(gpu: SharedGpu, limit_bytes: int) -> bool:
+    """Whether an earlier process of the agent may have set this limit, for a burst of that time."""
+    return not gpu.whole and gpu.memory_bytes <= limit_bytes <= (gpu.total_bytes or 0)
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:

@@ -50,6 +50,7 @@ class PageMonitor:
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
         self._lock = threading.Lock()
         self._closed = False
+        self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []
         self._reported: set[str] = set()
         self._faults = 0
@@ -104,10 +105,12 @@ class PageMonitor:
                 return ()
             if isinstance(self._files, str):
                 return [*self._broken(running.tenant, self._files)]
+            self.obstacle = None
             try:
                 return [*self._check(self._files, running, limits)]
             except (OSError, ValueError) as error:
-                return [*self._broken(running.tenant, str(error))]
+                self.obstacle = str(error)
+                return [*self._broken(running.tenant, self.obstacle)]
 
     def _check(self, files: PageFiles, running: RunningContainer, limits: Sequence[PageLimits]) -> Iterator[Finding]:
         changed = [*files.mend(), *self._spoiled_turns(files)]

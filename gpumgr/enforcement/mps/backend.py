@@ -335,9 +335,10 @@ class Mps(Backend):
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> None:  # noqa: ARG002
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
         if self._supervisor is not None:
             await self._supervisor.tick()
+        return {}
 
     async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
         """Terminates the work of those `pids` (UUID of a GPU -> processes) that are clients of the GPU's daemon."""

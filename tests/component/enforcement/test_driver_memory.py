@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,18 +246,20 @@ async def test_a_burst_that_has_just_taken_more_keeps_its_limit_until_the_next_c
     world.backend = DriverMemory(driver, cgroup_root=world.cgroups)
     (gpu,) = world.tenant.gpus
 
-    async def allow(burst_bytes: int) -> int | None:
+    async def allow(burst_bytes: int) -> tuple[int | None, Mapping[str, str]]:
         world.tenant = replace(world.tenant, gpus=(replace(gpu, burst_bytes=burst_bytes),))
-        await world.backend.adjust(world.running)
+        obstacles = await world.backend.adjust(world.running)
         assert await world.findings() == []
-        return driver.limit.hard_bytes
+        return driver.limit.hard_bytes, obstacles
 
-    assert await allow(GIB) == 3 * GIB
+    assert await allow(GIB) == (3 * GIB, {})
     driver.used_bytes = 3 * GIB - 1
-    assert await allow(GIB // 2) == 3 * GIB
+    for _ in range(2):
+        assert await allow(GIB // 2) == (3 * GIB, {"a1": "the driver accepted it and reports 0/3072 MiB (soft/hard)"})
+    assert await allow(GIB) == (3 * GIB, {})
     driver.used_bytes = 2 * GIB
-    assert await allow(GIB // 2) == 2 * GIB + GIB // 2
-    assert await allow(0) == 2 * GIB
+    assert await allow(GIB // 2) == (2 * GIB + GIB // 2, {})
+    assert await allow(0) == (2 * GIB, {})
 
 
 async def test_each_gpu_of_a_container_has_its_own_limit(world: DriverNode) -> None:
@@ -330,12 +332,13 @@ async def test_a_container_that_ends_takes_no_call_of_the_driver(world: DriverNo
 
 async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(world: DriverNode) -> None:
     world.control.set_result(SET, 4, gpu=1)
-    await world.backend.adjust(world.running)
+    obstacles = await world.backend.adjust(world.running)
+    assert f"{SET} of {world.uuids[1]}: " in obstacles["a1"]
     (message,) = await world.findings()
     assert message.startswith(f"the GPU memory of demo/one (main) can't be limited to 2048 MiB: {SET} of {world.uuids[1]}: ")
     assert "retried every second" in message
     world.control.set_result(SET, 0, gpu=1)
-    await world.backend.adjust(world.running)
+    assert await world.backend.adjust(world.running) == {}
     assert await world.findings() == []
     assert world.limit == GRANTED
 

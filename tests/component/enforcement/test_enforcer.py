@@ -79,9 +79,10 @@ class Files(Backend):
             raise self.error
         return [Finding(allocation=each.tenant.allocation, code="tampered", message="it did") for each in running]
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> None:  # noqa: ARG002
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[str, str]:
         if self.error is not None:
             raise self.error
+        return {each.tenant.allocation: "it keeps it" for each in running if each.pids}
 
     def remains(self) -> Collection[str]:
         return os.listdir(self.folder)
@@ -265,7 +266,10 @@ async def test_each_mechanism_receives_its_own_containers(folder: Path, running:
     assert [(name, finding.code) for name, finding in findings] == [("mps", "tampered")]
     made.files.error = GpumgrError("away")
     assert await made.limits.observe([(running, ("mps",))]) == []
-    await made.limits.adjust([(running, ("mps",))])
+    assert await made.limits.adjust([(running, ("mps",)), (running, ("none",))]) == {ID: "away"}
+    made.files.error = None
+    assert await made.limits.adjust([(replace(running, pids=(7,)), ("mps",))]) == {ID: "it keeps it"}
+    assert await made.limits.adjust([(replace(running, pids=(7,)), ("none",)), (running, ("mps",))]) == {}
     assert made.limits.own_pids({17: 5, 18: 5}) == {17}
 
 

@@ -156,8 +156,9 @@ class VcudaBackend(Backend):
         newer = await self._images.findings([each for _, each in known])
         return [*newer, *await asyncio.to_thread(_findings, known)] if known else ()
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> None:
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         await self._keep([(slot, partial(slot.update, each)) for slot, each in self._known(running)])
+        return {}
 
     def remains(self) -> Collection[AllocationId]:
         ours = {

@@ -302,7 +302,8 @@ async def test_a_burst_changes_the_limit_and_is_no_tampering(
 ) -> None:
     def bursting(mebibytes: int) -> RunningContainer:
         (gpu,) = tenant().gpus
-        return replace(running(), tenant=replace(tenant(), gpus=(replace(gpu, burst_bytes=mebibytes << 20),)))
+        of_burst = replace(gpu, burst_bytes=mebibytes << 20, total_bytes=8 << 30)
+        return replace(running(), tenant=replace(tenant(), gpus=(of_burst,)))
 
     def limit() -> str:
         return limits_line(client, region).split("memory=")[1].split()[0]
@@ -310,18 +311,33 @@ async def test_a_burst_changes_the_limit_and_is_no_tampering(
     request = int(limit())
     for mebibytes in (512, 100, 0, 512):
         assert codes(await backend.observe([bursting(mebibytes)])) == []
-        await backend.adjust([bursting(mebibytes)])
+        assert await backend.adjust([bursting(mebibytes)]) == {}
         assert int(limit()) == request + (mebibytes << 20)
     client.run(region, "raise", 64 << 30, CORES)
     assert codes(await backend.observe([bursting(100)])) == ["tampered"]
     await backend.adjust([bursting(100)])
     assert int(limit()) == request + (100 << 20)
-    again = make_backend(tmp_path, library, Seconds())
-    for mebibytes in (200, 0):
-        assert codes(await again.observe([bursting(mebibytes)])) == []
-        await again.adjust([bursting(mebibytes)])
-    assert int(limit()) == request
-    await again.close()
+    for before, now, found in [
+        (request + (100 << 20), 200, []),
+        (request + (200 << 20), 0, []),
+        (8 << 30, 0, []),
+        ((8 << 30) + (1 << 20), 200, ["tampered"]),
+        (request - (1 << 20), 0, ["tampered"]),
+    ]:
+        client.run(region, "raise", before, CORES)
+        again = make_backend(tmp_path, library, Seconds())
+        assert codes(await again.observe([bursting(now)])) == found, (before, now)
+        await again.adjust([bursting(now)])
+        assert codes(await again.observe([bursting(now)])) == []
+        assert int(limit()) == request + (now << 20)
+        await again.close()
+
+
+async def test_a_limit_that_can_not_be_written_is_not_in_force(backend: HamiCore) -> None:
+    await backend.start(tenant())
+    unordered = gpu_share(ID, *(replace(gpu, bus_id=None) for gpu in TWO_GPUS))
+    assert "does not show the PCI bus id" in (await backend.adjust([running(unordered)]))[ID]
+    assert await backend.adjust([running()]) == {}
 
 
 async def test_a_file_that_grows_is_cut_and_its_limits_are_restored(backend: HamiCore, region: Path, client: Client) -> None:
@@ -373,7 +389,7 @@ async def test_a_lost_region_is_reported_once_and_not_written(
     assert finding.code == "broken"
     assert "restart the container" in finding.message
     for _ in range(4):
-        await backend.adjust([running()])
+        assert (await backend.adjust([running()])).keys() == {ID}
         assert codes(await backend.observe([running(gpu_pids=[1])])) == []
     assert (os.lstat(region).st_ino, os.lstat(region).st_size) == (there.st_ino, there.st_size)
     await backend.start(tenant())

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +49,8 @@ class Place:
     #: What the agent's clock says.
     seconds: float = 100.0
     tenants: list[Tenant] = field(default_factory=list)
+    #: What `adjust` returned after the last check.
+    obstacles: Mapping[str, str] = field(default_factory=dict)
 
     def agent(self) -> Limiter:
         """Another process of the agent."""
@@ -94,7 +96,9 @@ class Place:
             gpu_pids=frozenset([tenant.pid for tenant in self.tenants] + [*others]),
             memory_bytes={GPU.name: driver_bytes},
         )
-        return await self.backend.observe([running])
+        findings = await self.backend.observe([running])
+        self.obstacles = await self.backend.adjust([running])
+        return findings
 
     def turns(self) -> TurnUse:
         return self.backend.turns()[ID, GPU.name]
@@ -343,6 +347,7 @@ async def test_a_page_that_can_not_be_used_is_reported_once(place: Place, spoil:
     [finding] = await place.check()
     assert (finding.code, "its pages can't be used (its file" in finding.message) == ("broken", True)
     assert await place.check() == []
+    assert "its file" in place.obstacles[ID]
 
 
 @pytest.mark.parametrize("fill", [b"\xff", b"\x41"])
@@ -481,8 +486,9 @@ async def test_pages_that_could_not_be_opened_are_tried_again(place: Place) -> N
     place.page("use").rename(hidden)
     await place.backend.recover([SHARE])
     assert [finding.code for finding in await place.check()] == ["broken"]
+    assert "can't be opened" in place.obstacles[ID]
     hidden.rename(place.page("use"))
-    assert await place.check() == []
+    assert (await place.check(), place.obstacles) == ([], {})
     assert place.turns().overruns == 0
 
 

@@ -58,9 +58,10 @@ class Unhurried(Mps):
         await super().recover(tenants)
         await self._looked()
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> None:
-        await super().adjust(running)
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
+        obstacles = await super().adjust(running)
         await self._looked()
+        return obstacles
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
         due_seconds = await super().tend(known)

@@ -71,12 +71,13 @@ class MemoryRuntime:
 
 @dataclass
 class MemoryBackends:
-    """`findings` is the result of each `observe`; `seen` records all calls, in order."""
+    """`findings` is the result of each `observe`, `obstacles` of each `adjust`; `seen` records all calls, in order."""
 
     findings: list[tuple[str, Finding]] = field(default_factory=list)
     seen: list[tuple[str, list[tuple[RunningContainer, Mechanisms]]]] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     bug: Exception | None = None
+    obstacles: Mapping[AllocationId, str] = field(default_factory=dict)
     by_turns: Mapping[AllocationOnGpu, TurnUse] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,8 +90,9 @@ class MemoryBackends:
             raise self.bug
         return tuple(self.findings)
 
-    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
+    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]:
         self.seen.append(("adjust", list(running)))
+        return self.obstacles
 
     def burst_obstacle(self, mechanisms: Mechanisms) -> str | None:
         return "the backend vcuda can't" if "vcuda" in mechanisms else None

@@ -173,6 +173,56 @@ async def test_before_a_container_starts_others_get_no_more_than_they_use() -> N
     assert limits(node) == {"a": 1024}, "the rest is granted"
 
 
+async def test_a_sample_from_before_slow_backends_lowered_the_limits_does_not_count() -> None:
+    node = bursting()
+    await node.sampled(uses(a=512))
+    node.set_timeout(0.05)
+    node.backends.ready.clear()
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    await breathe()
+    await node.sampled(uses(a=512))
+    node.backends.ready.set()
+    await breathe()
+    assert limits(node) == {"a": 512}, "now, after the sample that the next evaluation may have"
+    node.backends.ready.clear()
+    await node.sampled(uses(a=512))
+    await breathe()
+    assert not start.done()
+    node.backends.ready.set()
+    await node.sampled(uses(a=1200))
+    await breathe()
+    assert start.done()
+    with pytest.raises(Refusal, match=r"team/web \(main\) holds 688 MiB above its request"):
+        await start
+
+
+async def test_a_start_waits_for_a_limit_that_the_driver_refuses_and_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = bursting()
+    node.backends.obstacles = {"a": "the driver reports 0/1792 MiB", "t": "no other container"}
+    await node.sampled(uses(a=512))
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    await breathe()
+    for _ in range(3):
+        await node.sampled(uses(a=512))
+        await breathe()
+        assert not start.done()
+    monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
+    with pytest.raises(Refusal) as refusal:
+        await node.memory_watcher.bursts.make_room(T)
+    assert str(refusal.value) == (
+        "the memory limits of containers that burst on GPU 00000000 were not lowered within 0.01 s: team/web (main): the driver reports "
+        "0/1792 MiB; the kubelet tries again by itself"
+    )
+    node.backends.obstacles = {"t": "no other container"}
+    await node.sampled(uses(a=512))
+    await breathe()
+    assert not start.done(), "that sample is older than the lower limit"
+    await node.sampled(uses(a=512))
+    await start
+
+
 async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder() -> None:
     node = bursting()
     node.holds(T)
