@@ -51,6 +51,8 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
  * void gm_arbiter_figures(int number, struct gm_arbiter_figures *figures)
  *     What happened to a tenant since it was added; zeros for a number that is not in use. Nothing is charged while launches need no
  *     turn (gm_limits_gpu.pass).
+ * int gm_arbiter_overruns(int number)
+ *     1: work of a turn that was passed on has not ended yet. 0: all has, or the number is not in use.
  * All but start and stop may be called by any thread at any time; each takes microseconds. Changes of the limits page are seen within
  * 50 ms. */
 struct gm_arbiter_figures {
@@ -382,4 +384,11 @@ EXPORT void gm_arbiter_figures(int number, struct gm_arbiter_figures *figures) {
     const struct tenant *t = in_use(number);
     *figures = t ? t->figures : (struct gm_arbiter_figures){0};
     pthread_mutex_unlock(&lock);
+}
+EXPORT int gm_arbiter_overruns(int number) {
+    pthread_mutex_lock(&lock);
+    const struct tenant *t = in_use(number);
+    int overruns = t && t->overran;
+    pthread_mutex_unlock(&lock);
+    return overruns;
 }

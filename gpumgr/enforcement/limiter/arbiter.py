@@ -63,6 +63,10 @@ class Arbiter:
         self._library.gm_arbiter_figures(number, ctypes.byref(figures))
         return Turns(held_ns=figures.held_ns, waited_ns=figures.waited_ns, overruns=figures.overruns, spoiled=figures.spoiled)
 
+    def overruns(self, number: int) -> bool:
+        """Whether work of a turn that was passed on has not ended yet."""
+        return bool(self._library.gm_arbiter_overruns(number))
+
     def stop(self) -> None:
         """Stops the arbiter, which does not start again. Its tenants limit themselves from now on."""
         with self._lock:

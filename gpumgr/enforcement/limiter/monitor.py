@@ -19,12 +19,11 @@ from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import TurnUse
 
-#: A process without a slot is reported after so many checks in a row, since the library takes a slot only when the process first uses
-#: CUDA.
-CHECKS_UNREGISTERED: Final = 3
+#: A process without a slot is reported after so many checks in a row, since it may have ended after the driver listed it.
+_CHECKS_UNREGISTERED: Final = 2
 #: A process that is missing in so many checks in a row has ended.
 _CHECKS_ENDED: Final = 2
-#: If a container overruns its turn in each of so many checks in a row, its work does not end.
+#: If a container overran its turn, or still does, in each of so many checks in a row, its work does not end.
 _CHECKS_OVERRUN: Final = 2
 _NANOSECONDS: Final = 1_000_000_000
 #: The checks of ten seconds, and the check before them.
@@ -173,7 +172,7 @@ class PageMonitor:
         """Reports processes that use the GPU without a slot."""
         outside = [pid for pid in running.gpu_pids if not any(_is_of(slot, self._known[pid]) for slot in slots)]
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
-        if late := [f"process {pid}" for pid, checks in self._unseen.items() if checks == CHECKS_UNREGISTERED]:
+        if late := [f"process {pid}" for pid, checks in self._unseen.items() if checks == _CHECKS_UNREGISTERED]:
             yield finding(
                 running.tenant,
                 "unregistered",
@@ -195,6 +194,12 @@ class PageMonitor:
                 "restart the container, or use another backend if this repeats"
             )
             yield finding(tenant, "broken", message)
+        if len(slots) == pages.SLOTS and self._first("slots"):
+            message = (
+                f"{tenant.describe()} has more processes that use CUDA than gpumgr's library counts ({pages.SLOTS}): further ones get no "
+                "memory and share one turn; end processes"
+            )
+            yield finding(tenant, "broken", message)
 
     def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
         if self._first("broken"):
@@ -208,7 +213,8 @@ class PageMonitor:
         """Reports work that does not end: the arbiter passes the container's turns on before the work has ended."""
         for page, (name, use) in enumerate(self._uses.items()):
             before, checks = self._overruns.get(page, (use.overruns, 0))
-            self._overruns[page] = use.overruns, checks + 1 if use.overruns > before else 0
+            more = use.overruns > before or self._arbiter.overruns(self._numbers[page])
+            self._overruns[page] = use.overruns, checks + 1 if more else 0
             if self._overruns[page][1] == _CHECKS_OVERRUN and self._first(f"overrun {page}"):
                 message = (
                     f"{tenant.describe()} keeps GPU {name} beyond its turns: its kernels run for longer than two turns, or it claims work "

@@ -125,6 +125,27 @@ class Node:
         assert not reports, "\n".join(reports)
 
 
+def claim_work(turn: Path, seconds: int) -> None:
+    """Writes what a process with work on the GPU would write, for so long: a stamp may lie in the future."""
+    stamp = (time.monotonic_ns() + seconds * 1_000_000_000 >> 24) & 0xFFFFFF
+    _overwrite(turn, _HEAD + 24, struct.pack("<I", 1))
+    _overwrite(turn, _HEAD + 64, struct.pack("<I", stamp << 8 | 3))
+
+
+def take_all_slots(use: Path) -> None:
+    """As processes that live but do nothing: this one."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    _overwrite(use, 8, struct.pack("<I", _SLOTS))
+    for slot in range(_SLOTS):
+        _overwrite(use, _HEAD + _GPUS * _GPU_USE + slot * _SLOT, struct.pack("<IIQ", os.getpid(), 1, namespace))
+
+
+def _overwrite(page: Path, offset: int, content: bytes) -> None:
+    with page.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
 class Container:
     """The pages of one container, in a folder of its own, for the first GPUs of the node. `limit_bytes`: 0 is no limit; `share_percent`:
     0 is none.
@@ -151,24 +172,13 @@ class Container:
 
     def set_uncounted(self, size_bytes: int) -> None:
         """What the agent writes about the driver's use beyond the count."""
-        with self.page("limits").open("r+b") as page:
-            page.seek(_HEAD + 24)
-            page.write(struct.pack("<Q", size_bytes))
-
-    def claim_work(self, seconds: int) -> None:
-        """Writes what a process with work on the GPU would write, for so long: a stamp may lie in the future."""
-        with self.page("turn").open("r+b") as page:
-            page.seek(_HEAD + 24)
-            page.write(struct.pack("<I", 1))
-            page.seek(_HEAD + 64)
-            stamp = (time.monotonic_ns() + seconds * 1_000_000_000 >> 24) & 0xFFFFFF
-            page.write(struct.pack("<I", stamp << 8 | 3))
+        _overwrite(self.page("limits"), _HEAD + 24, struct.pack("<Q", size_bytes))
 
     def damage(self, how: str) -> None:
         """Does once to the turn page what a hostile process can do: random, zero, truncated, grown, claim (of work), grant (a turn)."""
         page = self.page("turn")
         if how == "claim":
-            self.claim_work(seconds=1)
+            claim_work(page, seconds=1)
         elif how == "truncated":
             os.truncate(page, 100)
         elif how == "grown":
@@ -184,14 +194,6 @@ class Container:
         """Is the turn page as the library expects it?"""
         page = self.page("turn").read_bytes()
         return struct.unpack_from("<II", page) == (_MAGIC, _VERSION) and len(page) == _HEAD + _GPUS * (64 + _SLOTS * 4)
-
-    def take_all_slots(self) -> None:
-        """As processes that live but do nothing: this one."""
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        with self.page("use").open("r+b") as page:
-            for slot in range(_SLOTS):
-                page.seek(_HEAD + _GPUS * _GPU_USE + slot * _SLOT)
-                page.write(struct.pack("<IIQ", os.getpid(), 1, namespace))
 
     def turns(self) -> int:
         """The futex word that processes watch while they sleep."""

@@ -12,13 +12,20 @@ import pytest
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import InputError, Refusal
 from gpumgr.enforcement.limiter.backend import Limiter
-from gpumgr.enforcement.limiter.monitor import CHECKS_UNREGISTERED
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import Container as RuntimeContainer
 from gpumgr.ledger.usage.node_use import TurnUse
 from tests.component.enforcement.hami_core.harness import number_in_container
-from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, GPU_BYTES, MIB, Node, Tenant
+from tests.component.enforcement.limiter.harness import (
+    CONTEXT_BYTES,
+    GPU_BYTES,
+    MIB,
+    Node,
+    Tenant,
+    claim_work,
+    take_all_slots,
+)
 from tests.shares import gpu_share, shared_gpu
 
 ID = "00112233445566ff"
@@ -361,14 +368,12 @@ async def test_no_bytes_stop_the_agent(place: Place, fill: bytes) -> None:
     assert await place.check() == []
 
 
-async def test_a_process_without_the_library_is_reported_after_some_checks(place: Place) -> None:
+async def test_a_process_without_the_library_is_reported_by_the_second_check(place: Place) -> None:
+    """The agent checks once a second; a process that is missing in one check may have ended."""
     await place.start()
-    found = [await place.check(others=[os.getpid()]) for _ in range(CHECKS_UNREGISTERED + 2)]
-    assert [len(each) for each in found] == [0] * (CHECKS_UNREGISTERED - 1) + [1, 0, 0]
-    assert (found[CHECKS_UNREGISTERED - 1][0].code, f"process {os.getpid()}" in found[CHECKS_UNREGISTERED - 1][0].message) == (
-        "unregistered",
-        True,
-    )
+    found = [await place.check(others=[os.getpid()]) for _ in range(4)]
+    assert [len(each) for each in found] == [0, 1, 0, 0]
+    assert (found[1][0].code, f"process {os.getpid()}" in found[1][0].message) == ("unregistered", True)
 
 
 async def test_a_library_that_gave_up_is_reported_with_its_reason(place: Place) -> None:
@@ -490,6 +495,35 @@ async def test_pages_that_could_not_be_opened_are_tried_again(place: Place) -> N
     hidden.rename(place.page("use"))
     assert (await place.check(), place.obstacles) == ([], {})
     assert place.turns().overruns == 0
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "claim"])
+async def test_work_that_does_not_end_is_reported_by_the_second_check(place: Place, *, kernel: bool) -> None:
+    """A kernel overruns one turn only; a process may also claim that it has work."""
+    await place.start()
+    with place.tenant() as tenant:
+        assert await place.check() == []
+        if kernel:
+            tenant.send("work endless 10000 1")
+        else:
+            claim_work(place.page("turn"), seconds=4)
+        [number] = place.backend._monitors[ID]._numbers
+        for _ in range(1000):
+            if place.backend._arbiter.turns(number).overruns:
+                break
+            await asyncio.sleep(0.01)
+        assert await place.check() == []
+        [finding] = await place.check()
+        assert (finding.code, "keeps GPU" in finding.message) == ("broken", True)
+        assert await place.check() == []
+
+
+async def test_more_processes_than_the_library_counts_are_reported(place: Place) -> None:
+    await place.start()
+    take_all_slots(place.page("use"))
+    [finding] = await place.check()
+    assert (finding.code, "more processes that use CUDA" in finding.message) == ("broken", True)
+    assert await place.check() == []
 
 
 async def test_any_number_of_claimed_faults_is_a_few_findings(place: Place) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import Container, Node, Tenant
+from tests.component.enforcement.limiter.harness import Container, Node, Tenant, claim_work
 
 _MS = 10_000
 
@@ -220,7 +220,7 @@ def test_a_holder_that_is_stopped_costs_the_other_nothing(node: Node, tmp_path: 
 def test_a_child_while_a_thread_waits_ends(node: Node, tmp_path: Path) -> None:
     """The child has neither the turn nor the thread that waits; it launches all the same, and exits."""
     containers = _containers(tmp_path, [50, 50])
-    containers[0].claim_work(seconds=4)
+    claim_work(containers[0].page("turn"), seconds=4)
     node.arbitrate(containers)
     assert _started(node, containers[1]).ask("forks 50")[0] == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import Container, Node, Tenant
+from tests.component.enforcement.limiter.harness import Container, Node, Tenant, take_all_slots
 
 _MS = 10_000
 
@@ -86,7 +86,7 @@ def test_a_tenant_whose_page_was_damaged_has_its_share_again(node: Node, tmp_pat
 @pytest.mark.parametrize("processes", [1, 3])
 def test_processes_without_a_slot_share_the_turn(node: Node, tmp_path: Path, processes: int) -> None:
     containers = _containers(tmp_path, [40, 60])
-    containers[0].take_all_slots()
+    take_all_slots(containers[0].page("use"))
     node.arbitrate(containers)
     tenants = [_started(node, containers[number]) for number in [0] * processes + [1]]
     for tenant in tenants:

@@ -8,7 +8,7 @@ import pytest
 
 from gpumgr.common.errors import InputError
 from gpumgr.enforcement.limiter.libraries import library_path
-from tests.component.enforcement.limiter.harness import Container, Node, Target
+from tests.component.enforcement.limiter.harness import Container, Node, Target, take_all_slots
 from tools.limiter import LIBRARY, SOURCES, compile_program
 
 
@@ -128,7 +128,7 @@ def _break(page: Path, how: str) -> None:
 def test_a_fault_is_said_in_one_line_and_the_program_goes_on(programs: Path, tmp_path: Path, how: str) -> None:
     Node(programs, tmp_path)
     container = Container(tmp_path / "0", share_percent=50)
-    container.take_all_slots() if how == "slots" else _break(container.page("use"), how)
+    take_all_slots(container.page("use")) if how == "slots" else _break(container.page("use"), how)
     environment = {
         "LD_PRELOAD": str(programs / "libgpumgr.so"),
         "LD_LIBRARY_PATH": str(programs),
