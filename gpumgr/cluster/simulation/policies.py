@@ -5,6 +5,7 @@ published simulator of FGD (USENIX ATC '23): scores are integers from 0 to 100, 
 are relative to 128 CPUs and 8 GPUs. The class DraPolicy models kube-scheduler with Dynamic Resource Allocation.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -27,8 +28,8 @@ _GPU_SCALE: Final = 8_000
 _NO_FIT: Final = -1
 #: The score of a node on which the request fits; the highest is the best.
 Score = Callable[[Node, Shape], float]
-#: Orders equal nodes, the lowest value first. The arguments are the node's position, and the value of the node that was taken last.
-Order = Callable[[int, float], float]
+#: Orders equal nodes: the value of each position, the lowest first.
+Order = Sequence[float]
 #: The GPUs of a node for a request that fits.
 Choice = Callable[[Node, Shape], Gpus]
 
@@ -41,7 +42,6 @@ class _Ranking:
 
     def __init__(self, cluster: Cluster, shape: Shape, score: Score, order: Order) -> None:
         self._cluster, self._shape, self._score, self._order = cluster, shape, score, order
-        self._last = 0.0
         self._seen = 0
         #: (-score, order, position, version of the node)
         self._heap: list[tuple[float, float, int, int]] = []
@@ -60,10 +60,7 @@ class _Ranking:
         heap = self._heap
         while heap and nodes[heap[0][2]].version != heap[0][3]:
             heappop(heap)
-        if not heap:
-            return None
-        self._last = heap[0][1]
-        return heap[0][2]
+        return heap[0][2] if heap else None
 
     def _fill(self) -> None:
         entries = map(self._entry, range(len(self._cluster.nodes)))
@@ -75,7 +72,7 @@ class _Ranking:
         node = self._cluster.nodes[position]
         if not node.hosts(self._shape):
             return None
-        return -self._score(node, self._shape), self._order(position, self._last), position, node.version
+        return -self._score(node, self._shape), self._order[position], position, node.version
 
 
 class ScorePolicy:
@@ -97,11 +94,6 @@ class ScorePolicy:
 
 
 # -- scores of nodes ---------------------------------------------------------------------------------------------------------
-
-
-def none(_node: Node, _shape: Shape) -> float:
-    """All nodes are equal."""
-    return 0
 
 
 def best_fit(node: Node, shape: Shape) -> float:
@@ -192,46 +184,83 @@ def sample_size(nodes: int) -> int:
     return max(100, nodes * max(5, 50 - nodes // 125) // 100)
 
 
-class DraPolicy:
-    """kube-scheduler with Dynamic Resource Allocation, which gives the first GPU of the node that fits.
+class _Fitting:
+    """The nodes on which one request fits, computed again only for the nodes that changed since the last question.
 
-    kube-scheduler looks for fitting nodes until it has a share of all nodes (percentageOfNodesToScore: 50 - nodes / 125, at least 5 percent
-    and 100 nodes), and continues there for the next pod. It scores these nodes by CPU and RAM alone (NodeResourcesFit and
-    NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best. `score` is 0 or more.
+    `scores` has the score of each node (_NO_FIT: the request does not fit); `positions` has the nodes on which it fits, in their order.
     """
 
-    def __init__(self, cluster: Cluster, score: Callable[[Node, Shape], int], random: Random) -> None:
-        self._cluster, self._score, self._random = cluster, score, random
-        self._start = 0
-        #: For each request the score of each node, and the number of changes that are part of it.
-        self._known: dict[Shape, tuple[list[int], int]] = {}
+    def __init__(self, cluster: Cluster, shape: Shape, score: Callable[[Node, Shape], int]) -> None:
+        self._cluster, self._shape, self._score = cluster, shape, score
+        self.scores = list(map(self._scored, cluster.nodes))
+        self.positions = [position for position, each in enumerate(self.scores) if each != _NO_FIT]
+        self._seen = len(cluster.changes)
 
-    def find(self, shape: Shape) -> Placement | None:
-        known, size = self._scores(shape), sample_size(len(self._cluster.nodes))
-        order = [*range(self._start, len(known)), *range(self._start)]
-        sample = [position for position in order if known[position] != _NO_FIT][:size]
-        if len(sample) == size:
-            self._start = (sample[-1] + 1) % len(known)
-        if not sample:
-            return None
-        best = max(known[position] for position in sample)
-        position = self._random.choice([each for each in sample if known[each] == best])
-        node = self._cluster.nodes[position]
-        return Placement(position, (node.sharable(shape)[0],) if shape.share else node.tightest(shape))
+    def update(self) -> None:
+        changes = self._cluster.changes
+        for position in dict.fromkeys(changes[self._seen :]):
+            before, after = self.scores[position], self._scored(self._cluster.nodes[position])
+            self.scores[position] = after
+            if before == _NO_FIT != after:
+                insort(self.positions, position)
+            elif before != _NO_FIT == after:
+                del self.positions[bisect_left(self.positions, position)]
+        self._seen = len(changes)
+
+    def _scored(self, node: Node) -> int:
+        return self._score(node, self._shape) if node.hosts(self._shape) else _NO_FIT
+
+
+class _FittingPolicy:
+    """Chooses among all nodes on which a request fits. `score` is 0 or more."""
+
+    def __init__(self, cluster: Cluster, random: Random, score: Callable[[Node, Shape], int] = lambda _node, _shape: 0) -> None:
+        self._cluster, self._random = cluster, random
+        self._fitting = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, score))
+
+    def fitting(self, shape: Shape) -> _Fitting:
+        found = self._fitting(shape)
+        found.update()
+        return found
 
     def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
     def removed(self, uid: str) -> None: ...
 
-    def _scores(self, shape: Shape) -> list[int]:
-        nodes, changes = self._cluster.nodes, self._cluster.changes
-        known, seen = self._known.pop(shape, ([_NO_FIT] * len(nodes), None))
-        for position in range(len(nodes)) if seen is None else dict.fromkeys(changes[seen:]):
-            node = nodes[position]
-            known[position] = self._score(node, shape) if node.hosts(shape) else _NO_FIT
-        self._known[shape] = (known, len(changes))
-        if len(self._known) > MAX_SHAPES:
-            del self._known[next(iter(self._known))]
-        return known
+
+class RandomPolicy(_FittingPolicy):
+    """A random node on which the request fits, and for a share a random one of its GPUs with room."""
+
+    def find(self, shape: Shape) -> Placement | None:
+        positions = self.fitting(shape).positions
+        if not positions:
+            return None
+        position = self._random.choice(positions)
+        node = self._cluster.nodes[position]
+        return Placement(position, (self._random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape))
+
+
+class DraPolicy(_FittingPolicy):
+    """kube-scheduler with Dynamic Resource Allocation, which gives the first GPU of the node that fits.
+
+    kube-scheduler looks for fitting nodes until it has a share of all nodes (percentageOfNodesToScore: 50 - nodes / 125, at least 5 percent
+    and 100 nodes), and continues there for the next pod. It scores these nodes by CPU and RAM alone (NodeResourcesFit and
+    NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
+    """
+
+    _start = 0
+
+    def find(self, shape: Shape) -> Placement | None:
+        found, size = self.fitting(shape), sample_size(len(self._cluster.nodes))
+        first = bisect_left(found.positions, self._start)
+        sample = (found.positions[first:] + found.positions[:first])[:size]
+        if len(sample) == size:
+            self._start = (sample[-1] + 1) % len(self._cluster.nodes)
+        if not sample:
+            return None
+        best = max(map(found.scores.__getitem__, sample))
+        position = self._random.choice([each for each in sample if found.scores[each] == best])
+        node = self._cluster.nodes[position]
+        return Placement(position, (node.sharable(shape)[0],) if shape.share else node.tightest(shape))
 
 
 class Placer(Protocol):
@@ -333,8 +362,7 @@ def _fixed(cluster: Cluster, random: Random) -> Order:
     """Gives the nodes one random order for all decisions. The published simulator takes the first of equal nodes, and its order differs
     from the order of the file. Results that depend on the file's order would not be comparable, because files list equal nodes side by
     side."""
-    keys = [random.random() for _ in cluster.nodes]
-    return lambda position, _last: keys[position]
+    return [random.random() for _ in cluster.nodes]
 
 
 def _scored(score: Score) -> _Make:
@@ -344,12 +372,7 @@ def _scored(score: Score) -> _Make:
 
 
 def _random(cluster: Cluster, _cpu_per_gpu_milli: int, _fragmentation: Fragmentation, random: Random) -> Placer:
-    def any_gpu(node: Node, shape: Shape) -> Gpus:
-        return (random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape)
-
-    # The time of a scored node is the time of the last chosen node plus an exponentially distributed time. That distribution has no
-    # memory, so each node is the earliest with equal probability.
-    return ScorePolicy(cluster, none, any_gpu, lambda _position, last: last + random.expovariate(1.0))
+    return RandomPolicy(cluster, random)
 
 
 def _fgd(cluster: Cluster, _cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Placer:
@@ -362,7 +385,7 @@ def _core(policy: Policy) -> _Make:
 
 
 def _dra(score: Callable[[Node, Shape], int]) -> _Make:
-    return lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: DraPolicy(cluster, score, random)
+    return lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: DraPolicy(cluster, random, score)
 
 
 #: The scheduler's policy "topology" is left out: the GPUs here are equally far from each other, so it decides as "binpack" does.
