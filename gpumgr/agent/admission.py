@@ -30,8 +30,8 @@ from gpumgr.ledger.callers import (
 from gpumgr.ledger.choose import Choice, Request
 from gpumgr.ledger.ids import Masks, common, count, minus
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import ContainerSpec, Listing, PodKey
 from gpumgr.ledger.sweep import freed_by_offer, named_by, not_shown, shown, unlisted
+from gpumgr.placement.pods import ContainerSpec, Listing, PodKey
 
 log = structlog.get_logger(__name__)
 

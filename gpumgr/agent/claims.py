@@ -31,7 +31,7 @@ from gpumgr.ledger.claims import AllocatedClaim, ClaimPod, Share, grant_claim, r
 from gpumgr.ledger.gpu_share import Terms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, Ledger
-from gpumgr.ledger.pods import Listing, PodKey, PodView
+from gpumgr.placement.pods import Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 

@@ -28,8 +28,8 @@ from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import GpuProcess
 
 log = structlog.get_logger(__name__)

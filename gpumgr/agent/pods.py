@@ -7,7 +7,7 @@ from typing import Final
 from gpumgr.agent.ports import Pods, Runtime
 from gpumgr.common.errors import CriError
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.pods import PodKey, PodSandbox, PodView, is_static_uid
+from gpumgr.placement.pods import PodKey, PodSandbox, PodView, is_static_uid
 
 
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:

@@ -10,8 +10,8 @@ from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.pods import Listing, PodKey, PodSandbox, PodView
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import Listing, PodKey, PodSandbox, PodView
 
 
 class Checkpoint(Protocol):

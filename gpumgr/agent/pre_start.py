@@ -17,8 +17,8 @@ from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.demanded import refuse_undemanded
 from gpumgr.ledger.ids import Masks, count
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import ContainerSpec
 from gpumgr.placement.evaluators.select import check_request
+from gpumgr.placement.pods import ContainerSpec
 
 log = structlog.get_logger(__name__)
 

@@ -16,9 +16,9 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import AllocationId, Ledger
-from gpumgr.ledger.pods import Listing, PodKey, PodView
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt, adopt
 from gpumgr.ledger.sweep import sweep
+from gpumgr.placement.pods import Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 

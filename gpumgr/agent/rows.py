@@ -8,8 +8,8 @@ from gpumgr.agent.ports import Pods
 from gpumgr.common.units import BLOCK_BYTES, GpuName
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
+from gpumgr.placement.pods import PodKey
 
 
 def container_row(

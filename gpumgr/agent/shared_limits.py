@@ -12,7 +12,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import Refusal
 from gpumgr.ledger.claims import refuse_two_limits
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 
 log = structlog.get_logger(__name__)
 

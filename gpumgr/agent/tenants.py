@@ -9,7 +9,7 @@ from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import USUAL_PRIORITY, PodView
+from gpumgr.placement.pods import USUAL_PRIORITY, PodView
 from gpumgr.placement.topology.devices import Gpu
 
 

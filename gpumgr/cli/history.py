@@ -20,7 +20,7 @@ from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry, What
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 #: How many entries are shown without -n and --since.
 _SHOWN: Final = 20

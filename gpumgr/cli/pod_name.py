@@ -7,7 +7,7 @@ from typing import Final, Self
 
 from gpumgr.cli.printable import printable
 from gpumgr.common.errors import InputError
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 DEFAULT_NAMESPACE: Final = "default"
 #: How many similar names are suggested, and how similar they must be (difflib's ratio).

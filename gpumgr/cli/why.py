@@ -17,7 +17,7 @@ from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.pod_text import pod_text
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.ledger.checkpoint.files import NAME
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 _EPILOG = """
 \b

@@ -26,8 +26,8 @@ from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION, Contai
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings.schema import EnforcementSettings
 

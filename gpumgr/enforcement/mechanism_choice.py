@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumgr.ledger.gpu_limits import GpuLimits, Strengths, describe_limits, gpu_limits
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 
 Mechanisms = tuple[str, ...]

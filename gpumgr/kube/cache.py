@@ -15,7 +15,7 @@ from gpumgr.kube.hami_formats import MIG_ALLOCATIONS
 from gpumgr.kube.pod_annotations import is_ours
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.settings.hami_resources import ReplicaResources
 
 log = structlog.get_logger(__name__)

@@ -23,6 +23,11 @@ from gpumgr.placement.topology.matrix import MAX_GPUS
 
 INVENTORY_ANNOTATION: Final = "gpumgr.io/inventory"
 PLACEMENT_ANNOTATION: Final = "gpumgr.io/placement"
+#: gpu-manager's annotations of a pod, which gpu-admission and the scheduler write, too (docstring of pod_annotations).
+ASSIGNED: Final = "tencent.com/gpu-assigned"
+PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
+PREDICATE_NODE: Final = "tencent.com/predicate-node"
+PREDICATE_TIME: Final = "tencent.com/predicate-time"
 VERSION: Final = 1
 #: Kubernetes' limit for all annotations of an object together.
 MAX_ANNOTATIONS_BYTES: Final = 262_144

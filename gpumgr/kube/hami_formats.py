@@ -19,10 +19,9 @@ from msgspec import Meta, field
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.kube.cluster_annotations import MigSize, MigStart, ProfileName, Uuid, decode_json
-from gpumgr.ledger.ledger import MigDevice
-from gpumgr.ledger.pods import ContainerSpec, NamedGpu
 from gpumgr.placement.evaluators.mig import MigPlace, amounts_of
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.pods import ContainerSpec, NamedGpu
 from gpumgr.placement.topology.devices import MigProfile, Scores
 from gpumgr.settings.hami_resources import ReplicaResources
 
@@ -153,22 +152,6 @@ def decode_allocations(text: str) -> Sequence[MigAllocation]:
     if len({(each.container, each.device) for each in found}) < len(found):
         raise ValueError("a device of a container appears twice")
     return found
-
-
-def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
-    """The allocations of `text`, each with the ids of the MIG device at its place. `devices`: (UUID of the GPU, MIG device). Raises
-    ValueError."""
-    ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
-
-    def completed(each: MigAllocation) -> MigAllocation:
-        made = ids.get((each.gpu, each.profile, each.placement.slices))
-        if made is None:
-            return each
-        return msgspec.structs.replace(
-            each, mig_uuid=made.uuid, gpu_instance=made.gpu_instance, compute_instance=made.compute_instance
-        )
-
-    return encode_allocations(map(completed, decode_allocations(text)))
 
 
 def slices_in(text: str) -> Mapping[tuple[int, int], int]:

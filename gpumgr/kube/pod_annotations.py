@@ -10,17 +10,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from gpumgr.common.units import GpuName
+from gpumgr.kube.cluster_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
+from gpumgr.kube.hami_formats import MigAllocation, decode_allocations, encode_allocations
 from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.pods import PodView
+from gpumgr.ledger.ledger import Allocation, AllocationId, MigDevice
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 
 ALLOCATIONS: Final = "gpumgr.io/allocations"
-ASSIGNED: Final = "tencent.com/gpu-assigned"
-PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
-PREDICATE_NODE: Final = "tencent.com/predicate-node"
-PREDICATE_TIME: Final = "tencent.com/predicate-time"
 #: The outcome of the admission of a pod, for HAMi's scheduler, which bound the pod.
 HAMI_PHASE: Final = "hami.io/bind-phase"
 
@@ -101,3 +101,19 @@ def _bounded(objects: Sequence[dict[str, Any]]) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
+    """The allocations of `text`, each with the ids of the MIG device at its place. `devices`: (UUID of the GPU, MIG device). Raises
+    ValueError."""
+    ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
+
+    def completed(each: MigAllocation) -> MigAllocation:
+        made = ids.get((each.gpu, each.profile, each.placement.slices))
+        if made is None:
+            return each
+        return msgspec.structs.replace(
+            each, mig_uuid=made.uuid, gpu_instance=made.gpu_instance, compute_instance=made.compute_instance
+        )
+
+    return encode_allocations(map(completed, decode_allocations(text)))

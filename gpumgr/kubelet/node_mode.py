@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from gpumgr.agent.ports import Pods
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import is_static_uid
+from gpumgr.placement.pods import is_static_uid
 from gpumgr.settings import Settings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 
 _MEBIBYTE: Final = 1 << 20
 _K = TypeVar("_K")

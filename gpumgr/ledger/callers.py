@@ -11,7 +11,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, RESOURCE_NAMES, GpuName, Resource, other_resource
 from gpumgr.ledger.ids import GpuRegistry, Masks, common
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import ContainerSpec, Listing, PodKey, PodView
+from gpumgr.placement.pods import ContainerSpec, Listing, PodKey, PodView
 
 FindPod = Callable[[PodKey], PodView | None]
 

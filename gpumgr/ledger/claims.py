@@ -14,7 +14,7 @@ from gpumgr.ledger.gpu_share import Terms
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, ClaimRequest, Ledger
 from gpumgr.ledger.node import NodeView
-from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 
 #: A device's name, and the UUID of the claim's share of the device (None: not a shared device).
 Share = tuple[str, str | None]

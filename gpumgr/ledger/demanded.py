@@ -9,8 +9,8 @@ from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Choice, Request
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NodeView
-from gpumgr.ledger.pods import PodView
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
+from gpumgr.placement.pods import PodView
 
 Select = Callable[[NodeView, Ledger, Caller, Request], Choice]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, GpuName
 from gpumgr.ledger.ledger import AllocationId, describe_container
-from gpumgr.ledger.pods import USUAL_PRIORITY, PodKey
+from gpumgr.placement.pods import USUAL_PRIORITY, PodKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from gpumgr.common.units import Amounts, GpuName, Resource
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 #: How many entries are kept, in memory and on disk, in addition to the grants of existing allocations.
 HISTORY_ENTRIES: Final = 1000

@@ -21,7 +21,7 @@ from functools import cached_property
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 #: Random name of an allocation. Host folders carry it, so it never repeats and does not reveal the pod.
 AllocationId = str

@@ -13,9 +13,9 @@ from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, 
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
 from gpumgr.ledger.instances import instance_amounts
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice, describe_container
-from gpumgr.ledger.pods import Listing, PodKey, PodView
 from gpumgr.ledger.replicas import counted_on, limits_on
 from gpumgr.ledger.sweep import Shown, shown
+from gpumgr.placement.pods import Listing, PodKey, PodView
 
 #: The form of gpumgr's ids (gpumgr.ledger.ids), also of the ids of a removed GPU.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")

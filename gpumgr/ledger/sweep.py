@@ -20,7 +20,7 @@ from gpumgr.common.units import ALL_RESOURCES, RESOURCE_BY_NAME, RESOURCES, Reso
 from gpumgr.ledger.callers import FindPod
 from gpumgr.ledger.ids import GpuRegistry, Masks, common, within
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import Listing, PodKey, PodView
+from gpumgr.placement.pods import Listing, PodKey, PodView
 
 #: (pod, container) -> the ids of gpumgr's resources that `List` shows for it.
 Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]

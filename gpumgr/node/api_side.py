@@ -17,8 +17,8 @@ from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.kube.publisher.inventory import InventoryReporter
 from gpumgr.kube.publisher.node_reporter import NodeReporter, NodeReports
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.pods import PodView
 from gpumgr.node.components import Components
+from gpumgr.placement.pods import PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings

@@ -16,8 +16,8 @@ from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
 from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, wanted_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
 

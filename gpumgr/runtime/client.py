@@ -14,8 +14,8 @@ from gpumgr.common.errors import CriError
 from gpumgr.common.foreign_text import UnreadableText
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.channel import CALL_FAILURES, Reply, UnixChannel
-from gpumgr.ledger.pods import PodSandbox
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import PodSandbox
 from gpumgr.runtime.codec import InitProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
 from gpumgr.runtime.toolkit import Runtimes, parse_runtimes
 

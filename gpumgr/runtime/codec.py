@@ -12,8 +12,8 @@ import msgspec
 from gpumgr._pb.runtime.v1 import ContainerStatusResponse
 from gpumgr.common.foreign_text import decode_json
 from gpumgr.common.rpc import wire
-from gpumgr.ledger.pods import PodSandbox
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import PodSandbox
 
 _RUNNING: Final = 1
 _READY: Final = 0

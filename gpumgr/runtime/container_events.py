@@ -12,8 +12,8 @@ from gpumgr.agent.ports import Finding, FindingCode
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import PodKey
 
 
 class AgentRecords(Protocol):

@@ -19,11 +19,11 @@ from gpumgr.agent.tenants import is_share, tenant_of
 from gpumgr.common.units import MEMORY_RESOURCE
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
 from gpumgr.ledger.usage.unattributed import EndedContainers, KnownProcesses, update_unattributed
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.bursts import Bursts

@@ -14,7 +14,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.web.state import container_rows, gpu_rows
 
 #: The pod of an allocation or entry: name and UID, where they are known.

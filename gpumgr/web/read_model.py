@@ -28,7 +28,7 @@ from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.kubelet.deviceplugin.registration import ResourceLists
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import resource_names

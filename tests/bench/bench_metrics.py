@@ -25,8 +25,8 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.web.metrics.exposition import Exposition
 from gpumgr.web.metrics.registry import Metrics

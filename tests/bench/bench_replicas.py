@@ -20,7 +20,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.kube.publisher.inventory import InventoryReporter
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from tests.bench import figures
 from tests.bench.figures import spread
 from tests.component.stage.stage import MemoryPods, Stage, app, snapshot, stage

@@ -27,8 +27,8 @@ from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers

@@ -11,7 +11,7 @@ import msgspec
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, async_playwright
 
 from gpumgr.agent.api import PodDetails
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 from gpumgr.web.http_server import HttpServer
 from tests.component.web.scene import Scene, page_server
 

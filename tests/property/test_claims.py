@@ -17,7 +17,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.claims import Share
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.ledger.pods import ClaimUse, Listing, PodKey, PodView
+from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
 from tests.component.stage.stage import snapshot, unlimited
 from tests.unit.agent.test_claims import Node
 from tests.unit.agent.world import World

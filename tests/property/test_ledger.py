@@ -9,9 +9,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, RESOURCES
 from gpumgr.ledger.ids import union
-from gpumgr.ledger.pods import ContainerSpec, PodKey
 from gpumgr.ledger.sweep import sweep
 from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.pods import ContainerSpec, PodKey
 from tests.unit.ledger.kubelet import Table
 from tests.unit.ledger.nodes import empty, pod
 

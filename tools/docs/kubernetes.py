@@ -8,8 +8,7 @@ from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_LIMIT_ANNOTATION, MEMORY_RESOURCE
-from gpumgr.kube import pod_annotations
-from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
+from gpumgr.kube import cluster_annotations, pod_annotations
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, MIG_ALLOCATIONS, REGISTER, SCORES
 from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.decisions import NOT_EVICTED
@@ -34,13 +33,13 @@ ANNOTATIONS: Final = (
         "written",
         "JSON with one object per container: allocation, GPUs, cores, memory, mechanisms, reason.",
     ),
-    ("pod", pod_annotations.ASSIGNED, "written", "`true` once the pod has its GPUs (as with gpu-manager)."),
-    ("pod", pod_annotations.PREDICATE_INDEX + "N", "written", "The device minors of app container N (as with gpu-manager)."),
-    ("pod", pod_annotations.PREDICATE_NODE, "written", "The name of the node (as with gpu-manager)."),
-    ("pod", pod_annotations.PREDICATE_TIME, "written", "The time of the grant in nanoseconds (as with gpu-manager)."),
+    ("pod", cluster_annotations.ASSIGNED, "written", "`true` once the pod has its GPUs (as with gpu-manager)."),
+    ("pod", cluster_annotations.PREDICATE_INDEX + "N", "written", "The device minors of app container N (as with gpu-manager)."),
+    ("pod", cluster_annotations.PREDICATE_NODE, "written", "The name of the node (as with gpu-manager)."),
+    ("pod", cluster_annotations.PREDICATE_TIME, "written", "The time of the grant in nanoseconds (as with gpu-manager)."),
     (
         "pod",
-        PLACEMENT_ANNOTATION,
+        cluster_annotations.PLACEMENT_ANNOTATION,
         "read",
         "JSON with the GPUs and amounts of each container, which `gpumgr scheduler` writes when it binds the pod. The agent gives "
         "exactly these, or refuses the pod.",
@@ -111,7 +110,7 @@ ANNOTATIONS: Final = (
     ),
     (
         "node",
-        INVENTORY_ANNOTATION,
+        cluster_annotations.INVENTORY_ANNOTATION,
         "written",
         "JSON with the node's GPUs and with the allocations that no `gpumgr.io/placement` explains, for `gpumgr scheduler`.",
     ),
@@ -204,7 +203,7 @@ EVENTS: Final = (
         "pod",
         PLACEMENT_IGNORED,
         True,
-        f"The annotation `{PLACEMENT_ANNOTATION}` is not valid or is about another node. The agent chose the GPUs.",
+        f"The annotation `{cluster_annotations.PLACEMENT_ANNOTATION}` is not valid or is about another node. The agent chose the GPUs.",
     ),
     ("pod", NOT_EVICTED, True, "The API server refused the eviction."),
     ("pod", MIG_DEVICE_GONE, True, "A container holds a MIG device that was destroyed. It can't start again: delete the pod."),

@@ -16,7 +16,7 @@ from gpumgr.cli.printable import cleaned, printable
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 T = TypeVar("T")
 

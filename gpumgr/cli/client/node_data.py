@@ -27,7 +27,7 @@ from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HISTORY_ENTRIES
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 from gpumgr.web.pod_details import pod_details, pods_with_details
 from gpumgr.web.state import node_state
 

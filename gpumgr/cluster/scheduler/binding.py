@@ -13,7 +13,17 @@ from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import Amounts
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
-from gpumgr.kube.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode, slices_of
+from gpumgr.kube.cluster_annotations import (
+    ASSIGNED,
+    MAX_ANNOTATIONS_BYTES,
+    PLACEMENT_ANNOTATION,
+    PREDICATE_INDEX,
+    PREDICATE_NODE,
+    PREDICATE_TIME,
+    Placement,
+    encode,
+    slices_of,
+)
 from gpumgr.kube.hami_formats import (
     HAMI_ALLOCATED,
     MIG_ALLOCATIONS,
@@ -22,7 +32,6 @@ from gpumgr.kube.hami_formats import (
     devices_text,
     encode_allocations,
 )
-from gpumgr.kube.pod_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.placement.evaluators.mig import place_at
 
 #: The time limit of a write that places a pod. A leader sends such a write only if its Lease lasts longer.

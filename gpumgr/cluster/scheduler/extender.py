@@ -37,7 +37,7 @@ from gpumgr.common.aio import in_slices
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import decode_stored, on_thread_if_long
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
-from gpumgr.ledger.pods import TERMINAL_PHASES
+from gpumgr.placement.pods import TERMINAL_PHASES
 from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)

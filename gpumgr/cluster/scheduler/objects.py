@@ -38,14 +38,15 @@ from gpumgr.common.units import (
 from gpumgr.kube.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
+    PREDICATE_INDEX,
+    PREDICATE_NODE,
     decode_inventory,
 )
 from gpumgr.kube.hami_formats import DEVICE_CORDON
-from gpumgr.kube.pod_annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
-from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.placement.evaluators.mig import most_devices
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.matrix import MAX_GPUS
 from gpumgr.settings.hami_resources import ReplicaResources
 

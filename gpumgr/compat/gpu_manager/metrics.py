@@ -13,7 +13,7 @@ from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, render
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, percent
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.placement.pods import PodKey, PodView
 
 #: Labels of every series, before the label of the GPU.
 HOLDER_LABELS: Final = ("pod_name", "namespace", "node", "container_name")

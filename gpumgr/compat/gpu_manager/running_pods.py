@@ -16,8 +16,8 @@ from gpumgr.common.errors import CheckpointError, InputError
 from gpumgr.common.units import VCUDA_NAMES, blocks_of
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, entries_if_readable, ours_of, pods_with_devices
 from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
-from gpumgr.ledger.pods import Listing, PodKey
 from gpumgr.ledger.rebuild import AnonymousRecord, Holders, foreign, migrate, names_of
+from gpumgr.placement.pods import Listing, PodKey
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import inner_names
 

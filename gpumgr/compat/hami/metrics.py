@@ -13,9 +13,9 @@ from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, RenderedFamily, label_text, render
 from gpumgr.common.units import CORES_PER_GPU, GpuName, percent
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, granted_mebibytes, holdings
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import ContainerUse
 from gpumgr.placement.evaluators.constraints import device_type
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, GpuSample
 
 _ON_GPU: Final = ("node", "device_uuid", "device_index", "device_type")

@@ -11,9 +11,9 @@ from gpumgr.common.aio import wait_at_most
 from gpumgr.common.errors import CriError
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.join import AllocationIndex
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import PodView
 from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)

@@ -20,15 +20,15 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import BugLog, next_tick, wait_at_most
 from gpumgr.kube.cache import PodCache
-from gpumgr.kube.hami_formats import MIG_ALLOCATIONS, with_driver_ids
-from gpumgr.kube.pod_annotations import ALLOCATIONS, is_ours, pod_annotations
+from gpumgr.kube.hami_formats import MIG_ALLOCATIONS
+from gpumgr.kube.pod_annotations import ALLOCATIONS, is_ours, pod_annotations, with_driver_ids
 from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.events import Event, ObjectRef, pod_ref
 from gpumgr.kube.publisher.hami import HamiBindings
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.placement.pods import PodKey, PodView
 
 #: The kubelet's calls for one pod arrive within milliseconds of each other.
 SETTLE_SECONDS: Final = 0.3

@@ -19,8 +19,7 @@ from typing import Any, Final, TypeVar
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.desired import Desired, TokenBucket
-from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 COMPONENT: Final = "gpumgr"
 #: Annotation of an event: the ids of its allocations, which the log, the history and the pod's annotations use, too.
@@ -65,7 +64,7 @@ class Event:
     reason: str
     message: str
     warning: bool
-    allocations: tuple[AllocationId, ...] = ()
+    allocations: tuple[str, ...] = ()
 
     def text(self) -> str:
         """The message with the allocation ids at the end, cut to the API server's limit."""

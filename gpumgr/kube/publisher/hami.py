@@ -32,9 +32,9 @@ from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.callers import next_container
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import PodView
 from gpumgr.placement.evaluators.constraints import device_type
 from gpumgr.placement.evaluators.mig import most_devices, without_places
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import score_matrix
 
 #: Phases of a pod that HAMi's scheduler does not wait for.

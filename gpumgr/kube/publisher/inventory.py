@@ -29,7 +29,7 @@ from gpumgr.kube.cluster_annotations import (
     slices_of,
 )
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 
 #: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory reports them only after this time.
 ENDING_SECONDS: Final = 15.0

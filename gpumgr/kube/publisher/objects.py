@@ -17,7 +17,7 @@ from gpumgr.agent.ports import Eviction
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired
 from gpumgr.kube.publisher.events import Body, timestamp
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.labels import NVIDIA
 
 _log = structlog.get_logger(__name__)

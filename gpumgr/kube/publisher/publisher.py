@@ -32,7 +32,7 @@ from gpumgr.kube.publisher.objects import (
     PodAnnotations,
     PodEviction,
 )
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 _log = structlog.get_logger(__name__)
 

@@ -20,7 +20,7 @@ from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.units import inner_name
-from gpumgr.ledger.pods import ClaimKey, Containers, Listing, PodKey
+from gpumgr.placement.pods import ClaimKey, Containers, Listing, PodKey
 
 _LIST: Final = "/v1.PodResourcesLister/List"
 _RATE_LIMITED: Final = "rejected by rate limit"

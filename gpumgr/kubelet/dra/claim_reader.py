@@ -20,7 +20,7 @@ from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.ledger.pods import TERMINAL_PHASES, PodKey
+from gpumgr.placement.pods import TERMINAL_PHASES, PodKey
 from gpumgr.settings.schema import BackendName
 
 _MEBIBYTE: Final = 1 << 20

@@ -20,7 +20,7 @@ import structlog
 
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, ApiServer
 from gpumgr.kubelet.dra.claim_reader import find_shares
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 
 _log = structlog.get_logger(__name__)
 

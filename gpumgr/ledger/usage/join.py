@@ -13,8 +13,8 @@ from typing import Literal
 
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import PodKey, PodView
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUse, GpuUse, NodeUse, UnattributedProcess
+from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 
 #: "unknown": names are missing, because the runtime is unavailable or the kubelet has not named an allocation yet.

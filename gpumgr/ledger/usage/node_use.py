@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import AllocationId, describe_container
-from gpumgr.ledger.pods import PodKey, is_static_uid
+from gpumgr.placement.pods import PodKey, is_static_uid
 
 #: An allocation on one of its GPUs: a share of one GPU has one such pair, a container with four whole GPUs has four.
 AllocationOnGpu = tuple[AllocationId, GpuName]

@@ -18,7 +18,7 @@ from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, re
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
 from gpumgr.compat.gpu_manager.metrics import HOLDER_LABELS, render_gpu_manager
 from gpumgr.compat.hami.metrics import render_hami
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics import agent, containers, gpus
 from gpumgr.web.metrics.containers import CONTAINER_LABELS, render_containers

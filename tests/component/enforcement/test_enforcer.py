@@ -21,8 +21,8 @@ from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import Clock

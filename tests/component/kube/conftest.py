@@ -9,7 +9,7 @@ import yaml
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from gpumgr.sim.apiserver import SimApiServer
 from tests.background import background
 

@@ -10,7 +10,7 @@ from gpumgr.agent.ports import Eviction
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.events import Event, pod_ref
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 
 POD = ("team", "web-0")
 OTHER = ("team", "web-1")

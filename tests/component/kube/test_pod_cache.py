@@ -11,7 +11,7 @@ from gpumgr.common.errors import GpumgrError
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from tests.background import background
 
 from .conftest import FAST, Start, write_kubeconfig

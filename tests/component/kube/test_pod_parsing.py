@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumgr.common.units import Amounts
 from gpumgr.kube.pods import parse_pod, parse_quantity
-from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.placement.pods import ContainerSpec, PodView
 
 METADATA = {"namespace": "ns", "name": "web-0", "uid": "u-1"}
 

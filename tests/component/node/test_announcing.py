@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from gpumgr.agent.ports import Eviction
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
-from gpumgr.ledger.pods import PodKey, PodView
+from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World

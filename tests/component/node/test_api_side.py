@@ -12,11 +12,11 @@ import pytest
 from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.ledger.checkpoint.tables import Loaded
-from gpumgr.ledger.pods import PodView
 from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components
 from gpumgr.node.node_enforcement import NodeEnforcement
+from gpumgr.placement.pods import PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
     CheckpointSettings,

@@ -8,7 +8,7 @@ import pytest
 
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
 

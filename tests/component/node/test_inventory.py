@@ -16,9 +16,9 @@ from gpumgr.kube.publisher import inventory
 from gpumgr.kube.publisher.inventory import ENDING_SECONDS, InventoryReporter
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import ContainerSpec, NamedGpu, PodView
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.pods import ContainerSpec, NamedGpu, PodView
 from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import Clock, MemoryPods
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, snapshot_of, uuid_of, view_of, whole

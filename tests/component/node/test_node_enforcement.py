@@ -19,9 +19,9 @@ from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRequest, Ledger
-from gpumgr.ledger.pods import ClaimUse, PodView
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.node.node_enforcement import NodeEnforcement
+from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
 from tests.allocations import allocated

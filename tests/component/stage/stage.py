@@ -31,7 +31,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.pods import ContainerSpec, PodKey, PodSandbox, PodView
+from gpumgr.placement.pods import ContainerSpec, PodKey, PodSandbox, PodView
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import EnforcementSettings

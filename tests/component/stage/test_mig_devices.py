@@ -17,8 +17,8 @@ from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.state import AgentState
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import ours_of, read_kubelet_checkpoint
-from gpumgr.ledger.pods import NamedGpu
 from gpumgr.placement.evaluators.mig import amounts_of, place_named
+from gpumgr.placement.pods import NamedGpu
 from gpumgr.sim.kubelet import PodStatus, SimPod
 from tests.mig_profiles import H100
 

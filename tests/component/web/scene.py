@@ -16,7 +16,7 @@ from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import LatestValue
 from gpumgr.ledger.history import Candidate, HistoryEntry
-from gpumgr.ledger.pods import PodKey
+from gpumgr.placement.pods import PodKey
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import Origin, origin_of
 from gpumgr.web.handlers import make_app

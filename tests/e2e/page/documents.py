@@ -16,8 +16,8 @@ from gpumgr.ledger.gpu_limits import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.web.state import node_state
 from tests.allocations import allocated

@@ -25,7 +25,7 @@ from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share, device_name
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.ledger.pods import ClaimUse, Listing, PodKey, PodView
+from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import snapshot, unlimited
 

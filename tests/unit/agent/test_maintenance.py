@@ -16,8 +16,8 @@ from gpumgr.agent.ports import Eviction
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import ClaimRequest
-from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
+from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from gpumgr.placement.topology.devices import GpuProcess, NodeSnapshot, Topology
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot

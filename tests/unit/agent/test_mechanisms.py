@@ -13,7 +13,7 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_limits import Strength
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
 from tests.component.stage.stage import Clock, snapshot

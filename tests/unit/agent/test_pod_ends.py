@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.pods import REPEAT_SECONDS, RUNTIME_SECONDS, PodEnds
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodKey, PodSandbox, PodView
+from gpumgr.placement.pods import PodKey, PodSandbox, PodView
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import Clock, MemoryPods, MemoryRuntime, snapshot
 from tests.unit.agent.world import Refused, World

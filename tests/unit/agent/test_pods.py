@@ -2,7 +2,7 @@ import pytest
 
 from gpumgr.agent.pods import find_pod, pod_of, pods_of
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
-from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from tests.component.stage.stage import MemoryPods
 
 WEB = ("team", "web-0")

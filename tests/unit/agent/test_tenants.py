@@ -6,7 +6,7 @@ from gpumgr.agent.tenants import tenant_of
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of
 
 FIRST, SECOND = name_of(0), name_of(1)

@@ -25,8 +25,8 @@ from gpumgr.ledger.answer import ContainerResponse, HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.pods import ContainerSpec, Listing, PodKey, PodView
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
+from gpumgr.placement.pods import ContainerSpec, Listing, PodKey, PodView
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList

@@ -7,7 +7,7 @@ import pytest
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.mechanism_choice import MechanismChoice, choose_mechanisms, expand, mechanisms_for, override_for
 from gpumgr.ledger.gpu_limits import GpuLimits, Strength, Strengths
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 
 SOFT: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}

@@ -15,8 +15,8 @@ from gpumgr.kube.hami_formats import (
     decode_allocations,
     encode_allocations,
     slices_in,
-    with_driver_ids,
 )
+from gpumgr.kube.pod_annotations import with_driver_ids
 from gpumgr.ledger.ledger import MigDevice
 from gpumgr.placement.evaluators.mig import place_named
 from tests.mig_profiles import H100

@@ -11,8 +11,8 @@ from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import Masks, count, minus
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NodeView
-from gpumgr.ledger.pods import ContainerSpec, Listing, PodKey, PodView
 from gpumgr.ledger.sweep import freed_by_offer, not_shown, shown
+from gpumgr.placement.pods import ContainerSpec, Listing, PodKey, PodView
 
 from .nodes import node_of
 

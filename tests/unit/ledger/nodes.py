@@ -6,7 +6,7 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.ids import GpuRegistry, Masks
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.node import NodeView
-from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import Level, Topology
 
 

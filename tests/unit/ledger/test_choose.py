@@ -10,8 +10,8 @@ from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
 from gpumgr.ledger.choose import Choice, Request, candidates, choose
 from gpumgr.ledger.ids import ALL_CORES, Masks, count
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import ContainerSpec
 from gpumgr.placement.evaluators.capacity import chain_needs
+from gpumgr.placement.pods import ContainerSpec
 from tests.allocations import allocated
 
 from .nodes import app, empty, init, node_of, pod, sidecar

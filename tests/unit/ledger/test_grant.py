@@ -8,7 +8,7 @@ from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.allocations import allocated, block_count
 
 from .nodes import app, empty, init, node_of, pod, sidecar

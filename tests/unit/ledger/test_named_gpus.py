@@ -11,7 +11,7 @@ from gpumgr.ledger.choose import Choice, Request, choose
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import ContainerSpec, NamedGpu
+from gpumgr.placement.pods import ContainerSpec, NamedGpu
 from tests.allocations import allocated
 
 from .nodes import app, empty, init, node_of, pod

@@ -9,9 +9,9 @@ from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE
 from gpumgr.ledger.answer import CONTROL_NODES, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import ContainerSpec, Listing, PodView
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.pods import ContainerSpec, Listing, PodView
 from tests.allocations import allocated, block_count
 
 from .nodes import app, empty, init, pod

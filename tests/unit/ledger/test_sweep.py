@@ -11,8 +11,8 @@ from gpumgr.ledger import sweep as sweeping
 from gpumgr.ledger.callers import Caller, FindPod, find_caller, handed_on, next_container, waiting, waits_for
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.pods import Listing, PodKey, PodView
 from gpumgr.ledger.sweep import Swept, freed_by_offer, named_by, not_shown, shown
+from gpumgr.placement.pods import Listing, PodKey, PodView
 from tests.allocations import allocated
 
 from .nodes import app, empty, init, pod

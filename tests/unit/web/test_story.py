@@ -9,7 +9,7 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import ContainerSpec, PodView
+from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.web.pod_details import pod_details, pods_with_details
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of
 

@@ -13,8 +13,8 @@ from gpumgr.agent.ports import Pods
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 
 _MIB = 1 << 20

@@ -20,7 +20,7 @@ from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import FILE_NAME
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.pods import Listing, PodKey, PodView
+from gpumgr.placement.pods import Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, KubeletSettings
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from gpumgr.enforcement.mps.grace_periods import GracePeriods
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from tests.component.stage.stage import Clock
 
 SEEN = 1_000_000.0

@@ -17,7 +17,7 @@ from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, device_name
 from gpumgr.ledger.ledger import ClaimRef, Ledger
-from gpumgr.ledger.pods import ClaimUse, PodKey, PodView
+from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import MemoryPods, no_bursts
 

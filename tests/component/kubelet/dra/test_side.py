@@ -27,7 +27,7 @@ from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
 from gpumgr.kubelet.node_mode import holders_of_other_mode, of_existing_pods
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
-from gpumgr.ledger.pods import ClaimUse, Listing, PodKey, PodView
+from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
 from tests.component.kubelet.dra.harness import StubKubelet, soon

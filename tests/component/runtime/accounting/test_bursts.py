@@ -9,7 +9,7 @@ import pytest
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import OverLimit
 from tests.unit.ledger.usage.samples import MIB, container, sample

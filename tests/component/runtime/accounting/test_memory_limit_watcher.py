@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 from gpumgr.agent.ports import Finding, FindingCode
 from gpumgr.common.units import BLOCK_BYTES, Amounts
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
-from gpumgr.ledger.pods import ClaimUse, PodView
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
+from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.runtime.container_events import SAME_FINDING_SECONDS
 from gpumgr.runtime.memory_limit_watcher import CALM_PERIOD_SECONDS, OverLimit
 from gpumgr.runtime.process_owners import RETRY_SECONDS

@@ -10,7 +10,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr.common.errors import CriError
-from gpumgr.ledger.pods import PodSandbox
+from gpumgr.placement.pods import PodSandbox
 from gpumgr.runtime import codec
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import InitProcess

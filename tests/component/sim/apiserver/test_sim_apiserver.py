@@ -11,7 +11,7 @@ import pytest
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.ledger.pods import PodView
+from gpumgr.placement.pods import PodView
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 

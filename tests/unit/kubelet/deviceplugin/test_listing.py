@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kubelet.deviceplugin.podresources import parse_listing
-from gpumgr.ledger.pods import Listing
+from gpumgr.placement.pods import Listing
 from tests.kubelet_api import podresources as pb
 
 names = st.text(st.characters(codec="utf-8", categories=("L", "N")), max_size=12)

@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kubelet.dra.waiting_pods import RETRY_ANNOTATION, WaitingPods
-from gpumgr.ledger.pods import ClaimUse, PodView
+from gpumgr.placement.pods import ClaimUse, PodView
 
 OURS = {
     "metadata": {"uid": "u-1"},

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.join import join
 from gpumgr.ledger.usage.node_use import Container, NodeUse
+from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from tests.unit.web.metrics.pictures import uuid_of
 

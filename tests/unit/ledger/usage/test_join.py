@@ -7,9 +7,9 @@ import pytest
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
-from gpumgr.ledger.pods import ClaimUse, PodView
 from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import UnattributedProcess
+from gpumgr.placement.pods import ClaimUse, PodView
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of, whole
 
 from .samples import MIB, container, nameless, sample, used

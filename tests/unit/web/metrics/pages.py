@@ -11,8 +11,8 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_limits import GpuLimits
-from gpumgr.ledger.pods import PodView
 from gpumgr.ledger.usage.node_use import TurnUse
+from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests.unit.ledger.usage.samples import container, sample, used

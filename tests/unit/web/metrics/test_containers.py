@@ -8,8 +8,8 @@ import pytest
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import PodKey
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
+from gpumgr.placement.pods import PodKey
 from tests.unit.ledger.usage.samples import container, sample, used
 from tests.unit.web.metrics.pictures import name_of
 

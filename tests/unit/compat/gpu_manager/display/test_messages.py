@@ -16,8 +16,8 @@ from gpumgr.compat.gpu_manager.display.messages import graph_message, usage_mess
 from gpumgr.compat.gpu_manager.display.server import answer_of
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.pods import ContainerSpec, PodView
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import NodeSample
 from tests.component.stage.stage import MemoryPods
 from tests.display_api import as_json, display, golden
