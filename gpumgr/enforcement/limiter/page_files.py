@@ -89,6 +89,25 @@ class PageFiles:
         """The counts for each GPU."""
         return pages.decode_counts(self.use.read_at(0, pages.USE_HEAD_BYTES), len(self.written))
 
+    @property
+    def suspended(self) -> bool:
+        """Whether calls of CUDA wait outside of the driver."""
+        return pages.decode_suspended(self.limits.read_at(0, self.limits.size_bytes))
+
+    def suspend(self) -> None:
+        """Lets calls wait and ask for their resume. A call that has just passed enters the driver within 100 ms."""
+        self.use.write(*pages.resume_requests_word())
+        self.limits.write(*pages.suspend_word(suspended=True))
+
+    def resume(self) -> None:
+        """Lets calls go on: after the driver has unlocked all processes of the container."""
+        self.limits.write(*pages.suspend_word(suspended=False))
+
+    @property
+    def resume_requested(self) -> bool:
+        """Whether a call has waited since `suspend`. The container can write this too."""
+        return pages.decode_resume_requested(self.use.read_at(0, pages.USE_HEAD_BYTES))
+
     def slots(self) -> Sequence[Slot]:
         used = pages.slots_in_use(self.use.read_at(0, pages.USE_HEAD_BYTES))
         data = self.use.read_at(pages.slot_offset(0), pages.slot_offset(used) - pages.slot_offset(0))

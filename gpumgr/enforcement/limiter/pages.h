@@ -29,12 +29,18 @@ struct gm_limits_gpu {
 struct gm_limits {
     uint32_t magic, version;
     uint32_t gpus; /* how many of gpu[] are in use */
-    uint32_t pad;
+    uint32_t suspend; /* 1: the container is suspended, calls wait outside of the driver */
     uint64_t heartbeat_ns; /* of the arbiter */
     uint64_t reserved[5];
     struct gm_limits_gpu gpu[GM_GPUS];
 };
 
+/* Suspension. The agent clears resume_requests, sets `suspend`, waits 100 ms for threads that are between the check and the driver, and
+ * then locks each process (cuCheckpointProcessLock). After it has unlocked the last one, it clears `suspend`. A thread that calls CUDA
+ * while `suspend` is set sets resume_requests and waits, without a turn, until `suspend` is 0, even if no agent runs. It looks every
+ * 5 ms. The container can write any value into resume_requests: all that it can do is to prevent its own suspension.
+ * The library's count does not change: reserved_bytes has what the processes had and will have again, so what a suspended container
+ * uses on the GPU is only what the driver shows. The agent keeps uncounted_bytes as it was before. */
 /* use: the container's processes write it, the agent reads it and clears the slots of processes that died. */
 enum gm_kind { GM_ALLOC, GM_MANAGED, GM_ARRAY, GM_VMM, GM_POOL, GM_GRAPH, GM_CONTEXT, GM_SPARE, GM_KINDS };
 struct gm_use_slot_gpu {
@@ -60,7 +66,7 @@ struct gm_use_gpu {
 struct gm_use {
     uint32_t magic, version;
     uint32_t slots; /* slots below this index may be in use; the others take no memory */
-    uint32_t pad;
+    uint32_t resume_requests; /* not 0: since the agent cleared it, a thread called CUDA while `suspend` was set */
     uint64_t reserved[6];
     struct gm_use_gpu gpu[GM_GPUS];
     struct gm_use_slot slot[GM_SLOTS];

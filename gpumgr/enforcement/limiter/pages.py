@@ -41,7 +41,7 @@ class _Limits(ctypes.LittleEndianStructure):
         ("magic", _U32),
         ("version", _U32),
         ("gpus", _U32),
-        ("pad", _U32),
+        ("suspend", _U32),
         ("heartbeat_ns", _U64),
         ("reserved", _U64 * 5),
         ("gpu", _LimitsGpu * GPUS),
@@ -78,7 +78,7 @@ class _UseHead(ctypes.LittleEndianStructure):
         ("magic", _U32),
         ("version", _U32),
         ("slots", _U32),
-        ("pad", _U32),
+        ("resume_requests", _U32),
         ("reserved", _U64 * 6),
         ("gpu", _UseGpu * GPUS),
     )
@@ -197,6 +197,26 @@ def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, i
             if getattr(found.gpu[index], name) != value:
                 differing.append((name, start + at.offset, value.to_bytes(at.size, "little")))
     return differing
+
+
+def suspend_word(*, suspended: bool) -> tuple[int, bytes]:
+    """The offset and the bytes that make the calls of the container wait outside of the driver, or go on; in `limits`."""
+    return _Limits.suspend.offset, int(suspended).to_bytes(4, "little")
+
+
+def decode_suspended(page: bytes) -> bool:
+    """Whether calls wait; `page`: `limits`."""
+    return bool(_Limits.from_buffer_copy(page).suspend)
+
+
+def resume_requests_word() -> tuple[int, bytes]:
+    """The offset and the bytes that clear the requests; in `use`."""
+    return _UseHead.resume_requests.offset, bytes(4)
+
+
+def decode_resume_requested(head: bytes) -> bool:
+    """Whether a thread waits for the end of a suspension, or did; `head` as for `decode_counts`."""
+    return bool(_UseHead.from_buffer_copy(head).resume_requests)
 
 
 def decode_counts(head: bytes, gpus: int) -> tuple[CountedOnGpu, ...]:

@@ -1,5 +1,5 @@
 /* A libcuda.so.1 over the fake GPUs of gpu.h: memory of every kind, contexts, streams, events, graphs, stream capture, kernels that take
- * time. A kernel's name says how long it runs: `work_210000` takes 210,000 ns, `meet_3_2_50000` meets one other under the number 3.
+ * time, checkpoints. Compile it with the options FAKE_CUDA of harness.py. A kernel's name says how long it runs: `work_210000` takes 210,000 ns, `meet_3_2_50000` meets one other under the number 3.
  * Written from NVIDIA's documentation and from what an H200 with driver 580 did; it has the entry points that the tests use. */
 #include "gpu.h"
 #include <stddef.h>
@@ -11,8 +11,10 @@ typedef uint64_t P;
 typedef void *V;
 enum {
     OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 101, BAD_CONTEXT = 201, BAD_HANDLE = 400, NOT_FOUND = 500,
-    NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, NOT_SUPPORTED = 801
+    OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, NOT_SUPPORTED = 801
 };
+/* A function that a locked process may call. */
+#define FREE __attribute__((no_instrument_function))
 struct entry { const char *name; V function; };
 /* Defines an exported function and lists it for cuGetProcAddress. */
 #define API(name, arguments) \
@@ -54,6 +56,28 @@ static void spend(int64_t ns) {
     if (model_wait_until || ns > 20000) gpu_wait_until(until);
     else while (gpu_now() < until) {} /* a sleep lasts 50 us longer */
 }
+/* Each call of the driver begins and ends here (-finstrument-functions): that of a locked process waits until it is unlocked. */
+static struct process *own;
+static int own_pid;
+static __thread int nested, counted;
+FREE static void forget_own(void) { own = NULL; }
+FREE void __cyg_profile_func_enter(V function, V caller);
+FREE void __cyg_profile_func_exit(V function, V caller);
+FREE void __cyg_profile_func_enter(V function, V caller) {
+    (void)function, (void)caller;
+    struct process *p = own;
+    if (nested++ || !p || p->pid != own_pid) return;
+    for (counted = 1; __atomic_add_fetch(&p->calls, 1, __ATOMIC_SEQ_CST), __atomic_load_n(&p->next, __ATOMIC_SEQ_CST) || gpu_state(p);) {
+        __atomic_sub_fetch(&p->calls, 1, __ATOMIC_SEQ_CST);
+        gpu_wait_until(gpu_now() + 1000000);
+    }
+}
+FREE void __cyg_profile_func_exit(V function, V caller) {
+    (void)function, (void)caller;
+    if (--nested || !counted) return;
+    counted = 0;
+    __atomic_sub_fetch(&own->calls, 1, __ATOMIC_SEQ_CST);
+}
 static struct ctx *current(void) { return depth ? stack[depth - 1] : NULL; }
 static int visible[GPUS], devices;
 
@@ -66,7 +90,7 @@ static R unsafe(void) {
 }
 #define UNSAFE() do { R unsafe_ = unsafe(); if (unsafe_) return unsafe_; } while (0)
 
-API(cuInit, (unsigned flags)) {
+FREE API(cuInit, (unsigned flags)) {
     if (flags) return INVALID;
     if (!gpu_open()) return NO_DEVICE;
     pthread_mutex_lock(&lock);
@@ -84,11 +108,12 @@ API(cuInit, (unsigned flags)) {
                         visible[devices++] = i;
         }
         started = 1;
+        pthread_atfork(NULL, NULL, forget_own);
     }
     pthread_mutex_unlock(&lock);
     return devices ? OK : NO_DEVICE;
 }
-API(cuDriverGetVersion, (int *version)) { *version = 13000; return OK; }
+FREE API(cuDriverGetVersion, (int *version)) { *version = 13000; return OK; }
 API(cuDeviceGetCount, (int *n)) { *n = devices; return started ? OK : NOT_INITIALIZED; }
 API(cuDeviceGet, (D *d, int i)) {
     if (!started) return NOT_INITIALIZED;
@@ -133,7 +158,7 @@ static R take(D d, uint64_t bytes, int where) {
     gpu_lock();
     if (gpu_free_bytes(visible[d]) < bytes) gpu_reap();
     struct process *p = gpu_free_bytes(visible[d]) < bytes ? NULL : gpu_process(getpid(), 1);
-    if (p) *counter(p, where, d) += bytes;
+    if (p) *counter(p, where, d) += bytes, own_pid = p->pid, own = p;
     gpu_unlock();
     return p ? OK : NO_MEMORY;
 }
@@ -924,8 +949,124 @@ API(cuDeviceGraphMemTrim, (D d)) {
     pthread_mutex_unlock(&lock);
     return OK;
 }
-API(cuGetErrorName, (R r, const char **name)) { *name = r == NO_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR"; return OK; }
-API(cuGetErrorString, (R r, const char **text)) { *text = r == NO_MEMORY ? "out of memory" : "fake error"; return OK; }
+/* Checkpoints of other processes, by pid; structures and states are those of CUDA 12.8's cuda.h. What an H200 with driver 580 took for a
+ * tenant with 4 and 36 GiB: 2.85 and 22.7 s to move it out, 1.17 and 6.3 s to move it back. In the file at FAKE_GPU with `.fails` behind
+ * its name, each line `STEP PID RESULT` makes a step fail: `lock 0 600`; a pid of 0 is any; a RESULT below 0 also makes the process
+ * FAILED; `die` kills the caller after the step began. */
+#define CHECKPOINT_NS_PER_GIB 620000000LL
+#define RESTORE_NS_PER_GIB 160000000LL
+#define RESTORE_NS 450000000LL
+struct arguments { uint64_t words[8]; };
+FREE static int failure(const char *step, int pid, int *dies) {
+    char path[4096], name[16], result[16];
+    int which, r = 0;
+    snprintf(path, sizeof path, "%s.fails", getenv("FAKE_GPU") ? getenv("FAKE_GPU") : "/fakegpu/model");
+    FILE *f = fopen(path, "re");
+    while (f && fscanf(f, "%15s %d %15s", name, &which, result) == 3) {
+        if (strcmp(name, step) || (which && which != pid)) continue;
+        if (strcmp(result, "die")) r = atoi(result);
+        else *dies = 1;
+    }
+    if (f) fclose(f);
+    return r;
+}
+FREE static int64_t step_ns(const struct process *p, int64_t ns_per_gib, int64_t ns) {
+    uint64_t bytes = 0;
+    for (int d = 0; d < model->gpus; d++) bytes += p->bytes[d] + p->context_bytes[d] + p->module_bytes[d];
+    return (ns + (int64_t)(bytes / MIB) * ns_per_gib / 1024) / (model->checkpoint_speed > 0 ? model->checkpoint_speed : 1);
+}
+/* Does everything fit that the process had? */
+FREE static int fits(const struct process *p) {
+    for (int d = 0; d < model->gpus; d++)
+        if (gpu_free_bytes(d) < p->bytes[d] + p->context_bytes[d] + p->module_bytes[d]) return 0;
+    return 1;
+}
+/* Starts the step, with the lock. */
+FREE static R begin_step(const char *step, struct process *p, int from, int to, int64_t ns, int *dies) {
+    if (!p) return NOT_INITIALIZED;
+    if (gpu_now() < p->step_ends_ns || gpu_state(p) != from) return ILLEGAL_STATE;
+    p->state = p->next;
+    R r = failure(step, p->pid, dies);
+    if (r < 0) p->state = p->next = FAILED;
+    if (r) return abs(r);
+    if (from == CHECKPOINTED && p->unrestorable) return OPERATING_SYSTEM;
+    if (from == CHECKPOINTED && !fits(p)) {
+        p->unrestorable = 1;
+        return NO_MEMORY;
+    }
+    __atomic_store_n(&p->next, to, __ATOMIC_SEQ_CST);
+    p->step_ends_ns = gpu_now() + ns;
+    return OK;
+}
+FREE static R step(const char *name, int pid, const struct arguments *a, unsigned first, int from, int to, int64_t ns_per_gib, int64_t ns) {
+    int dies = 0;
+    for (unsigned i = first; a && i < 8; i++)
+        if (a->words[i]) return INVALID;
+    if (!started) return NOT_INITIALIZED;
+    if (pid <= 0 || gpu_ended(pid)) return INVALID;
+    gpu_lock();
+    gpu_reap();
+    struct process *p = gpu_process(pid, 0);
+    ns = p ? step_ns(p, ns_per_gib, ns) : 0;
+    R r = begin_step(name, p, from, to, ns, &dies);
+    int64_t until = gpu_now() + ns;
+    gpu_unlock();
+    if (dies) raise(SIGKILL);
+    while (!r && ns && gpu_now() < until) {
+        int64_t next = gpu_now() + 20000000;
+        gpu_wait_until(next < until ? next : until);
+        if (gpu_ended(pid)) return INVALID;
+    }
+    return r;
+}
+/* Has all work ended, with no thread in the driver? */
+FREE static int rests(int pid) {
+    gpu_lock();
+    gpu_advance();
+    struct process *p = gpu_process(pid, 0);
+    int busy = p && __atomic_load_n(&p->calls, __ATOMIC_SEQ_CST);
+    for (int i = 0; i < CONTEXTS; i++) busy |= model->context[i].pid == pid && model->context[i].done < model->context[i].submitted;
+    gpu_unlock();
+    return !busy;
+}
+FREE API(cuCheckpointProcessLock, (int pid, const struct arguments *a)) {
+    int64_t timeout = a ? (int64_t)(a->words[0] & 0xffffffff) * 1000000 : 0, begun = gpu_now();
+    if (a && a->words[0] >> 32) return INVALID;
+    R r = step("lock", pid, a, 1, RUNNING, LOCKED, 0, 0);
+    while (!r && !rests(pid)) {
+        if (gpu_ended(pid)) return INVALID;
+        if (timeout && gpu_now() - begun > timeout) {
+            gpu_lock();
+            struct process *p = gpu_process(pid, 0);
+            if (p) p->state = p->next = RUNNING;
+            gpu_unlock();
+            return NOT_READY;
+        }
+        gpu_wait_until(gpu_now() + 200000);
+    }
+    return r;
+}
+FREE API(cuCheckpointProcessCheckpoint, (int pid, const struct arguments *a)) {
+    return step("checkpoint", pid, a, 0, LOCKED, CHECKPOINTED, CHECKPOINT_NS_PER_GIB, 0);
+}
+/* Without other GPUs to restore to. */
+FREE API(cuCheckpointProcessRestore, (int pid, const struct arguments *a)) {
+    return step("restore", pid, a, 0, CHECKPOINTED, LOCKED, RESTORE_NS_PER_GIB, RESTORE_NS);
+}
+FREE API(cuCheckpointProcessUnlock, (int pid, const struct arguments *a)) { return step("unlock", pid, a, 0, LOCKED, RUNNING, 0, 0); }
+FREE API(cuCheckpointProcessGetState, (int pid, int *state)) {
+    int dies = 0;
+    if (!state || pid <= 0 || gpu_ended(pid)) return INVALID;
+    if (!started) return NOT_INITIALIZED;
+    gpu_lock();
+    struct process *p = gpu_process(pid, 0);
+    R r = p ? failure("state", pid, &dies) : NOT_INITIALIZED;
+    if (p) *state = gpu_state(p);
+    gpu_unlock();
+    return abs(r);
+}
+FREE API(cuGetErrorName, (R r, const char **name)) { *name = r == NO_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR"; return OK; }
+FREE API(cuGetErrorString, (R r, const char **text)) { *text = r == NO_MEMORY ? "out of memory" : "fake error"; return OK; }
 API(cuGetExportTable, (const void **table, const void *id)) { (void)table, (void)id; return NOT_SUPPORTED; }
 
 /* cuGetProcAddress: the newest version of a function that the given CUDA version has, and its form for per-thread default streams. */
@@ -934,12 +1075,12 @@ static const struct { const char *name; int since; } versions[] = {
     {"cuDeviceGetUuid_v2", 11040}, {"cuEventElapsedTime_v2", 12080}, {"cuGetProcAddress_v2", 12000}, {"cuIpcOpenMemHandle_v2", 11000},
     {"cuStreamBeginCapture_v2", 10010}, {"cuGraphInstantiate_v2", 11000},
 };
-static V named(const char *name) {
+FREE static V named(const char *name) {
     for (const struct entry *e = __start_api; e < __stop_api; e++)
         if (!strcmp(e->name, name)) return e->function;
     return NULL;
 }
-static V resolve(const char *name, int version, uint64_t flags) {
+FREE static V resolve(const char *name, int version, uint64_t flags) {
     char text[128];
     if (!strcmp(name, "cuGraphInstantiate") && version >= 12000) name = "cuGraphInstantiateWithFlags";
     for (int v = 4; v > 0; v--) {
@@ -958,11 +1099,11 @@ static V resolve(const char *name, int version, uint64_t flags) {
     }
     return NULL;
 }
-API(cuGetProcAddress, (const char *name, V *out, int version, uint64_t flags)) {
+FREE API(cuGetProcAddress, (const char *name, V *out, int version, uint64_t flags)) {
     *out = resolve(name, version, flags);
     return *out ? OK : NOT_FOUND;
 }
-API(cuGetProcAddress_v2, (const char *name, V *out, int version, uint64_t flags, int *status)) {
+FREE API(cuGetProcAddress_v2, (const char *name, V *out, int version, uint64_t flags, int *status)) {
     *out = resolve(name, version, flags);
     if (status) *status = *out ? 0 : 1;
     return *out ? OK : NOT_FOUND;

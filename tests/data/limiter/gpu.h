@@ -37,8 +37,14 @@ struct context {
     int64_t busy_ns;
     struct work ring[RING];
 };
+/* CUprocessState. The driver of a locked process waits at the entry of each call; the memory of a checkpointed one is not on the GPU. */
+enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
 struct process {
     int32_t pid;
+    int32_t state, next; /* from the first to the second at step_ends_ns; the driver of the process does it, so the caller may die */
+    int64_t step_ends_ns;
+    int32_t calls;       /* threads in the driver */
+    int32_t unrestorable; /* a restore found too little memory: no later one works (driver 580.95) */
     uint64_t bytes[GPUS], context_bytes[GPUS], module_bytes[GPUS];
     uint64_t launches;
     int64_t busy_ns[GPUS];
@@ -52,6 +58,7 @@ struct gpu {
 struct model {
     pthread_mutex_t lock;
     int32_t gpus;
+    int32_t checkpoint_speed; /* times that of an H200 */
     uint32_t meeting_parties[MEETINGS];
     struct gpu gpu[GPUS];
     struct process process[PROCESSES];
@@ -176,7 +183,9 @@ static inline void gpu_reap(void) {
     for (int i = 0; i < CONTEXTS; i++)
         if (model->context[i].pid && !gpu_process(model->context[i].pid, 0)) model->context[i].pid = 0;
 }
+static inline int gpu_state(const struct process *p) { return gpu_now() < p->step_ends_ns ? p->state : p->next; }
 static inline uint64_t gpu_process_bytes(const struct process *p, int device) {
+    if (gpu_state(p) == CHECKPOINTED && p->next == CHECKPOINTED) return 0;
     return p->bytes[device] + p->context_bytes[device] + p->module_bytes[device];
 }
 static inline uint64_t gpu_free_bytes(int device) {

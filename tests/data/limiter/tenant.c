@@ -21,6 +21,7 @@
  *   child                       a child by fork that launches and ends; its status
  *   latency BURSTS              launches of kernels that take no time, in bursts within a turn; ns of each: p50 and p99
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
+ *   step NAME PID TIMEOUT       a step of a checkpoint of another process: lock (TIMEOUT in ms; 0: none), checkpoint, restore, unlock, state; its state
  *   events N                    launches while N records of events fail; how many events there are
  *   forks N                     N of them, while four threads launch
  *   reduce NUMBER FIRST MILLISECONDS N [TOGETHER]   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first, or by one call;
@@ -71,6 +72,8 @@ struct node { struct pool_property pool; V access; size_t accesses, bytes; P at;
     X(cuGraphInstantiateWithFlags, "", (V *, V, P)) X(cuGraphInstantiateWithParams, "", (V *, V, V)) X(cuGraphUpload, "", (V, V)) X(cuGraphLaunch, "", (V, V)) X(cuStreamSynchronize, "", (V)) \
     X(cuLaunchKernelEx, "", (const void *, V, V *, V *)) X(cuMemcpyDtoDAsync, "_v2", (P, P, size_t, V)) X(cuMemsetD8Async, "", (P, unsigned char, size_t, V)) \
     X(cuLaunchCooperativeKernel, "", (V, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, V, V *)) \
+    X(cuCheckpointProcessLock, "", (int, const P *)) X(cuCheckpointProcessCheckpoint, "", (int, const P *)) X(cuCheckpointProcessRestore, "", (int, const P *)) \
+    X(cuCheckpointProcessUnlock, "", (int, const P *)) X(cuCheckpointProcessGetState, "", (int, int *)) \
     X(cuLaunchCooperativeKernelMultiDevice, "", (void *, unsigned, unsigned)) X(cuGraphExecDestroy, "", (V))
 #define DECLARE(name, suffix, arguments) static R(*name) arguments;
 FUNCTIONS(DECLARE)
@@ -448,6 +451,19 @@ static R captures(N ms, N *n) {
     *n = (N)(uintptr_t)number;
     return r ? r : failed ? failed : cuCtxSynchronize();
 }
+static R step(const char *name, int pid, P timeout, N *state) {
+    static const struct { const char *name; R (**function)(int, const P *); } steps[] = {
+        {"lock", &cuCheckpointProcessLock}, {"checkpoint", &cuCheckpointProcessCheckpoint}, {"restore", &cuCheckpointProcessRestore},
+        {"unlock", &cuCheckpointProcessUnlock}};
+    const P arguments[8] = {!strcmp(name, "lock") ? timeout : 0};
+    int now = -1;
+    R r = cuInit(0), s;
+    for (int i = 0; i < 4; i++)
+        if (!strcmp(steps[i].name, name)) r = (*steps[i].function)(pid, arguments);
+    s = cuCheckpointProcessGetState(pid, &now);
+    *state = now;
+    return r ? r : s;
+}
 static V allocate(V out) {
     P at;
     R *r = out;
@@ -551,6 +567,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "events")) x = events((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);
+        else if (!strcmp(word, "step")) r = step(name, (int)b, (P)c, &x);
         else if (!strcmp(word, "reduce")) {
             int number, first, ms, tenants, together = 0;
             sscanf(line, "%*s %d %d %d %d %d", &number, &first, &ms, &tenants, &together);

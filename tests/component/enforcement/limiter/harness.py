@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -23,6 +24,8 @@ ADDRESSES = "address,undefined"
 #: The libraries are compiled with these sanitizers of gcc: ADDRESSES or "thread".
 _SANITIZERS = os.environ.get("GPUMGR_SANITIZERS", "")
 _REPORT = "sanitizer"
+#: For cuda.c: it sees where each call of the driver begins.
+FAKE_CUDA = ("-finstrument-functions", "-finstrument-functions-exclude-file-list=gpu.h,clock.h")
 # Layouts of pages.h.
 _MAGIC, _VERSION, _GPUS, _SLOTS = 0x4D475047, 1, 16, 1024
 _HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
@@ -31,7 +34,7 @@ _HEAD, _GPU_USE, _SLOT = 64, 64, 64 + _GPUS * 128
 def compile_all(folder: Path, command: Sequence[str] | None = None) -> None:
     """Compiles the fake driver, the model clock, the tenant and the limiter's libraries into `folder`. `command`: as compile_program's."""
     for name, source, options in (
-        ("libcuda.so.1", "cuda.c", (*SHARED, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
+        ("libcuda.so.1", "cuda.c", (*SHARED, *FAKE_CUDA, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")),
         ("libnvidia-ml.so.1", "nvml.c", (*SHARED, "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")),
         ("libclock.so", "clock.c", ("-fPIC", "-shared")),
         ("make_clock", "clock.c", ("-DMAKE",)),
@@ -76,17 +79,23 @@ class Target:
 
 @dataclass
 class Node:
-    """Fake GPUs of `gpu_bytes` each for all tenants of a test. `programs`: what compile_all made."""
+    """Fake GPUs of `gpu_bytes` each for all tenants of a test. `programs`: what compile_all made; `checkpoint_speed`: how many times
+    faster than an H200 memory is moved out and back."""
 
     programs: Path
     folder: Path
     gpu_bytes: int = GPU_BYTES
     gpus: int = 1
+    checkpoint_speed: int = 1000
     _running: list["Tenant"] = field(default_factory=list)
     _arbiters: list["Arbiter"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        subprocess.run([self.programs / "make_gpu", self.folder / "gpu", str(self.gpus), str(self.gpu_bytes)], check=True)
+        subprocess.run(
+            [self.programs / "make_gpu", self.folder / "gpu", str(self.gpus), str(self.gpu_bytes)],
+            check=True,
+            env={**os.environ, "FAKE_CHECKPOINT_SPEED": str(self.checkpoint_speed)},
+        )
         subprocess.run([self.programs / "make_clock", self.folder / "clock"], check=True)
 
     def start(self, container: "Container | Path | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
@@ -103,6 +112,10 @@ class Node:
         tenant = Tenant(self.programs / "tenant", lookup, environment, folder or self.folder)
         self._running.append(tenant)
         return tenant
+
+    def fail_steps(self, lines: str) -> None:
+        """Lets steps of checkpoints fail: lines of cuda.c's file."""
+        (self.folder / "gpu.fails").write_text(lines)
 
     def used_bytes(self) -> int:
         """What the driver gave to all processes, without its own reserve."""
@@ -173,6 +186,10 @@ class Container:
     def set_uncounted(self, size_bytes: int) -> None:
         """What the agent writes about the driver's use beyond the count."""
         _overwrite(self.page("limits"), _HEAD + 24, struct.pack("<Q", size_bytes))
+
+    def request_resume(self, word: int) -> None:
+        """Writes what a process writes that waits for the end of a suspension."""
+        _overwrite(self.page("use"), 12, struct.pack("<I", word))
 
     def damage(self, how: str) -> None:
         """Does once to the turn page what a hostile process can do: random, zero, truncated, grown, claim (of work), grant (a turn)."""
@@ -339,6 +356,11 @@ class Tenant:
     def answer(self) -> tuple[int, ...]:
         assert self._process.stdout is not None
         return tuple(map(int, self._process.stdout.readline().split()))
+
+    def has_answered(self, seconds: float) -> bool:
+        """Whether an answer comes within this time."""
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], seconds)[0])
 
     def ask(self, command: str) -> tuple[int, int, int]:
         """The CUresult and two numbers."""

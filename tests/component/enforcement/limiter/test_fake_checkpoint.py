@@ -1,0 +1,132 @@
+"""The fake driver's checkpoints, against what CUDA 12.8's cuda.h says and drivers of 580 did."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Node, Tenant
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+_GIB = 1024 * MIB
+_STEPS = {
+    "lock": (RUNNING, LOCKED),
+    "checkpoint": (LOCKED, CHECKPOINTED),
+    "restore": (CHECKPOINTED, LOCKED),
+    "unlock": (LOCKED, RUNNING),
+}
+_INVALID, _NO_MEMORY, _NOT_INITIALIZED, _OPERATING_SYSTEM, _ILLEGAL_STATE, _NOT_READY = 1, 2, 3, 304, 401, 600
+
+
+def _with_memory(node: Node, size_bytes: int = 4 * _GIB) -> Tenant:
+    tenant = node.start()
+    assert tenant.ask("init 0")[0] == 0
+    assert tenant.ask(f"grab alloc {size_bytes} {size_bytes}")[0] == 0
+    return tenant
+
+
+def _step(by: Tenant, name: str, target: Tenant, timeout_ms: int = 0) -> tuple[int, int]:
+    """The result, and the state afterwards."""
+    return by.ask(f"step {name} {target.pid} {timeout_ms}")[:2]
+
+
+def _steps(by: Tenant, names: Sequence[str], target: Tenant) -> None:
+    for name in names:
+        assert _step(by, name, target) == (0, _STEPS[name][1])
+
+
+def test_memory_leaves_the_gpu_and_comes_back(node: Node) -> None:
+    tenant, agent = _with_memory(node), node.start()
+    before = node.used_bytes()
+    _steps(agent, ["lock", "checkpoint"], tenant)
+    assert node.used_bytes() == 0
+    other = _with_memory(node)
+    assert other.ask("work products 20 1")[0] == 0
+    other.kill()
+    _steps(agent, ["restore", "unlock"], tenant)
+    assert node.used_bytes() == before == CONTEXT_BYTES + 4 * _GIB
+    assert tenant.ask("work products 20 1")[0] == 0
+
+
+@pytest.mark.parametrize("done", range(4))
+def test_a_step_in_another_state_is_an_illegal_state(node: Node, done: int) -> None:
+    tenant, agent = _with_memory(node), node.start()
+    names = [*_STEPS]
+    _steps(agent, names[:done], tenant)
+    state = _step(agent, "state", tenant)[1]
+    for name in names:
+        if _STEPS[name][0] != state:
+            assert _step(agent, name, tenant) == (_ILLEGAL_STATE, state)
+
+
+def test_other_pids_are_refused(node: Node) -> None:
+    tenant, agent = node.start(), node.start()
+    assert agent.ask(f"step lock {tenant.pid} 0")[0] == _NOT_INITIALIZED
+    tenant.kill()
+    assert agent.ask(f"step lock {tenant.pid} 0")[0] == _INVALID
+    assert agent.ask("step lock -1 0")[0] == _INVALID
+
+
+def test_a_locked_process_waits_in_each_call(node: Node) -> None:
+    tenant, agent = _with_memory(node), node.start()
+    _steps(agent, ["lock"], tenant)
+    for command in ("info", "work products 1 1", "grab alloc 1048576 1048576", "free"):
+        tenant.send(command)
+        assert not tenant.has_answered(seconds=0.05)
+        _steps(agent, ["unlock"], tenant)
+        assert tenant.answer()[0] == 0
+        _steps(agent, ["lock"], tenant)
+
+
+def test_a_lock_waits_for_queued_work_until_its_timeout(node: Node) -> None:
+    tenant, endless, agent = _with_memory(node), _with_memory(node), node.start()
+    tenant.send("work long 100 1")
+    assert _step(agent, "lock", tenant) == (0, LOCKED)
+    _steps(agent, ["unlock"], tenant)
+    assert tenant.answer()[0] == 0
+    endless.send("work endless 1000 1")
+    while (found := _step(agent, "lock", endless, timeout_ms=50)) == (0, LOCKED):  # it had not launched yet
+        _steps(agent, ["unlock"], endless)
+    assert found == (_NOT_READY, RUNNING)
+
+
+def test_a_restore_without_room_fails_for_ever(node: Node) -> None:
+    """As driver 580.95 does: the process stays checkpointed, and can only be ended."""
+    tenant, agent = _with_memory(node), node.start()
+    _steps(agent, ["lock", "checkpoint"], tenant)
+    other = _with_memory(node, node.gpu_bytes - 2 * _GIB)
+    assert _step(agent, "restore", tenant) == (_NO_MEMORY, CHECKPOINTED)
+    other.kill()
+    assert _step(agent, "restore", tenant) == (_OPERATING_SYSTEM, CHECKPOINTED)
+    assert _step(agent, "unlock", tenant) == (_ILLEGAL_STATE, CHECKPOINTED)
+
+
+@pytest.mark.parametrize("name", _STEPS)
+def test_a_step_can_be_made_to_fail(node: Node, name: str) -> None:
+    tenant, agent = _with_memory(node), node.start()
+    _steps(agent, [*_STEPS][: [*_STEPS].index(name)], tenant)
+    node.fail_steps(f"{name} 0 999\n")
+    assert _step(agent, name, tenant) == (999, _STEPS[name][0])
+    node.fail_steps(f"{name} {tenant.pid} -999\n")
+    assert _step(agent, name, tenant) == (999, FAILED)
+
+
+@pytest.mark.parametrize("name", _STEPS)
+def test_the_drivers_step_ends_although_its_caller_dies(node: Node, name: str) -> None:
+    tenant, agent = _with_memory(node), node.start()
+    _steps(agent, [*_STEPS][: [*_STEPS].index(name)], tenant)
+    node.fail_steps(f"{name} 0 die\n")
+    agent.send(f"step {name} {tenant.pid} 0")
+    assert agent.answer() == ()
+    node.fail_steps("")
+    other = node.start()
+    while (state := _step(other, "state", tenant)) != (0, _STEPS[name][1]):
+        assert state == (0, _STEPS[name][0])
+
+
+@pytest.mark.parametrize("name", _STEPS)
+def test_a_process_may_end_in_each_state(node: Node, name: str) -> None:
+    tenant, agent = _with_memory(node), node.start()
+    _steps(agent, [*_STEPS][: [*_STEPS].index(name)], tenant)
+    tenant.kill()
+    assert agent.ask(f"step {name} {tenant.pid} 0")[0] == _INVALID
+    assert node.used_bytes() == 0
