@@ -99,6 +99,8 @@ class Rejections:
                 continue
             looks, quota = self._looks - each.look, self._quotas.state(each.pod.namespace)
             nodes = self._index.node_set(each.offered)
+            if nodes.numbering != changed.numbering:  # nodes have got other numbers since; the next look has the changes in these
+                break
             if looks <= len(since) and quota == each.quota:
                 nodes = nodes.within(since[looks - 1])
             key = (quota is not None and each.pod.namespace, each.pod.request.without_cpu, each.policy, nodes)

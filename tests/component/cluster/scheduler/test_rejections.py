@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler import rejections
 from gpumgr.cluster.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
@@ -154,6 +155,34 @@ async def test_every_waiting_pod_is_looked_at_however_many_there_are_and_whateve
         if await fitting(full) == "small":
             return
     pytest.fail(f"not found in {looks} looks")
+
+
+async def test_a_pod_is_not_missed_if_nodes_get_other_numbers_during_a_look(full: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That happens after many nodes were removed. What had changed before is known by the earlier numbers."""
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
+    removed = [f"gone-{number}" for number in range(1100)]
+    for name in removed:
+        full.index.set_node(NodeState(name=name))
+    full.sim.put_node(node("x", 1, inventory("x", 1)))
+    await until(lambda: full.index.node("x") is not None)
+    assert await full.schedule(pod("third", ("app", 100, 0)), ["x"]) == "x"
+    await waits(full, "early", cores=200)
+    assert await full.schedule(pod("late", ("app", 100, 0)), ["x"]) is None
+    await until(lambda: len(full.watches.pending) == 2)
+    full.clock.now = 10
+    assert await fitting(full) is None
+    await end(full, "third")
+
+    async def remove() -> None:
+        before = full.index.node_set(["x"]).numbering
+        for name in removed:
+            full.index.remove_node(name)
+        assert full.index.node_set(["x"]).numbering != before
+
+    removing = asyncio.create_task(remove())  # it runs at the first pause of the look
+    looks = [await fitting(full), await fitting(full)]
+    await removing
+    assert "late" in looks
 
 
 async def test_a_namespace_that_may_have_more_is_looked_at_on_nodes_without_a_change(stage: Stage) -> None:
