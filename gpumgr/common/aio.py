@@ -31,12 +31,15 @@ _log = structlog.get_logger(__name__)
 _shielded: set[asyncio.Task[Any]] = set()
 
 
-async def in_slices(steps: Iterable[object]) -> None:
-    """Runs all steps. A step holds the event loop; between steps, other tasks run each time SLICE_SECONDS have passed."""
+async def in_slices(steps: Iterable[object], gone: Callable[[], bool] | None = None) -> None:
+    """Runs all steps. A step holds the event loop; between steps, other tasks run each time SLICE_SECONDS have passed. Raises
+    ConnectionResetError if the client that asked is `gone` then."""
     began = time.perf_counter()
     for _ in steps:
         if time.perf_counter() > began + SLICE_SECONDS:
             await asyncio.sleep(0)
+            if gone is not None and gone():
+                raise ConnectionResetError
             began = time.perf_counter()
 
 

@@ -121,6 +121,7 @@ class Bench:
             "whole": [pod(number, (100 * (1 + number % 8), 10 + number)) for number in range(10)],
             "two_containers": [pod(number, (40 + number, 8), (30, 8)) for number in range(5)],
             "init_containers_64": [pod(0, *[(1 + number, 1 + number) for number in range(63)], (1, 1), init=63)],
+            "rejected_64": [pod(1, *[(1 + number, 1 + number) for number in range(63)], (900, 0), init=63)],
         }
         found: dict[str, Any] = {}
         for name, items in cases.items():

@@ -38,7 +38,8 @@ class Misfit:
     `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
     `distance` compares misfits of one container: the node with the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the
     room. `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some GPUs do, but the scheduler can't name them
-    to the agent. `mig`: all GPUs that the constraints allow are for MIG devices only.
+    to the agent. `mig`: all GPUs that the constraints allow are for MIG devices only. `less`: it was not examined, since other nodes that
+    do not fit have more free.
     """
 
     container: ContainerRequest | None
@@ -50,11 +51,12 @@ class Misfit:
     none_allowed: bool = False
     agent_chooses: bool = False
     mig: bool = False
+    less: bool = False
 
     @property
     def reason(self) -> tuple[object, ...]:
         """Misfits with equal reasons can be compared by their distance."""
-        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses, self.mig
+        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses, self.mig, self.less
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:

@@ -33,7 +33,7 @@ def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
         group.count += count
         if (misfit.distance, node) < (group.misfit.distance, group.node):
             group.node, group.misfit = node, misfit
-    ordered = sorted(groups.values(), key=lambda group: (-group.count, group.node))
+    ordered = sorted(groups.values(), key=lambda group: (group.misfit.less, -group.count, group.node))
     total = sum(group.count for group in ordered)
     if total == 1:
         return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
@@ -57,6 +57,8 @@ def _bounded(text: str) -> str:
 
 def _reason(misfit: Misfit) -> str:
     container = misfit.container
+    if misfit.less:
+        return "less free"
     if container is None:
         return "no GPUs that gpumgr can use"
     gpus, constraints = container.gpus, misfit.constraints

@@ -297,10 +297,10 @@ class ClusterIndex:
         fits += [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
         if fits:
             return sorted(fits, key=itemgetter(0, 1))[:most] if named else fits
-        closest = [(count, name) for count, name in shape.misfits(nodes)] + [(1, name) for name in named]
+        closest = [*shape.misfits(nodes), *((1, name, None) for name in named)]
         if offered.others:
-            closest.append((len(offered.others), min(offered.others)))
-        misfits = ((count, name, self._found(name, shape)) for count, name in closest)
+            closest.append((len(offered.others), min(offered.others), None))
+        misfits = ((count, name, misfit or self._found(name, shape)) for count, name, misfit in closest)
         return Rejection(explain_counted((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
 
     def shape(self, request: PodRequest, policy: Policy, *, keep: bool = False) -> Shape:

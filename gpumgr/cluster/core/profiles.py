@@ -61,7 +61,7 @@ class Profile:
     """Nodes that are equal for every request that names none of their GPUs. `state` is one of them, without a name. `idle`: the profile
     of the same nodes with each GPU in use counted as full; it may be this profile itself."""
 
-    __slots__ = ("choices", "cores", "idle", "idle_gpus", "nodes", "rooms", "state", "used")
+    __slots__ = ("choices", "cores", "idle", "idle_gpus", "memory_free", "nodes", "rooms", "state", "used")
 
     def __init__(self, state: NodeState, used: Used, idle: "Profile | None" = None, rooms: tuple["Room", ...] = ()) -> None:
         self.state, self.used, self.rooms = state, used, rooms
@@ -70,6 +70,8 @@ class Profile:
         self.cores: FreeCores = free_cores(state, used)
         self.idle_gpus = idle_gpus(state, used)
         self.choices: dict[int, Ranked | Misfit] = {}
+        gpus = zip(state.gpus, used, strict=True)
+        self.memory_free = sum(max(0, gpu.memory_mebibytes - held.memory_mebibytes) for gpu, held in gpus if gpu.offered)
 
     def keep(self, key: int, choice: Ranked | Misfit) -> None:
         if len(self.choices) >= (_KEPT_BY_IDLE if self.idle is self else _KEPT_CHOICES):

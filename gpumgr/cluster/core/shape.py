@@ -19,10 +19,10 @@ compared by the lowest rank that a node of the group can have; only nodes that m
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from heapq import nsmallest
+from functools import lru_cache, reduce
+from heapq import nlargest, nsmallest
 from itertools import count, groupby, islice
-from operator import itemgetter
+from operator import itemgetter, or_
 from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose, lack_of
@@ -40,6 +40,7 @@ from gpumgr.cluster.core.profiles import (
     usable_cores,
 )
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.core.summary import least_in_total
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
@@ -47,7 +48,8 @@ from gpumgr.placement.evaluators.replicas import Scaling
 _numbers: Final = count()
 #: The rooms of up to so many nodes are found node by node.
 _FEW: Final = 200
-#: A pod is compared on _MOST_CHOICES profiles that fit, divided by the number of its containers, but on at least _FEWEST_PROFILES.
+#: A pod is compared on _MOST_CHOICES profiles that fit, divided by the number of its containers, but on at least _FEWEST_PROFILES. If none
+#: fits, the reasons on so many are named.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
 #: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers such a node.
@@ -106,9 +108,9 @@ class Shape:
         #: takes of the GPU.
         self._allowed: dict[tuple[str, str], bool] | None = None if request.constraints == UNCONSTRAINED else {}
         self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
-        #: id() of a profile's state, which equal nodes share -> the state and its key. The state is kept, so that no other one gets this
-        #: id().
-        self._keys: dict[int, tuple[NodeState, int]] = {}
+        #: id() of a profile's state, which equal nodes share -> the state, its key, and the least that the pod takes there in total. The
+        #: state is kept, so that no other one gets this id().
+        self._states: dict[int, tuple[NodeState, int, Amounts]] = {}
 
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class Shape:
                 self.examined(profile)
                 yield
             fits = fits or isinstance(self._kept(profile), Ranked)
-        for profile in self._there(offered) if reasons and not fits else ():
+        for profile in self._nearest(offered)[0] if reasons and not fits else ():
             if self._kept(profile) is None:
                 self.examined(profile)
                 yield
@@ -173,7 +175,14 @@ class Shape:
         return found
 
     def _may_fit(self, profile: Profile) -> bool:
-        return profile.idle_gpus >= self._whole_gpus and all(
+        least = self._on_state(profile.state)[2]
+        if (
+            profile.idle_gpus < self._whole_gpus
+            or profile.cores.free < least.cores
+            or profile.memory_free < least.memory_mebibytes
+        ):
+            return False
+        return all(
             any(room.offered and room.cores_free >= cores and room.blocks_free >= blocks for room in profile.rooms)
             for cores, blocks in self._largest
         )
@@ -200,14 +209,19 @@ class Shape:
     def _key(self, profile: Profile) -> int:
         """A number for all that decides the choice in a profile: the request, the policy, and the GPUs that the constraints allow, not
         their texts."""
-        if (known := self._keys.get(id(profile.state))) is not None:
-            return known[1]
-        constraints, gpus = self.request.constraints, profile.state.gpus
+        return self._on_state(profile.state)[1]
+
+    def _on_state(self, state: NodeState) -> tuple[NodeState, int, Amounts]:
+        if (known := self._states.get(id(state))) is not None:
+            return known
+        constraints, gpus = self.request.constraints, state.gpus
         allowed = constraints.of_single_gpus and tuple(constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in gpus)
         decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
         number = _number_of((replace(self._gpu_request, constraints=decisive), allowed, self.policy))
-        self._keys[id(profile.state)] = profile.state, number
-        return number
+        kinds = {(gpu.memory_mebibytes, gpu.scaling) for gpu in gpus}
+        sums = [NOTHING] if any(gpu.mig for gpu in gpus) else [least_in_total(self.request, *kind) for kind in kinds]
+        least = Amounts(min(each.cores for each in sums), min(each.memory_mebibytes for each in sums)) if sums else NOTHING
+        return self._states.setdefault(id(state), (state, number, least))
 
     @property
     def _apart(self) -> int:
@@ -218,6 +232,21 @@ class Shape:
 
     def _there(self, offered: int) -> list[Profile]:
         return self._profiles.there(offered, idle=self._whole)
+
+    def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
+        """The profiles whose reasons a rejection names, and the others, which have less free. A profile that was examined before belongs
+        to the first."""
+        profiles = self._there(offered)
+        if len(profiles) <= self._enough:
+            return profiles, []
+        nearest = set(nlargest(self._enough, profiles, key=self._room_of))
+        parts: tuple[list[Profile], list[Profile]] = [], []
+        for each in profiles:
+            parts[each not in nearest and self._kept(each) is None].append(each)
+        return parts
+
+    def _room_of(self, profile: Profile) -> tuple[int, int, int]:
+        return profile.idle_gpus if self._whole_gpus else 0, profile.cores.free, profile.memory_free
 
     def _in_profiles(self, offered: int, best: _Best, enough: int | None) -> None:
         alike: dict[tuple[Rank, FreeCores | None, bool], int] = {}
@@ -331,8 +360,9 @@ class Shape:
 
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
-    def misfits(self, offered: int) -> Iterator[tuple[int, str]]:
-        """For each kind of misfit the number of nodes, and the name of the node that lacks least. None of the nodes may fit."""
+    def misfits(self, offered: int) -> Iterator[tuple[int, str, Misfit | None]]:
+        """For each kind of misfit the number of nodes, the name of the node that lacks least, and what it lacks, which may be unknown.
+        None of the nodes may fit."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -342,18 +372,22 @@ class Shape:
             apart = self._apart
             yield from self._without_room(self._share, with_gpus & ~apart)
             with_gpus &= apart
-        kinds: dict[tuple[object, ...], tuple[int, float, int]] = {}
-        for profile in self._there(with_gpus):
+        kinds: dict[tuple[object, ...], tuple[int, Misfit, int]] = {}
+        nearest, others = self._nearest(with_gpus)
+        for profile in nearest:
             found, nodes = self.examined(profile), (profile.nodes[0] | profile.nodes[1]) & with_gpus
             assert isinstance(found, Misfit), "no node fits"
-            count, distance, nearest = kinds.get(found.reason, (0, found.distance, 0))
-            if found.distance <= distance:
-                nearest = nodes | (nearest if found.distance == distance else 0)
-                distance = found.distance
-            kinds[found.reason] = count + nodes.bit_count(), distance, nearest
-        yield from ((count, self._first_name(nearest)) for count, _, nearest in kinds.values())
+            count, best, there = kinds.get(found.reason, (0, found, 0))
+            if found.distance <= best.distance:
+                there = nodes | (there if found.distance == best.distance else 0)
+                best = found
+            kinds[found.reason] = count + nodes.bit_count(), best, there
+        for count, best, there in kinds.values():
+            yield count, self._first_name(there), replace(best, constraints=self.request.constraints)
+        if rest := reduce(or_, (each.nodes[0] | each.nodes[1] for each in others), 0) & with_gpus:
+            yield rest.bit_count(), self._first_name(rest), Misfit(container=None, less=True, distance=float("inf"))
 
-    def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str]]:
+    def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str, None]]:
         """Nodes with enough room on a GPU that is not offered are a misfit of another kind."""
         allowed = closed = 0
         lacks: list[tuple[float, int]] = []
@@ -375,7 +409,7 @@ class Shape:
                         nearest |= here & part
                     if nearest:
                         break
-                yield part.bit_count(), self._first_name(nearest or part)
+                yield part.bit_count(), self._first_name(nearest or part), None
 
     def _lack(self, room: Room, share: ContainerRequest) -> float:
         full = self.request.constraints.unused and room.used != NOTHING
@@ -384,9 +418,9 @@ class Shape:
         wanted = self._amounts(room, share)
         return float(wanted.cores > max(1, room.cores_free) or wanted.memory_mebibytes > room.memory_free)
 
-    def _first(self, nodes: int) -> Iterator[tuple[int, str]]:
+    def _first(self, nodes: int) -> Iterator[tuple[int, str, None]]:
         if nodes:
-            yield nodes.bit_count(), self._first_name(nodes)
+            yield nodes.bit_count(), self._first_name(nodes), None
 
     def _first_name(self, nodes: int) -> str:
         return next(self._profiles.in_order(nodes)).name

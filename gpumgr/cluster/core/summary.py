@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpumgr.cluster.core.node import GpuState, NodeState, Used
-from gpumgr.cluster.core.request import NOTHING, PodRequest
+from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.mig import has_place
+from gpumgr.placement.evaluators.replicas import Scaling
 
 #: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
 Totals = Counter[tuple[str, str, str]]
@@ -62,15 +63,23 @@ def _part(gpu: GpuState, held: Amounts, free: Amounts) -> str:
 def in_total(request: PodRequest) -> Amounts:
     """What kube-scheduler subtracts from a node's sums for the pod: of cores and of memory, the sum of its containers, or the largest
     init container if that is larger. Sidecars count in both."""
+    return _in_total((each, Amounts(each.cores, each.memory_mebibytes)) for each in request.containers)
+
+
+def least_in_total(request: PodRequest, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
+    """What the pod takes at least of GPUs with this memory and scaling, however its containers reuse what init containers leave."""
+    on = ((each, each.on(gpu_mebibytes, scaling)) for each in request.containers)
+    return _in_total((each, Amounts(each.gpus * amounts.cores, each.gpus * amounts.memory_mebibytes)) for each, amounts in on)
+
+
+def _in_total(containers: Iterable[tuple[ContainerRequest, Amounts]]) -> Amounts:
     running = largest = NOTHING
-    for container in request.containers:
-        amounts = Amounts(container.cores, container.memory_mebibytes)
+    for container, amounts in containers:
         if container.kind == "init":
-            at_start = running + amounts
-            largest = Amounts(max(largest.cores, at_start.cores), max(largest.memory_mebibytes, at_start.memory_mebibytes))
+            largest = largest.most(running + amounts)
         else:
             running = running + amounts
-    return Amounts(max(largest.cores, running.cores), max(largest.memory_mebibytes, running.memory_mebibytes))
+    return largest.most(running)
 
 
 def covers(sums: Amounts, wanted: Amounts) -> bool:

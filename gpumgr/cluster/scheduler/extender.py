@@ -106,8 +106,9 @@ class Extender:
     def ready(self) -> bool:
         return self.problem is None
 
-    async def answer_filter(self, args: FilterArgs) -> FilterResult:
-        """Decodes the request, lets the index compute what is new in it without holding the event loop for long, and calls `filter`."""
+    async def answer_filter(self, args: FilterArgs, gone: Callable[[], bool] | None = None) -> FilterResult:
+        """Decodes the request, lets the index compute what is new in it without holding the event loop for long, and calls `filter`.
+        Raises ConnectionResetError if the client is `gone` in the meantime."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE as error:
@@ -118,7 +119,7 @@ class Extender:
             await self._preemption.keep_nominated()
             if pod.wants_gpu and pod.refusal is None:
                 # This may take a second at thousands of nodes. No `await` follows before `filter`.
-                await in_slices(self._question(pod, offered).examine())
+                await in_slices(self._question(pod, offered).examine(), gone)
         if not self.answers:
             return FilterResult(error=NOT_LEADING)
         if self._index.node_set(offered).numbering != offered.numbering:  # nodes have got other numbers
@@ -197,8 +198,9 @@ class Extender:
             self._forget(pod.uid)
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
-    async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
-        """The best node gets MAX_SCORE, the others less by their rank. After an error, or for a pod without GPUs, all nodes get 0."""
+    async def prioritize(self, args: FilterArgs, gone: Callable[[], bool] | None = None) -> list[HostPriority]:
+        """The best node gets MAX_SCORE, the others less by their rank. After an error, or for a pod without GPUs, all nodes get 0. `gone`
+        as for `answer_filter`."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE:
@@ -207,7 +209,7 @@ class Extender:
         if self.ready and names and pod.request.containers:
             asked = pod.request, pod.policy or self._settings.policy, names
             await self._settle_index()
-            await in_slices(self._index.examine(*asked, None))
+            await in_slices(self._index.examine(*asked, None), gone)
             ordered = self._index.order(*asked)
             if not isinstance(ordered, Rejection):
                 count = len(ordered)

@@ -53,8 +53,8 @@ def make_application(
     verbs: Mapping[str, Handler] = {
         "filter": partial(_answer, bodies, FilterArgs, extender.answer_filter, _failed_filter),
         "prioritize": partial(_answer, bodies, FilterArgs, extender.prioritize, lambda _: []),
-        "preempt": partial(_answer, bodies, PreemptArgs, extender.preempt, _no_victims),
-        "bind": partial(_answer, bodies, BindArgs, extender.bind, BindResult),
+        "preempt": partial(_answer, bodies, PreemptArgs, lambda args, _: extender.preempt(args), _no_victims),
+        "bind": partial(_answer, bodies, BindArgs, lambda args, _: extender.bind(args), BindResult),
     }
     application.add_routes([web.post(f"{PREFIX}/{verb}", handler) for verb, handler in verbs.items()])
     application.add_routes(
@@ -101,12 +101,13 @@ async def _text(text: str, _: web.Request) -> web.Response:
 async def _answer(
     bodies: Bodies,
     kind: type[_Args],
-    verb: Callable[[_Args], Awaitable[_Result]],
+    verb: Callable[[_Args, Callable[[], bool]], Awaitable[_Result]],
     failed: Callable[[str], _Result],
     request: web.Request,
 ) -> web.Response:
+    """The second argument of `verb`: whether the client has gone."""
     try:
-        return _json(await verb(await _read(bodies, request, kind)))
+        return _json(await verb(await _read(bodies, request, kind), lambda: request.transport is None))
     except _RequestError as error:
         return _json(failed(str(error)))
     except (web.HTTPException, ConnectionError):

@@ -3,14 +3,22 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from gpumgr.cluster.core import shape
+from gpumgr.cluster.core.choose import choose
+from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler.objects import parse_node
+from gpumgr.common import aio
+from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.sim.apiserver import SimApiServer
+from tests.cluster_states import node_state
 
 from .conftest import Json, Stage, inventory, node, pod, until
 
@@ -88,6 +96,30 @@ async def test_a_pod_with_too_many_containers_that_is_on_a_node_holds_its_gpus(s
     stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=100),))}
     assert "uses 100 of 100 cores; the pod needs 1" in str(await stage.filter(pod("one", ("app", 1, 1)), ["b"]))
     assert (await stage.filter(pod("pending", *containers, ("app", 1, 1))))["NodeNames"] == []
+
+
+async def test_nothing_is_computed_for_a_client_that_has_gone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kube-scheduler ends a request that takes too long, and tries the pod again."""
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
+    names = [f"n{number:02}" for number in range(90)]
+    for number, name in enumerate(names):
+        stage.index.set_node(node_state(name, 1, other={"held": ((0, Amounts(1 + number, 256)),)}))
+    before, examined = asyncio.all_tasks(), list[str]()
+    url = urlsplit(stage.url)
+    _, writer = await asyncio.open_connection(url.hostname, url.port)
+
+    def choose_and_go(node: NodeState, *rest: Any) -> object:
+        examined.append(node.name)
+        writer.transport.abort()
+        return choose(node, *rest)
+
+    monkeypatch.setattr(shape, "choose", choose_and_go)
+    item = pod("one", ("app", 4, 1), ("app", 3, 1))
+    body = json.dumps({"Pod": item, "Nodes": None, "NodeNames": names}).encode()
+    writer.write(b"POST /scheduler/filter HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    await until(lambda: bool(examined) and asyncio.all_tasks() <= before)
+    assert len(examined) < 10
+    assert stage.index.placement("uid-one") is None
 
 
 async def test_a_pod_with_too_many_containers_and_a_placement_holds_the_gpus_of_it(stage: Stage) -> None:

@@ -20,7 +20,10 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.profiles import FreeCores
 from gpumgr.cluster.core.request import PodRequest, Policy, Shares
 from gpumgr.cluster.core.shape import Rejection, least_stranded, stranded
+from gpumgr.cluster.core.summary import covers, least_in_total
+from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from tests.cluster_states import hami, node_state, request, share, together, with_mig, with_replicas
 
@@ -495,6 +498,57 @@ def test_a_pod_with_several_containers_is_compared_on_the_first_profiles_that_fi
     ranked = made.rank(TWO, "binpack", names)
     assert not isinstance(ranked, Rejection)
     assert ranked[0][0] == "n11", "the only one that fits"
+
+
+@pytest.mark.parametrize(
+    ("containers", "examined"),
+    [
+        ([("app", 31 + number, 1) for number in range(30)], 34),  # 1,365 cores
+        ([("app", 1, 1 + number) for number in range(64)], 32),  # 520 GiB
+        ([*(("init", 1 + number, 1) for number in range(63)), ("app", 900, 0)], 32),
+        ([*(("init", 1 + number, 1) for number in range(31)), ("app", 200, 0)], 32),
+    ],
+)
+def test_a_pod_with_many_containers_that_fits_nowhere_is_examined_on_few_nodes(
+    containers: list[tuple[ContainerKind, int, int]], examined: int, computed: list[int]
+) -> None:
+    """What the pod takes in total rules most nodes out. A rejection has the reasons of the nodes that have the most free."""
+    made, names = ClusterIndex(), [f"n{number:03}" for number in range(200)]
+    for number, name in enumerate(names):
+        made.set_node(node_state(name, 2, other={"held": ((0, Amounts(1 + number % 98, number + 1)), (1, Amounts(1, 1)))}))
+    wanted = request(*containers)
+    list(made.examine(wanted, "binpack", names))
+    ranked = made.rank(wanted, "binpack", names)
+    assert len(computed) == examined
+    assert isinstance(ranked, Rejection)
+    assert ranked.text.startswith("for the 200 nodes with enough in total: ")
+    assert ranked.text.endswith(f", {200 - examined} have less free")
+    assert made.rank(wanted, "binpack", names) == ranked
+    assert len(computed) == examined
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_pod_that_fits_takes_no_less_than_is_required_in_total(data: st.DataObject) -> None:
+    """Otherwise nodes on which it fits would be left out."""
+    kinds = st.sampled_from(get_args(ContainerKind))
+    shares = st.tuples(kinds, st.sampled_from([10, 30, 60, 100, 200]), st.sampled_from([0, 8, 30]))
+    if data.draw(st.booleans()):
+        containers = data.draw(st.lists(shares.filter(lambda each: each[1] >= 100 or each[2] > 0), min_size=1, max_size=6))
+        try:
+            wanted = request(*containers)
+        except Refusal:
+            return
+    else:
+        pods = [
+            hami(data.draw(kinds), cores=data.draw(st.sampled_from([0, 30, 100])), memory=3000, core_scaling=1.5) for _ in "abc"
+        ]
+        wanted = together(*pods)
+    node = with_replicas(node_state("a", 4), 10)
+    choice = choose(node, (Amounts(),) * 4, wanted, data.draw(st.sampled_from(POLICIES)))
+    if isinstance(choice, NodeChoice):
+        taken = sum(choice.taken.values(), Amounts())
+        assert covers(taken, least_in_total(wanted, node.gpus[0].memory_mebibytes, node.gpus[0].scaling))
 
 
 def choose_share(node: NodeState, cores: int) -> NodeChoice:
