@@ -12,6 +12,7 @@ from gpumgr.cluster.core import shape
 from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
+from gpumgr.cluster.scheduler import extender
 from gpumgr.cluster.scheduler.objects import parse_node
 from gpumgr.common import aio
 from gpumgr.common.units import Amounts
@@ -104,7 +105,7 @@ async def test_nothing_is_computed_for_a_client_that_has_gone(stage: Stage, monk
     names = [f"n{number:02}" for number in range(90)]
     for number, name in enumerate(names):
         stage.index.set_node(node_state(name, 1, other={"held": ((0, Amounts(1 + number, 256)),)}))
-    before, examined = asyncio.all_tasks(), list[str]()
+    examined, ended = list[str](), asyncio.Event()
     url = urlsplit(stage.url)
     _, writer = await asyncio.open_connection(url.hostname, url.port)
 
@@ -113,11 +114,20 @@ async def test_nothing_is_computed_for_a_client_that_has_gone(stage: Stage, monk
         writer.transport.abort()
         return choose(node, *rest)
 
+    async def watched(*arguments: Any) -> None:
+        try:
+            await aio.in_slices(*arguments)
+        finally:
+            if examined:
+                ended.set()
+
     monkeypatch.setattr(shape, "choose", choose_and_go)
+    monkeypatch.setattr(extender, "in_slices", watched)
     item = pod("one", ("app", 4, 1), ("app", 3, 1))
     body = json.dumps({"Pod": item, "Nodes": None, "NodeNames": names}).encode()
     writer.write(b"POST /scheduler/filter HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-    await until(lambda: bool(examined) and asyncio.all_tasks() <= before)
+    async with asyncio.timeout(30):
+        await ended.wait()
     assert len(examined) < 10
     assert stage.index.placement("uid-one") is None
 
