@@ -31,7 +31,7 @@ extern const struct entry __start_api[], __stop_api[];
 
 struct ctx { int slot, device, primary, references; struct stream *legacy; };
 struct graph { int64_t ns; int kernels; uint64_t bytes[GPUS]; uint32_t meeting, parties; };
-struct stream { struct ctx *ctx; struct graph *capture; int mode, invalid, owner; uint64_t last; struct stream *origin; };
+struct stream { struct ctx *ctx; struct graph *capture; int mode, invalid, owner, destroyed; uint64_t last; struct stream *origin; };
 struct event { struct ctx *ctx; uint64_t at; int recorded; int64_t end_ns; struct stream *capture; };
 enum { PLAIN, MANAGED, ARRAY, MIPMAPPED, HANDLE, POOLED, HOST, RANGE, IMPORTED };
 /* Requests of up to 1 MiB share blocks of 2 MiB; a block is freed with the last of them, and no hole in it is used again. */
@@ -219,6 +219,7 @@ static void close_context(struct ctx *c) {
     c->references = 0;
 }
 API(cuDevicePrimaryCtxRetain, (V *c, D d)) {
+    if (!c) return INVALID;
     if (!gpu(d)) return started ? NO_DEVICE : NOT_INITIALIZED;
     pthread_mutex_lock(&lock);
     R r = OK;
@@ -249,6 +250,7 @@ API(cuDevicePrimaryCtxReset_v2, (D d)) { return reset_primary(d); }
 API(cuDevicePrimaryCtxReset, (D d)) { return reset_primary(d); }
 API(cuDevicePrimaryCtxGetState, (D d, unsigned *flags, int *active)) { *flags = 0; *active = primary[d].references > 0; return OK; }
 static R create_context(V *c, D d) {
+    if (!c) return INVALID;
     if (!gpu(d)) return started ? NO_DEVICE : NOT_INITIALIZED;
     struct ctx *x = malloc(sizeof *x);
     R r = open_context(x, d);
@@ -286,9 +288,15 @@ API(cuCtxGetDevice, (D *d)) {
 }
 
 /* Streams, events, kernels */
+/* A stale handle would be used, which a driver does not survive. */
+static struct stream *used(struct stream *s) {
+    if (!s->destroyed && s->ctx->references) return s;
+    fprintf(stderr, "libcuda: a stream is used after its end\n");
+    abort();
+}
 static struct stream *stream_of(V given, int per_thread_default) {
     uintptr_t n = (uintptr_t)given;
-    if (n > 2) return given;
+    if (n > 2) return used(given);
     struct ctx *c = current();
     if (!c || !c->references) return NULL;
     if (n == 1 || (n == 0 && !per_thread_default)) return c->legacy;
@@ -367,7 +375,7 @@ API(cuStreamCreate, (V *s, unsigned flags)) {
     return OK;
 }
 API(cuStreamCreateWithPriority, (V *s, unsigned flags, int priority)) { (void)priority; return cuStreamCreate(s, flags); }
-API(cuStreamDestroy_v2, (V s)) { (void)s; return OK; /* its memory stays, so that a stale use shows as a wrong answer and not as a crash */ }
+API(cuStreamDestroy_v2, (V s)) { used(s)->destroyed = 1; return OK; }
 API_PTSZ(cuStreamSynchronize, (V stream), (S)) {
     struct stream *s = stream;
     if (!s) return BAD_CONTEXT;
@@ -417,6 +425,10 @@ API_PTSZ(cuEventRecord, (V e, V stream), (e, S)) {
     return r;
 }
 static R query(struct event *x) {
+    if (!x->ctx->references) {
+        fprintf(stderr, "libcuda: an event is used after its context\n");
+        abort();
+    }
     if (!x->recorded || x->end_ns) return OK;
     if (!done(x->ctx, x->at)) return NOT_READY;
     x->end_ns = model->context[x->ctx->slot].ring[(x->at - 1) % RING].end_ns;
@@ -494,6 +506,7 @@ static U last_attribute;
 #define LAUNCH_EX(name, per_thread) \
     API(name, (const struct launch_config *c, V f, V *parameters, V *extra)) { \
         (void)parameters, (void)extra; \
+        if (!c) return INVALID; \
         if (c->n) last_attribute = *(U *)c->attributes; \
         return launch(f, stream_of(c->stream, per_thread)); }
 LAUNCH_EX(cuLaunchKernelEx, 0) LAUNCH_EX(cuLaunchKernelEx_ptsz, 1)
@@ -654,6 +667,7 @@ static R create_array(P *at, const struct array3 *a, U levels, int kind) {
 }
 API(cuArray3DCreate_v2, (P *at, const struct array3 *a)) { return create_array(at, a, 1, ARRAY); }
 API(cuArrayCreate_v2, (P *at, const struct array2 *a)) {
+    if (!a) return INVALID;
     struct array3 x = {a->width, a->height, 0, a->format, a->channels, 0};
     return create_array(at, &x, 1, ARRAY);
 }
@@ -769,6 +783,7 @@ API(cuDeviceGetDefaultMemPool, (V *p, D d)) { default_pool[d].device = d; *p = &
 API(cuDeviceGetMemPool, (V *p, D d)) { default_pool[d].device = d; *p = current_pool[d] ? current_pool[d] : &default_pool[d]; return OK; }
 API(cuDeviceSetMemPool, (D d, V p)) { current_pool[d] = p; return OK; }
 API(cuMemPoolCreate, (V *p, const struct pool_properties *x)) {
+    if (!p || !x) return INVALID;
     struct pool *n = calloc(1, sizeof *n);
     n->device = x->location.id, n->host = !on_device(x->location);
     *p = n;

@@ -42,6 +42,7 @@ def compile_all(folder: Path, command: Sequence[str] | None = None) -> None:
         ("tenant", "tenant.c", ()),
     ):
         compile_program(folder / name, [_SOURCES / source], options, command)
+    compile_program(folder / "edges", [_SOURCES / "edges.c", folder / "libcuda.so.1"], (), command)
     compile_library(LIBRARY, folder, ['-DPLACE="pages/"', *sanitized(_SANITIZERS)], command)
     compile_library(ARBITER, folder, sanitized(_SANITIZERS), command)
 
@@ -98,20 +99,33 @@ class Node:
         )
         subprocess.run([self.programs / "make_clock", self.folder / "clock"], check=True)
 
-    def start(self, container: "Container | Path | None" = None, lookup: str = "proc", *, clock: bool = False) -> "Tenant":
+    def start(
+        self,
+        container: "Container | Path | None" = None,
+        lookup: str = "proc",
+        *,
+        clock: bool = False,
+        visible: str | None = None,
+    ) -> "Tenant":
         """A tenant in a container, or in a folder that has one's pages; without one, it has the bare driver. `clock`: its time is the
-        model clock's."""
+        model clock's. `visible`: its CUDA_VISIBLE_DEVICES."""
         folder = container.folder if isinstance(container, Container) else container
-        preload = [self.programs / "libclock.so"] * clock + [self.programs / LIBRARY] * (container is not None)
-        environment = {
+        environment = dict(self.environment(limited=container is not None, clock=clock))
+        if visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible
+        tenant = Tenant(self.programs / "tenant", lookup, environment, folder or self.folder)
+        self._running.append(tenant)
+        return tenant
+
+    def environment(self, *, limited: bool, clock: bool = False) -> Mapping[str, str]:
+        """That of a process; `limited`: with the library."""
+        preload = [self.programs / "libclock.so"] * clock + [self.programs / LIBRARY] * limited
+        return {
             **preloaded(preload, self.folder),
             "LD_LIBRARY_PATH": str(self.programs),
             "FAKE_GPU": str(self.folder / "gpu"),
             "MODEL_CLOCK": str(self.folder / "clock"),
         }
-        tenant = Tenant(self.programs / "tenant", lookup, environment, folder or self.folder)
-        self._running.append(tenant)
-        return tenant
 
     def fail_steps(self, lines: str) -> None:
         """Lets steps of checkpoints fail: lines of cuda.c's file."""
@@ -182,6 +196,9 @@ class Container:
 
     def _write(self, name: str, content: bytes, size: int) -> None:
         self.page(name).write_bytes(content.ljust(size, b"\0"))
+
+    def set_limit(self, gpu: int, size_bytes: int) -> None:
+        _overwrite(self.page("limits"), _HEAD + 120 * gpu + 16, struct.pack("<Q", size_bytes))
 
     def set_uncounted(self, size_bytes: int) -> None:
         """What the agent writes about the driver's use beyond the count."""

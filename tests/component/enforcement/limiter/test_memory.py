@@ -1,12 +1,15 @@
 """The memory limit: real processes on the fake GPU, with the library preloaded."""
 
+import os
 import random
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Container, Node, Tenant
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, GPU_BYTES, MIB, Container, Node, Tenant
 
 _OUT_OF_MEMORY = 2
 _LIMIT = 4096 * MIB
@@ -183,6 +186,77 @@ def test_programs_see_the_share(node: Node, tmp_path: Path) -> None:
     neighbour.ask(f"grab alloc {MIB} 1")
     assert tenant.ask("info") == (0, free, _LIMIT)
     assert tenant.ask(f"grab alloc {free + 1} 1")[0] == _OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+@pytest.mark.parametrize(
+    "visible", ["0,1", "1,0", "1", "GPU-00000000-0000-0000-0000-000000000002", "GPU-00000000-0000-0000-0000-000000000002,0"]
+)
+def test_the_limit_is_that_of_the_gpu_in_any_order(node: Node, tmp_path: Path, visible: str) -> None:
+    """CUDA's numbers of GPUs depend on the environment; NVML's do not."""
+    container = Container(tmp_path / "a", _LIMIT, gpus=2)
+    container.set_limit(1, 2 * _LIMIT)
+    tenant = node.start(container, visible=visible)
+    limit = _LIMIT if visible.startswith("0") else 2 * _LIMIT
+    assert tenant.ask("init 0")[0] == 0
+    assert tenant.ask("total") == (0, 0, limit)
+    assert tenant.ask(f"grab alloc {limit - CONTEXT_BYTES} 1")[0] == 0
+    assert tenant.ask("grab alloc 1 1")[0] == _OUT_OF_MEMORY
+    assert _nvml(tenant)[1] == _LIMIT
+
+
+@pytest.mark.parametrize("limit_mib", [1, 519, 4096, 143_156, 143_771, 200_000])
+def test_a_program_sees_no_more_than_there_is(node: Node, tmp_path: Path, limit_mib: int) -> None:
+    """For any limit; CUDA's figures and NVML's agree, except for what the driver keeps for itself."""
+    container = Container(tmp_path / "a", limit_mib * MIB)
+    tenant = node.start(container)
+    if tenant.ask("init 0")[0] == _OUT_OF_MEMORY:
+        assert limit_mib * MIB < CONTEXT_BYTES
+        return
+    tenant.ask(f"grab alloc {64 * MIB} {128 * MIB}")
+    used = container.reserved_bytes()
+    for available, total, most in ((*tenant.ask("info")[1:], GPU_BYTES - 615 * MIB), (*_nvml(tenant), GPU_BYTES)):
+        assert (total, available) == (min(limit_mib * MIB, most), min(limit_mib * MIB, most) - used)
+
+
+def _nvml(tenant: Tenant) -> tuple[int, int]:
+    """Free and total bytes."""
+    tenant.send("nvml")
+    _, available, total, _ = tenant.answer()
+    return available, total
+
+
+def test_a_program_whose_first_start_failed_is_limited(node: Node, tmp_path: Path) -> None:
+    gpu, hidden = node.folder / "gpu", node.folder / "hidden"
+    gpu.rename(hidden)
+    tenant = node.start(Container(tmp_path / "a", _LIMIT))
+    assert tenant.ask("init 0")[0] != 0
+    assert tenant.ask(f"grab vmm {2 * MIB} 1")[0] not in (0, _OUT_OF_MEMORY)
+    hidden.rename(gpu)
+    assert tenant.ask("init 0")[0] == 0
+    assert tenant.ask("total") == (0, 0, _LIMIT)
+    assert tenant.ask(f"grab alloc {_ROOM + 1} 1")[0] == _OUT_OF_MEMORY
+
+
+def _edges(node: Node, container: Container | None, *words: str) -> Sequence[str]:
+    """What a program says that does what programs do seldom or by mistake (edges.c)."""
+    environment = {**os.environ, **node.environment(limited=container is not None)}
+    folder = container.folder if container else node.folder
+    command = [str(node.programs / "edges"), *words]
+    done = subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def test_calls_that_are_rare_or_wrong_have_the_drivers_answers_and_the_count_is_right(node: Node, tmp_path: Path) -> None:
+    bare = _edges(node, None)
+    assert len(bare) > 150
+    # What a module takes is not counted here.
+    counted = [line.replace(f", +{4 * MIB}", ", +0") if line.startswith("attributes") else line for line in bare]
+    assert _edges(node, Container(tmp_path / "a", 2 * _LIMIT, share_percent=50)) == counted
+
+
+def test_sizes_beyond_64_bits_are_out_of_memory(node: Node, tmp_path: Path) -> None:
+    assert _edges(node, Container(tmp_path / "a", 2 * _LIMIT), "sizes") == ["more than there is: 2 2 2 2 2 2, +0"]
 
 
 def test_a_refusal_of_the_driver_leaves_nothing_reserved(programs: Path, tmp_path: Path) -> None:
