@@ -6,7 +6,7 @@ from typing import Final
 
 from gpumgr.agent.ports import Pods, Runtime
 from gpumgr.common.errors import CriError
-from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRequest
 from gpumgr.placement.pods import PodKey, PodSandbox, PodView, is_static_uid
 
 
@@ -27,13 +27,19 @@ def pods_of(holder: Allocation, pods: Pods) -> Sequence[tuple[PodKey, str]]:
     pod has the UID of its mirror pod here."""
     claim = holder.claim
     if claim is not None:
-        in_namespace = (pod for pod in pods.all() if pod.namespace == claim.namespace and not pod.ended)
-        found = [pod for pod in in_namespace if any(use.uses(claim.name, claim.request) for use in pod.claims)]
+        found = [pod for pod in pods.all() if users(claim, pod)]
         found.sort(key=lambda pod: pod.uid != holder.uid)
     else:
         view = find_pod(pods, holder.pod, holder.uid)
         found = [view] if view is not None else []
     return [(pod.key, pod.uid) for pod in found] or ([(holder.pod, holder.uid)] if holder.pod and holder.uid else [])
+
+
+def users(claim: ClaimRequest, pod: PodView) -> Sequence[str]:
+    """The pod's containers that use the claim; none if the pod has ended."""
+    if pod.namespace != claim.namespace or pod.ended:
+        return ()
+    return [use.container for use in pod.claims if use.uses(claim.name, claim.request)]
 
 
 def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:

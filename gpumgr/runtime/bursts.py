@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import structlog
 
-from gpumgr.agent.pods import find_pod
+from gpumgr.agent.pods import find_pod, users
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.tenants import is_share
 from gpumgr.common.errors import Refusal
@@ -19,7 +19,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
-from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
+from gpumgr.runtime.container_events import AgentRecords, ContainerEvents, User
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +30,8 @@ _ROOM_SECONDS: Final = 12.0
 _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 
 Shares = Mapping[AllocationId, GpuShare]
+#: Whose limit is not used: the first user of the allocation (None), or another user of its claim.
+_Place = tuple[AllocationId, User | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Bursts:
     ) -> None:
         self._records, self._pods, self._events, self._obstacle = records, pods, events, obstacle
         self.allowed, self.slack_bytes = allowed, slack_bytes
-        self._ignored: dict[AllocationId, str] = {}
+        self._ignored: dict[_Place, str] = {}
         #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
         #: Allocations of unknown pods: they may have had a limit above the request; empty if the setting allows no bursts. What they use
@@ -113,25 +115,40 @@ class Bursts:
     def _limits(self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Shares) -> dict[AllocationOnGpu, int]:
         """Limits above requests, in bytes. Reports each annotation that is not used, once."""
         sizes = _sizes(gpus)
-        limits, ignored, unknown = dict[AllocationOnGpu, int](), dict[AllocationId, str](), set[AllocationId]()
+        limits, ignored, unknown = dict[AllocationOnGpu, int](), dict[_Place, str](), set[AllocationId]()
         for name in shares:
             allocation = ledger.allocations[name]
             view = find_pod(self._pods, allocation.pod, allocation.uid)
             if view is None and self._why_not(allocation) is None:
                 unknown.add(name)
+            ignored |= {(name, user): why for user, why in self._of_other_users(allocation)}
             try:
                 wanted = self._wanted(allocation, view, sizes)
             except ValueError as error:
-                ignored[name] = str(error)
+                ignored[name, None] = str(error)
             else:
                 limits |= {(name, gpu): mebibytes << 20 for gpu, mebibytes in wanted.items()}
-        for name, why in ignored.items():
-            if self._ignored.get(name) != why:
+        for (name, user), why in ignored.items():
+            if self._ignored.get((name, user)) != why:
                 log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
                 sentence = f"the annotation {MEMORY_LIMIT_ANNOTATION} is not used, and the request stays the limit: {why}"
-                self._events.add_once(name, IGNORED, sentence)
+                self._events.add_once(name, IGNORED, sentence, user=user)
         self._ignored, self._unknown = ignored, unknown
         return limits
+
+    def _of_other_users(self, allocation: Allocation) -> Iterator[tuple[User, str]]:
+        """The containers with a limit that use the claim of this allocation beside its first user, each with a reason: only the limit of
+        the first user counts."""
+        if (claim := allocation.claim) is None:
+            return
+        first = f"container {allocation.container} of pod {'/'.join(allocation.pod or '?')}"
+        for view in self._pods.all():
+            for name in users(claim, view) if view.memory_limits else ():
+                if (name, view.uid) != (allocation.container, allocation.uid) and name in dict(view.memory_limits):
+                    yield (
+                        (view.key, view.uid, name),
+                        f"it shares ResourceClaim {claim.name} with {first}, and only the limit of that container counts",
+                    )
 
     def _why_not(self, allocation: Allocation) -> str | None:
         """Why this allocation can't have a burst for any annotation of its pod; None: it can."""

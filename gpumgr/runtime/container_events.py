@@ -2,6 +2,7 @@
 enforcement backends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 import structlog
@@ -14,6 +15,9 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodKey
+
+#: A pod's name and UID, and one of its containers.
+User = tuple[PodKey, str, str]
 
 
 class AgentRecords(Protocol):
@@ -43,9 +47,12 @@ class ContainerEvents:
         """`reason` and `message` are the event's. `gpus` are the GPUs concerned; without them, all GPUs of the allocation."""
         self._records.history.add(self._entry(allocation, reason, message, gpus))
 
-    def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
-        """As `add`, unless the same was added shortly before."""
-        self._records.history.add_unless_repeated(self._entry(allocation, reason, message, gpus))
+    def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
+        """As `add`, unless the same was added shortly before. `user`: the event is about this user of the allocation, not the first."""
+        entry = self._entry(allocation, reason, message, gpus)
+        if user is not None:
+            entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])
+        self._records.history.add_unless_repeated(entry)
 
     def pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
         """Name and UID of the allocation's pod, from the ledger, else from the container runtime; None if unknown."""

@@ -234,8 +234,8 @@ class Shape:
         return self._profiles.there(offered, idle=self._whole)
 
     def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
-        """The profiles for which a rejection has the reason, and the others, which have less free. A profile that was examined before belongs
-        to the first."""
+        """The profiles for which a rejection has the reason, and the others, which have less free. A profile that was examined before
+        belongs to the first."""
         profiles = self._there(offered)
         if len(profiles) <= self._enough:
             return profiles, []

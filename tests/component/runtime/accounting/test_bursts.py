@@ -8,8 +8,8 @@ import pytest
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.ledger.ledger import Allocation
-from gpumgr.placement.pods import PodView
+from gpumgr.ledger.ledger import Allocation, ClaimRequest
+from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import OverLimit
 from tests.unit.ledger.usage.samples import MIB, container, sample
@@ -138,6 +138,23 @@ async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enfo
     assert (limits(made), held(made)) == ({"a": 512}, {})
     assert made.memory_watcher.over == {("a", GPU)}
     await made.memory_watcher.bursts.make_room(T)  # at once
+
+
+async def test_a_limit_of_a_container_that_shares_a_claim_is_reported_unless_it_is_the_first() -> None:
+    """They have one limit together."""
+    node = bursting(replace(A, claim=ClaimRequest(uid="u", namespace="team", name="c", request="gpu")))
+    for pod, containers in ((WEB, ("main", "side")), (TRAIN, ("main", "free"))):
+        used = tuple(ClaimUse(container=name, claim="c" if name != "free" else "other") for name in containers)
+        limits_of = tuple((name, 1024) for name in containers)
+        uid = "uid-a" if pod == WEB else "uid-t"
+        node.pods.views[pod] = PodView(namespace="team", name=pod[1], uid=uid, claims=used, memory_limits=limits_of)
+    for _ in range(3):
+        await node.sampled(uses(a=513))
+    assert limits(node) == {"a": 1024}
+    assert [(each.pod, each.pod_uid, each.container) for each in node.told] == [(WEB, "uid-a", "side"), (TRAIN, "uid-t", "main")]
+    assert {each.why.partition("the limit: ")[2] for each in node.told} == {
+        "it shares ResourceClaim c with container main of pod team/web, and only the limit of that container counts"
+    }
 
 
 async def test_what_a_container_holds_counts_until_its_pod_is_known() -> None:
