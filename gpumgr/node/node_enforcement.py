@@ -30,7 +30,7 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
 from gpumgr.enforcement.mechanism_choice import Mechanisms
-from gpumgr.enforcement.mps.backend import Mps, UnlimitedMps
+from gpumgr.enforcement.mps.backend import Mps, Trials, UnlimitedMps
 from gpumgr.enforcement.mps.launcher import best_method
 from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.kube.publisher.publisher import Publisher
@@ -89,8 +89,7 @@ class NodeEnforcement:
             modes=nvml,
             clock=time.monotonic,
             method=best_method(in_pod="KUBERNETES_SERVICE_HOST" in os.environ),
-            idle_gpu=self._idle_gpu,
-            on_probed=self._choose_soon,
+            trials=Trials(idle_gpu=self._idle_gpu, on_ended=self._choose_soon),
             cuda_library=_libcuda(settings.nvml.library_path),
         )
         self.vcuda = self._make_vcuda(hardware.proc_root)

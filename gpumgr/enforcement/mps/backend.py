@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -47,13 +48,21 @@ _ALL_MEMORY_BYTES: Final = 1 << 40
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """`idle_gpu` returns the UUID of a GPU without allocations and processes, on which a trial daemon may run, or None. `on_ended` is
+    called after a trial."""
+
+    idle_gpu: Callable[[], Awaitable[str | None]]
+    on_ended: Callable[[], None] = lambda: None
+
+
 class Mps(Backend):
     """A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the
     kubelet must not depend on other mechanisms.
 
-    `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `idle_gpu` returns the UUID of a GPU without
-    allocations and processes, on which a trial daemon may run, or None; `on_probed` is called after a trial. `cuda_library`: the name or
-    path of libcuda, for trials of new clients.
+    `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `trials` None: no trial daemon is started.
+    `cuda_library`: the name or path of libcuda, for trials of new clients.
 
     The agent registers with the kubelet without waiting for the trial, which runs in the background. `settle` waits for it before a share
     is granted, and no container starts on a shared GPU or gets a whole GPU before the trial has ended.
@@ -74,13 +83,12 @@ class Mps(Backend):
         modes: ComputeModes,
         clock: Callable[[], float],
         method: launcher.LaunchMethod,
-        idle_gpu: Callable[[], Awaitable[str | None]] | None = None,
-        on_probed: Callable[[], None] = lambda: None,
+        trials: Trials | None = None,
         cuda_library: str = "libcuda.so.1",
     ) -> None:
         self._settings, self._root, self._state_dir = settings, run_dir / "mps", state_dir
         self._modes, self._clock, self._method = modes, clock, method
-        self._idle_gpu, self._on_probed, self._cuda_library = idle_gpu, on_probed, cuda_library
+        self._trials, self._cuda_library = trials, cuda_library
         self._probing: asyncio.Task[None] | None = None
         self._next_probe = float("-inf")
         self._tried: str | None = None
@@ -129,17 +137,17 @@ class Mps(Backend):
         result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
         works = result is not None and result.boot == boot_id() and result.failure is None
         due = not works and (self._clock() >= self._next_probe or program != self._tried)
-        if due and self._probing is None and self._idle_gpu is not None:
-            self._probing = asyncio.create_task(self._probe(program, self._idle_gpu), name="mps probe")
+        if due and self._probing is None and self._trials is not None:
+            self._probing = asyncio.create_task(self._probe(program, self._trials), name="mps probe")
         return result.failure if result is not None else None
 
-    async def _probe(self, program: str, idle_gpu: Callable[[], Awaitable[str | None]]) -> None:
+    async def _probe(self, program: str, trials: Trials) -> None:
         try:
-            uuid = await idle_gpu()
+            uuid = await trials.idle_gpu()
             if uuid is not None and uuid not in {daemon.uuid for daemon in self.daemons()}:
                 self._next_probe, self._tried = self._clock() + probe.RETRY_SECONDS, program
                 await probe.try_daemon(uuid, self._root, self._state_dir, self._ready().config)
-                self._on_probed()
+                trials.on_ended()
         except (GpumgrError, OSError) as error:
             log.warning("mps_not_probed", reason=str(error))
         except Exception as error:  # a bug must be logged

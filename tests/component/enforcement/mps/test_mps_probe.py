@@ -8,7 +8,7 @@ import pytest
 from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps import backend as backend_module
 from gpumgr.enforcement.mps import probe, processes
-from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.backend import Mps, Trials
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from tests.component.enforcement.mps.place import UUID, Place, tenant
 
@@ -26,7 +26,7 @@ class Idle:
 
 async def tried(place: Place, idle: Idle, **different: Any) -> Mps:
     """An agent that has chosen its mechanisms, after its try."""
-    backend = await place.agent(idle_gpu=idle, **different)
+    backend = await place.agent(trials=Trials(idle_gpu=idle), **different)
     await backend.unavailable()
     await backend.settle()
     return backend
@@ -101,7 +101,7 @@ async def test_another_program_or_boot_is_tried_again(place: Place, monkeypatch:
     place.behave()
     monkeypatch.setattr("gpumgr.enforcement.mps.probe.boot_id", lambda: "another boot")
     idle = Idle()
-    backend = await place.agent(idle_gpu=idle)
+    backend = await place.agent(trials=Trials(idle_gpu=idle))
     assert "broken" in str(await backend.unavailable())  # until the try has ended
     await backend.settle()
     assert await backend.unavailable() is None
@@ -117,7 +117,7 @@ async def test_another_program_or_boot_is_tried_again(place: Place, monkeypatch:
 
 
 async def test_a_container_that_starts_during_the_try_waits_for_its_end(place: Place) -> None:
-    backend = await place.agent(idle_gpu=Idle())
+    backend = await place.agent(trials=Trials(idle_gpu=Idle()))
     await backend.unavailable()
     await asyncio.gather(backend.start(tenant()), backend.vacate([]))
     assert remains(place) != []
@@ -134,7 +134,7 @@ async def test_a_container_is_refused_while_the_try_does_not_end(place: Place, m
         await answers.wait()
         return None
 
-    backend = await place.agent(idle_gpu=slow_driver)
+    backend = await place.agent(trials=Trials(idle_gpu=slow_driver))
     await backend.unavailable()
     for attempt in (backend.start(tenant()), backend.vacate([UUID])):
         with pytest.raises(Refusal, match=r"still tries MPS on an idle GPU .* \(nvidia-smi\), and see .*/probe/log"):
@@ -147,7 +147,7 @@ async def test_a_container_is_refused_while_the_try_does_not_end(place: Place, m
 
 
 async def test_a_gpu_with_a_daemon_is_not_used_for_a_try(place: Place) -> None:
-    backend = await place.started(idle_gpu=Idle())
+    backend = await place.started(trials=Trials(idle_gpu=Idle()))
     pid = place.daemon_pid()
     await backend.unavailable()
     await backend.settle()
@@ -166,7 +166,7 @@ async def test_what_a_killed_agent_left_of_its_try_is_removed(place: Place) -> N
 
 
 async def test_an_agent_that_ends_during_the_try_leaves_nothing(place: Place) -> None:
-    backend = await place.agent(idle_gpu=Idle())
+    backend = await place.agent(trials=Trials(idle_gpu=Idle()))
     await backend.unavailable()
     await asyncio.sleep(0)
     await backend.close()
