@@ -1,12 +1,12 @@
 """Checks and their findings; runs checks concurrently, each with a time limit."""
 
 import asyncio
-import threading
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
+from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import GpumgrError
 
 LIMIT_SECONDS: Final = 5.0
@@ -102,14 +102,4 @@ def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: flo
 
 async def aside(fn: Callable[[], T]) -> T:
     """Runs `fn` on a daemon thread, which delays neither the event loop nor the exit of the process, unlike asyncio.to_thread."""
-    answer: Future[T] = Future()
-    answer.set_running_or_notify_cancel()  # a running Future can't be cancelled, so a cancelled caller does not cancel it
-
-    def work() -> None:
-        try:
-            answer.set_result(fn())
-        except Exception as failure:
-            answer.set_exception(failure)
-
-    threading.Thread(target=work, name="doctor", daemon=True).start()
-    return await asyncio.wrap_future(answer)
+    return await DaemonCalls("doctor").call(fn, timeout_seconds=math.inf)
