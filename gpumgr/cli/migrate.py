@@ -17,9 +17,8 @@ from gpumgr.cli.printable import cleaned, printable
 from gpumgr.common.errors import GpumgrError, InputError, KubeletError
 from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import VCUDA_NAMES
-from gpumgr.compat.gpu_manager import command as gpu_manager_command
 from gpumgr.compat.gpu_manager import takeover as gpu_manager
-from gpumgr.compat.gpu_manager.command import GpuManagerCommand
+from gpumgr.compat.gpu_manager.takeover import GpuManagerCommand
 from gpumgr.compat.hami import takeover
 from gpumgr.compat.hami.config import Config, read_config
 from gpumgr.compat.objects import Object, Pod, of_type, parse_object, read_objects
@@ -166,13 +165,13 @@ def migrate_gpu_manager(
 
 def _command_of(manifest: Path | None, text: str | None) -> GpuManagerCommand:
     if text is not None:
-        return gpu_manager_command.from_text(text)
+        return gpu_manager.from_text(text)
     if manifest is not None:
-        found = gpu_manager_command.from_objects(read_objects(manifest))
+        found = gpu_manager.from_objects(read_objects(manifest))
         if found is None:
             raise InputError(f"{manifest} has no container that runs gpu-manager; give its DaemonSet, or its flags (--flags)")
         return found
-    found = gpu_manager_command.from_process()
+    found = gpu_manager.from_process()
     if found is None:
         raise InputError("no gpu-manager was found on this host (run this as root); give its flags with --manifest or --flags")
     return found

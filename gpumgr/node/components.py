@@ -28,7 +28,7 @@ from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
+from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver.hardware import Hardware
 from gpumgr.driver.hardware_events import HardwareEvents

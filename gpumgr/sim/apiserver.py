@@ -23,8 +23,7 @@ from typing import Any, Final, Self
 import yaml
 from aiohttp import web
 
-from gpumgr.sim.apiserver_objects import WatchedObjects
-from gpumgr.sim.apiserver_written import JSON_PATCH, MERGE, Document, Right, Written, failure, merge, problem_of
+from gpumgr.sim.apiserver_objects import JSON_PATCH, MERGE, Document, Right, WatchedObjects, Written, failure, merge, problem_of
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

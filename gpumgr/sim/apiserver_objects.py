@@ -1,16 +1,188 @@
-"""Objects of one kind in the simulated API server, listed and watched."""
+"""The objects of the simulated API server: lists and watches of one kind, and what clients write (events, the node, access reviews).
+
+Like Kubernetes (source: its API validation), it refuses labels and annotations beyond their limits, and an event that is not in the
+namespace of its object.
+"""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
 from gpumgr.common.aio import LatestValue
-from gpumgr.sim.apiserver_written import Document, status
+
+Document = dict[str, Any]
+#: (verb, resource). The resource includes the subresource: ("create", "pods/eviction").
+Right = tuple[str, str]
+
+MAX_ANNOTATIONS_BYTES: Final = 256 << 10
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_PREFIX: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+MERGE: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
+_STRATEGIC: Final = "application/strategic-merge-patch+json"
+
+
+class Written:
+    """Stores what clients write.
+
+    The key of `events` is (namespace, name). `annotations`, `labels` and `conditions` (by type) belong to the node. `managers`:
+    other field managers of the node. Each request is appended to `requests` as "event", "recount", "annotate", "label", "condition",
+    "node" (a read) or "review".
+    """
+
+    def __init__(self, node_name: str, requests: list[str], forbidden: Collection[Right]) -> None:
+        self.events: dict[tuple[str, str], Document] = {}
+        self.annotations: dict[str, str] = {}
+        self.labels: dict[str, str] = {}
+        self.conditions: dict[str, Document] = {}
+        self.managers: list[str] = []
+        self._node_name, self._requests, self._forbidden = node_name, requests, forbidden
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/api/v1/namespaces/{namespace}/events", self._create_event)
+        router.add_patch("/api/v1/namespaces/{namespace}/events/{name}", self._patch_event)
+        router.add_get("/api/v1/nodes/{name}", self._get_node)
+        router.add_patch("/api/v1/nodes/{name}", self._patch_node)
+        router.add_patch("/api/v1/nodes/{name}/status", self._patch_status)
+        router.add_post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review)
+
+    # -- events ------------------------------------------------------------------------------------------------------------
+
+    async def _create_event(self, request: web.Request) -> web.Response:
+        if refused := self.refused(request, "event", "create", "events"):
+            return refused
+        event: Document = await request.json()
+        namespace = request.match_info["namespace"]
+        key = (namespace, event["metadata"]["name"])
+        if (event["involvedObject"].get("namespace") or "default") != namespace:
+            return failure(422, "Invalid", "involvedObject.namespace: does not match event.namespace")
+        if key in self.events:
+            return failure(409, "AlreadyExists", f'events "{key[1]}" already exists')
+        self.events[key] = event
+        return web.json_response(event, status=201)
+
+    async def _patch_event(self, request: web.Request) -> web.Response:
+        if refused := self.refused(request, "recount", "patch", "events"):
+            return refused
+        event = self.events.get((request.match_info["namespace"], request.match_info["name"]))
+        if event is None:
+            return failure(404, "NotFound", "event not found")
+        merge(event, await request.json())
+        return web.json_response(event)
+
+    # -- the node ----------------------------------------------------------------------------------------------------------
+
+    async def _get_node(self, request: web.Request) -> web.Response:
+        if refused := self.refused(request, "node", "get", "nodes"):
+            return refused
+        return self._unknown(request) or web.json_response(self._node())
+
+    async def _patch_node(self, request: web.Request) -> web.Response:
+        patch: Document = await request.json()
+        word = "label" if "labels" in patch["metadata"] else "annotate"
+        if refused := self.refused(request, word, "patch", "nodes") or self._unknown(request):
+            return refused
+        node = self._node()
+        merge(node, patch)
+        if problem := problem_of(node["metadata"]):
+            return failure(422, "Invalid", problem)
+        self.annotations, self.labels = node["metadata"]["annotations"], node["metadata"]["labels"]
+        return web.json_response(node)
+
+    async def _patch_status(self, request: web.Request) -> web.Response:
+        """`type` is the merge key of conditions: conditions that the patch does not name stay. A condition with `$patch: delete` is
+        removed."""
+        if refused := self.refused(request, "condition", "patch", "nodes/status", _STRATEGIC) or self._unknown(request):
+            return refused
+        for condition in (await request.json())["status"]["conditions"]:
+            if condition.get("$patch") == "delete":
+                self.conditions.pop(condition["type"], None)
+                continue
+            merge(self.conditions.setdefault(condition["type"], {}), condition)
+        return web.json_response(self._node())
+
+    def _node(self) -> Document:
+        managed = [{"manager": manager, "operation": "Update"} for manager in self.managers]
+        return {
+            "kind": "Node",
+            "apiVersion": "v1",
+            "metadata": {
+                "name": self._node_name,
+                "uid": f"uid-{self._node_name}",
+                "annotations": dict(self.annotations),
+                "labels": dict(self.labels),
+                "managedFields": managed,
+            },
+            "status": {"conditions": list(self.conditions.values())},
+        }
+
+    def _unknown(self, request: web.Request) -> web.Response | None:
+        name = request.match_info["name"]
+        return None if name == self._node_name else failure(404, "NotFound", f'nodes "{name}" not found')
+
+    # -- rights ------------------------------------------------------------------------------------------------------------
+
+    async def _review(self, request: web.Request) -> web.Response:
+        self._requests.append("review")
+        review: Document = await request.json()
+        asked = review["spec"]["resourceAttributes"]
+        resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+        return web.json_response({**review, "status": {"allowed": (asked["verb"], resource) not in self._forbidden}}, status=201)
+
+    def refused(
+        self, request: web.Request, word: str, verb: str, resource: str, content_type: str = MERGE
+    ) -> web.Response | None:
+        """Records the request; returns 403 or 415 if it must be refused."""
+        self._requests.append(word)
+        if (verb, resource) in self._forbidden:
+            return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
+        if verb == "patch" and request.content_type != content_type:
+            return failure(415, "UnsupportedMediaType", f"{request.content_type} is not supported here; use {content_type}")
+        return None
+
+
+def problem_of(metadata: Mapping[str, Any]) -> str | None:
+    """The validation error of Kubernetes for these labels and annotations, or None."""
+    annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
+    for key in (*annotations, *labels):
+        prefix, _, name = key.rpartition("/")
+        if not _NAME.fullmatch(name) or (prefix and not _PREFIX.fullmatch(prefix)):
+            return f"{key!r} is no qualified name"
+    for key, value in labels.items():
+        if value and not _NAME.fullmatch(value):
+            return f"the value {value!r} of label {key} is invalid"
+    if not all(isinstance(value, str) for value in annotations.values()):
+        return "annotations are texts"
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in annotations.items())
+    return f"annotations of {size} bytes are too long" if size > MAX_ANNOTATIONS_BYTES else None
+
+
+def merge(target: Document, patch: Mapping[str, Any]) -> None:
+    """JSON merge patch (RFC 7386), in place."""
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict):
+            below = target[key] if isinstance(target.get(key), dict) else {}
+            merge(below, value)
+            target[key] = below
+        else:
+            target[key] = value
+
+
+def status(code: int, reason: str, message: str) -> Document:
+    """A metav1.Status of a failure."""
+    return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": message}
+
+
+def failure(code: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.json_response(status(code, reason, message), status=code, headers=headers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

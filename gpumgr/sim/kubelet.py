@@ -17,12 +17,21 @@ from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.ledger.answer import ContainerResponse
-from gpumgr.sim.kubelet_checkpoint import load_checkpoint, merged, write_checkpoint
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient, Registration
 from gpumgr.sim.kubelet_podresources import PodResourcesService
-from gpumgr.sim.kubelet_pods import PodStatus, ResourceStatus, SimContainer, SimKubeletError, SimPod
-from gpumgr.sim.kubelet_shape import V1_35, KubeletShape
+from gpumgr.sim.kubelet_pods import (
+    V1_35,
+    KubeletShape,
+    PodStatus,
+    ResourceStatus,
+    SimContainer,
+    SimKubeletError,
+    SimPod,
+    load_checkpoint,
+    merged,
+    write_checkpoint,
+)
 
 __all__ = ["PodStatus", "ResourceStatus", "SimCall", "SimContainer", "SimKubelet", "SimKubeletError", "SimPod"]
 

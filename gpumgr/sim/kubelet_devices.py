@@ -20,10 +20,8 @@ from itertools import combinations, product
 from random import Random
 from typing import Literal
 
-from gpumgr.sim.kubelet_checkpoint import Holding, PodDevices, without_cdi
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient
-from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
-from gpumgr.sim.kubelet_shape import V1_35, KubeletShape
+from gpumgr.sim.kubelet_pods import V1_35, Holding, KubeletShape, PodDevices, SimContainer, SimKubeletError, SimPod, without_cdi
 
 ResourceOrder = Literal["random", "core_first", "memory_first"]
 

@@ -27,8 +27,7 @@ from gpumgr._pb.deviceplugin.v1beta1 import (
 )
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel
-from gpumgr.sim.kubelet_pods import SimKubeletError
-from gpumgr.sim.kubelet_shape import KubeletShape
+from gpumgr.sim.kubelet_pods import KubeletShape, SimKubeletError
 
 _PLUGIN: Final = "/v1beta1.DevicePlugin/"
 _PRE_START_TIMEOUT_SECONDS: Final = 30.0

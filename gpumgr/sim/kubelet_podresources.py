@@ -12,8 +12,7 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.common.rpc import wire
 from gpumgr.sim.kubelet_devices import DeviceManager
-from gpumgr.sim.kubelet_pods import SimKubeletError, SimPod
-from gpumgr.sim.kubelet_shape import Call, KubeletShape
+from gpumgr.sim.kubelet_pods import Call, KubeletShape, SimKubeletError, SimPod
 
 _SERVICE: Final = "v1.PodResourcesLister"
 _CALLS_PER_SECOND = 100.0

@@ -1,10 +1,98 @@
-"""Pods with the part that a kubelet's device manager uses: containers in admission order, and the devices that each requests."""
+"""The data of the simulated kubelet: its pods, the differences between its versions that device plugins see, and its checkpoint.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+A pod has the part that a kubelet's device manager uses: containers in admission order, and the devices that each requests.
 
+Source of the versions: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4): pkg/kubelet/cm/devicemanager,
+pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. 1.21 and 1.22 do not differ in these facts, nor do 1.23
+and 1.24.
+
+The checkpoint, `kubelet_internal_checkpoint`, has ids by NUMA node, as kubelets since 1.20 write them, or in a list, and the responses
+to Allocate.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
+from gpumgr.common.files import replace_file
+from gpumgr.common.rpc import wire
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
+
+Call = Literal["List", "Get"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeletShape:
+    """The facts of one version; the defaults are the facts of 1.35."""
+
+    version: str = "1.35"
+
+    # Registration and the plugins' folder
+
+    #: Register dials the plugin and asks for its options before it answers (1.25). Earlier versions answer at once, dial in the
+    #: background and report no result; the options of the Register request apply.
+    connects_in_register: bool = True
+    #: The end of a plugin's stream disconnects the plugin that has the resource's name at that time (1.25 to 1.35).
+    stream_end_hits_successor: bool = True
+    #: A start deletes every file of the folder except the checkpoint, not only sockets.
+    clears_folder: bool = False
+    #: The :authority of calls to plugins: "localhost" since 1.26, the socket's path before.
+    authority_is_path: bool = False
+
+    # Allocation
+
+    #: A container is refused while a resource has no healthy device, even if it holds or could reuse devices (1.25).
+    checks_health_first: bool = True
+    #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier versions drop the field.
+    knows_cdi: bool = True
+    #: The NUMA node that is written for ids without one: -1 since 1.23, 0 before.
+    no_node: int = -1
+    #: The checkpoint file has a container's ids by NUMA node (1.20), not as a list.
+    checkpoint_by_node: bool = True
+
+    # The calls of PodResources v1; empty: there is no such service
+
+    calls: frozenset[Call] = frozenset({"List", "Get"})
+    #: PodResources serves 100 calls a second, for all clients together.
+    limits_rate: bool = True
+    #: List includes pods that ended or were refused, without ids, until they are deleted (before 1.34).
+    lists_ended: bool = False
+    #: List has one entry for all ids of a resource on a NUMA node, not one for each id (1.20).
+    groups_ids: bool = False
+
+
+V1_35: Final = KubeletShape()
+V1_25: Final = replace(
+    V1_35,
+    version="1.25",
+    clears_folder=True,
+    authority_is_path=True,
+    knows_cdi=False,
+    calls=frozenset({"List"}),
+    limits_rate=False,
+    lists_ended=True,
+)
+V1_24: Final = replace(
+    V1_25, version="1.24", connects_in_register=False, stream_end_hits_successor=False, checks_health_first=False
+)
+V1_23: Final = replace(V1_24, version="1.23")
+V1_22: Final = replace(V1_23, version="1.22", no_node=0)
+V1_21: Final = replace(V1_22, version="1.21")
+V1_20: Final = replace(V1_21, version="1.20", groups_ids=True)
+#: Too old for gpumgr: it has PodResources v1alpha1 only.
+V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_node=False)
+
+#: The kubelets that gpumgr supports, by version.
+SUPPORTED: Final[Mapping[str, KubeletShape]] = {
+    shape.version: shape for shape in (V1_20, V1_21, V1_22, V1_23, V1_24, V1_25, V1_35)
+}
+
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
@@ -71,3 +159,98 @@ class ResourceStatus:
 
 class SimKubeletError(Exception):
     """An error of the kubelet, with the kubelet's text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """The ids of one resource that a container holds. `ids_by_node`: NUMA node (-1 = none) -> ids; `answer` is a
+    ContainerAllocateResponse."""
+
+    ids_by_node: Mapping[int, tuple[str, ...]]
+    answer: bytes
+
+    @property
+    def ids(self) -> frozenset[str]:
+        return frozenset(device_id for ids in self.ids_by_node.values() for device_id in ids)
+
+
+#: Holdings by pod UID, container and resource.
+PodDevices = dict[str, dict[str, dict[str, Holding]]]
+
+
+def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequence[str]], *, by_node: bool) -> None:
+    """Replaces the whole file. The checksum is not the real one, which hashes Go's print form."""
+    entries = [
+        {
+            "PodUID": uid,
+            "ContainerName": container,
+            "ResourceName": resource,
+            "DeviceIDs": holding.ids_by_node if by_node else sorted(holding.ids),
+            "AllocResp": base64.b64encode(holding.answer).decode(),
+        }
+        for uid, containers in held.items()
+        for container, resources in containers.items()
+        for resource, holding in resources.items()
+    ]
+    data = {
+        "PodDeviceEntries": entries or None,
+        "RegisteredDevices": {resource: list(ids) for resource, ids in registered.items()},
+    }
+    checksum = zlib.crc32(json.dumps(data).encode())
+    replace_file(path, json.dumps({"Data": data, "Checksum": checksum}), durable=False)
+
+
+def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
+    """The holdings and the names of registered resources that `write_checkpoint` wrote. Empty if there is no file.
+
+    Ids of a list count as ids on NUMA node 0, as kubelets since 1.20 read them after an upgrade.
+    """
+    held: PodDevices = {}
+    try:
+        data = json.loads(path.read_text())["Data"]
+    except FileNotFoundError:
+        return held, ()
+    for entry in data["PodDeviceEntries"] or ():
+        ids = entry["DeviceIDs"]
+        holding = Holding(
+            ids_by_node={int(node): tuple(on_node) for node, on_node in (ids if isinstance(ids, dict) else {0: ids}).items()},
+            answer=base64.b64decode(entry["AllocResp"]),
+        )
+        held.setdefault(entry["PodUID"], {}).setdefault(entry["ContainerName"], {})[entry["ResourceName"]] = holding
+    return held, tuple(data["RegisteredDevices"])
+
+
+_CDI_DEVICES = 5
+
+
+def without_cdi(answer: bytes) -> bytes:
+    """A ContainerAllocateResponse as kubelets before 1.28 decode it: their message type lacks the field, and unknown fields are
+    dropped."""
+    fields = wire.spans(answer, 0, len(answer))
+    return b"".join([wire.field(number, answer[start:end]) for number, start, end in fields if number != _CDI_DEVICES])
+
+
+def merged(answers: Iterable[bytes]) -> ContainerResponse:
+    """One container's settings from the answers for its resources. The first of two values for one key is used."""
+    envs: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    mounts: dict[str, Mount] = {}
+    devices: dict[str, DeviceNode] = {}
+    cdi_devices: dict[str, None] = {}
+    for answer in map(ContainerAllocateResponse().parse, answers):
+        envs = {**answer.envs, **envs}
+        annotations = {**answer.annotations, **annotations}
+        for mount in answer.mounts:
+            place = Mount(container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only)
+            mounts.setdefault(mount.container_path, place)
+        for spec in answer.devices:
+            node = DeviceNode(container_path=spec.container_path, host_path=spec.host_path, permissions=spec.permissions)
+            devices.setdefault(spec.container_path, node)
+        cdi_devices |= dict.fromkeys(device.name for device in answer.cdi_devices)
+    return ContainerResponse(
+        envs=envs,
+        mounts=tuple(mounts.values()),
+        devices=tuple(devices.values()),
+        annotations=annotations,
+        cdi_devices=tuple(cdi_devices),
+    )

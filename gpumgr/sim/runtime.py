@@ -20,7 +20,7 @@ from gpumgr._pb.runtime import v1 as cri
 from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.sim.kubelet_pods import SimPod
-from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.library import SimProcesses
 
 _SERVICE: Final = "/runtime.v1.RuntimeService/"
 

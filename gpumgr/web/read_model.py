@@ -18,7 +18,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent, AgentView
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.compat.gpu_manager.display.messages import usage_message
+from gpumgr.compat.gpu_manager.display import usage_message
 from gpumgr.compat.gpu_manager.driver_files.node_files import NodeDriverFiles
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml

@@ -1,4 +1,4 @@
-"""The agent against kubelets of 1.20 to 1.25, as the stand-in implements them (gpumgr.sim.kubelet_shape)."""
+"""The agent against kubelets of 1.20 to 1.25, as the stand-in implements them (gpumgr.sim.kubelet_pods)."""
 
 import shutil
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
-from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
+from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
 
 from .stage import BLOCKS, PATIENT, app, init, running
 

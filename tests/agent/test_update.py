@@ -14,7 +14,7 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimKubeletError
-from gpumgr.sim.kubelet_shape import V1_20, V1_25, V1_35, KubeletShape
+from gpumgr.sim.kubelet_pods import V1_20, V1_25, V1_35, KubeletShape
 
 from .stage import SIM, app, stage
 

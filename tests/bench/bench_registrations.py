@@ -24,7 +24,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 
 import tests.kubelet_api  # noqa: F401 (puts proto/ on the import path)
-from gpumgr.compat.gpu_manager.vcuda.client import build_client
+from gpumgr.compat.gpu_manager.vcuda.files import build_client
 from tests.bench import figures, light_client
 from tests.bench.children import child
 from tests.bench.figures import Rounds, Stopwatch, spread

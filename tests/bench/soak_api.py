@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from aiohttp import web
 
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
-from gpumgr.sim.apiserver_written import failure
+from gpumgr.sim.apiserver_objects import failure
 from tests.bench.cluster_stub import GPU_MEBIBYTES, gpu_pod, node
 
 #: What happens to the watches: 429, 410, no event and no bookmark, or events that are late and, after a reconnect, in another order.

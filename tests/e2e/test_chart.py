@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import gpumgr
-import gpumgr.compat.gpu_manager.vcuda.client
+import gpumgr.compat.gpu_manager.vcuda.files
 from gpumgr.cli.examination.api_server import for_drains, for_people, needed
 from gpumgr.compat.gpu_manager.flags import _BOOLEAN as BOOLEAN
 from gpumgr.compat.gpu_manager.flags import _RULES as RULES
@@ -373,7 +373,7 @@ def test_the_chart_requires_the_same_tls_files_as_the_agent() -> None:
 def test_the_images_own_client_may_be_named() -> None:
     """config/image/Dockerfile has it beside its module."""
     (site,) = set(re.findall(r"/opt/gpumgr/lib/\S+/site-packages/", (PROJECT / "config" / "image" / "Dockerfile").read_text()))
-    module = Path(gpumgr.compat.gpu_manager.vcuda.client.__file__).relative_to(Path(gpumgr.__file__).parent.parent)
+    module = Path(gpumgr.compat.gpu_manager.vcuda.files.__file__).relative_to(Path(gpumgr.__file__).parent.parent)
     client = Path(site) / module.with_name("gpu-client")
     assert "gpu-client" in settings_file(render({"settings": {"vcuda": {"client_path": str(client)}}}))
 

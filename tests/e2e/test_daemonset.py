@@ -110,7 +110,7 @@ def test_the_image(agent: Installed) -> None:
     alien = "find / -xdev -name pip -o -xdev -name cc1 -o -xdev -name conftest.py"
     found = agent.run_inside("/bin/sh", "-c", f"ls /opt/gpumgr/bin; {alien}")
     assert found.split() == ["gpumgr", "python", "python3", "python3.11"]
-    build = "import pathlib, gpumgr.compat.gpu_manager.vcuda.client as c; print(c.build_client(pathlib.Path('/nowhere')))"
+    build = "import pathlib, gpumgr.compat.gpu_manager.vcuda.files as c; print(c.build_client(pathlib.Path('/nowhere')))"
     client = agent.run_inside("/opt/gpumgr/bin/python3", "-c", build).strip()
     assert "--addr, --pod-uid and one of" in agent.run_inside("/bin/sh", "-c", f"{client} 2>&1 || true")
     agent.run_inside(*image_agent.healthcheck_command())

@@ -23,7 +23,7 @@ from gpumgr.enforcement.limiter.libraries import LIBRARY
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
-from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
 
 #: The programs that a tenant can run; both read commands from standard input.

@@ -16,7 +16,7 @@ from gpumgr.sim.control import SimProcess
 from gpumgr.sim.demo.node import NAMESPACE, Sections, SimulatedNode, open_node
 from gpumgr.sim.demo.process import AgentLog, Line
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
-from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
 
 from .container import TENANT, BeforeStart, Container, TenantProcess

@@ -19,8 +19,8 @@ from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.control import SimControl, SimLoad, SimProcess
 from gpumgr.sim.demo.process import COMMAND, AgentLog, AgentProcess
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
+from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.nodes import NodeDescription, load_node
-from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
 
 NODE_NAME: Final = "demo-node"

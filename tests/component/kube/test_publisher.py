@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from gpumgr.kube.publisher.events import Event, node_ref, pod_ref
 from gpumgr.kube.publisher.objects import Condition
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_written import Document
+from gpumgr.sim.apiserver_objects import Document
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 
 from .fake_api_server import Answer, FakeApiServer, status

@@ -15,7 +15,7 @@ from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_written import Document
+from gpumgr.sim.apiserver_objects import Document
 from gpumgr.sim.kubelet_pods import PodStatus, SimPod
 from tests.component.stage.stage import HAMI
 from tests.unit.agent.world import World

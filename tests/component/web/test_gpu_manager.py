@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 import gpumgr
-from gpumgr.compat.gpu_manager.display.messages import usage_message
+from gpumgr.compat.gpu_manager.display import usage_message
 from tests.component.web.scene import Scene
 from tests.unit.compat.gpu_manager.display.test_messages import SHARE_VIEW, SHARED, TRAIN_VIEW, WHOLE, busy, pods
 

@@ -9,7 +9,7 @@ import pytest
 from gpumgr.kube.pod_annotations import MAX_ALLOCATIONS_BYTES, is_ours, pod_annotations
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.sim.apiserver_written import problem_of
+from gpumgr.sim.apiserver_objects import problem_of
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, uuid_of, view_of, whole
 
 WEB = ("team", "web")

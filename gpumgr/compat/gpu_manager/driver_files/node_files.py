@@ -11,7 +11,7 @@ import structlog
 from gpumgr.common.errors import CriError, DriverFilesError, InputError
 from gpumgr.compat.gpu_manager.driver_files.manager import DriverFiles, DriverMirror, is_supplied
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import WHOLE
-from gpumgr.compat.gpu_manager.vcuda.client import build_client
+from gpumgr.compat.gpu_manager.vcuda.files import build_client
 from gpumgr.ledger.answer import CONTROL_NODES, WSL_NODE, DriverAccess
 from gpumgr.runtime.toolkit import Runtimes, driver_access
 from gpumgr.settings import Settings

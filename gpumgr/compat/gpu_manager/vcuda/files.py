@@ -8,6 +8,9 @@ glibc (FILENAME_MAX 4096). The library takes exactly 8,240 bytes from one read, 
 
 `pids.config` is an array of int32 without a header, the host's pids. The library reads at most 1,024 of them, searches them by
 bisection (they must ascend), and counts the GPU memory of these processes only; with an empty file it counts and limits nothing.
+
+Processes in containers register by a client, gpu-client.c, a static program. An image may have it compiled as `gpu-client` beside this
+module; otherwise `cc` compiles it on the node, once.
 """
 
 import contextlib
@@ -17,6 +20,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
+from gpumgr.common.compiler import compiled
 from gpumgr.common.errors import Refusal
 from gpumgr.common.files import replace_file, temporary_of
 from gpumgr.ledger.gpu_share import GpuShare
@@ -116,3 +120,19 @@ def remove(folder: Path) -> None:
         temporary_of(folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
+
+
+_SOURCE: Final = Path(__file__).with_name("gpu-client.c")
+_COMPILED: Final = Path(__file__).with_name("gpu-client")
+_FLAGS: Final = ("-std=gnu11", "-O2", "-static", "-s", "-Wall", "-Wextra")
+
+
+def build_client(folder: Path) -> Path:
+    """Path of the program: in the image, or else in `folder`, where the first call compiles it (about a second; blocks).
+
+    Raises InputError without a C compiler or a static libc, or if the folder can't be written.
+    """
+    if _COMPILED.exists():
+        return _COMPILED
+    needs, remedy = "a static libc", "set vcuda.client_path to a compiled one"
+    return compiled(_SOURCE, _FLAGS, folder=folder, what="gpu-client", needs=needs, remedy=remedy)

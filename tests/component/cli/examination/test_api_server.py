@@ -13,7 +13,7 @@ from gpumgr.cli.examination.examine import State
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_written import Right
+from gpumgr.sim.apiserver_objects import Right
 
 NODE = "get nodes, patch nodes, patch nodes/status"
 FOR_PEOPLE = f"patch pods, create events, patch events, {NODE}"

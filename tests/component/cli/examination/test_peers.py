@@ -9,7 +9,7 @@ from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.kubelet import look_at_folder, look_at_pod_resources
 from gpumgr.cli.examination.runtime import look_at_cdi, look_at_cgroups, look_at_runtime
 from gpumgr.sim.kubelet import SimKubelet
-from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, KubeletShape
+from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, KubeletShape
 
 from .conftest import GET_POD, VERSION, listening, serving, version_answer
 

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from gpumgr.cluster.claims.controller import ClaimsController
-from gpumgr.sim.apiserver_written import failure
+from gpumgr.sim.apiserver_objects import failure
 from tests.component.cluster.scheduler.conftest import until
 
 from .conftest import Stage, pod, quota

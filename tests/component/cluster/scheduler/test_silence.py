@@ -18,7 +18,7 @@ from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_written import failure
+from gpumgr.sim.apiserver_objects import failure
 
 from .conftest import Json, Stage, inventory, node, pod, running, until
 

@@ -11,7 +11,7 @@ from gpumgr.ledger.answer import CONTROL_NODES
 from gpumgr.runtime.client import CriClient
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ContainerSettings, VcudaSettings
-from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
 from tests.component.compat.gpu_manager.driver_files.host import CUDA, DRIVER, NEXT_CUDA, NEXT_DRIVER, Driver, call_who
 

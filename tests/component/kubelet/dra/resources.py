@@ -10,8 +10,7 @@ from aiohttp import web
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.dra.slices import SLICES, slice_name
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_objects import WatchedObjects
-from gpumgr.sim.apiserver_written import failure
+from gpumgr.sim.apiserver_objects import WatchedObjects, failure
 
 Json = dict[str, Any]
 _CLAIMS = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"

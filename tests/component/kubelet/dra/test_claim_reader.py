@@ -15,7 +15,7 @@ from gpumgr.kubelet.dra import claim_reader
 from gpumgr.kubelet.dra.claim_reader import ClaimReader
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_written import failure
+from gpumgr.sim.apiserver_objects import failure
 
 from .resources import Resources
 

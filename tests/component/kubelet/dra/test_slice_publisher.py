@@ -18,7 +18,7 @@ from gpumgr.kubelet.dra.slice_publisher import PublishTimes, SlicePublisher
 from gpumgr.kubelet.dra.slices import SliceDevice, Taint, resource_slice, slice_name
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.apiserver_written import failure
+from gpumgr.sim.apiserver_objects import failure
 from tests.background import background
 
 from .resources import Resources

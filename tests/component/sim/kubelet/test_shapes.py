@@ -16,7 +16,7 @@ from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import parse_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimKubeletError, SimPod
 from gpumgr.sim.kubelet_plugins import PluginClient
-from gpumgr.sim.kubelet_shape import (
+from gpumgr.sim.kubelet_pods import (
     SUPPORTED,
     V1_19,
     V1_20,

@@ -13,7 +13,7 @@ from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import InitProcess
 from gpumgr.sim.kubelet import SimContainer, SimPod
-from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
 from tests.cri_api import cri
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpumgr.common.errors import InputError, SettingsError
-from gpumgr.compat.gpu_manager.command import DaemonSet, GpuManagerCommand, from_objects, from_process, from_text
+from gpumgr.compat.gpu_manager.takeover import DaemonSet, GpuManagerCommand, from_objects, from_process, from_text
 from gpumgr.compat.objects import Object, parse_object
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import SettingsError
-from gpumgr.compat.gpu_manager.command import DaemonSet, GpuManagerCommand, from_text
-from gpumgr.compat.gpu_manager.takeover import GpuManagerState, plan_gpu_manager
+from gpumgr.compat.gpu_manager.takeover import DaemonSet, GpuManagerCommand, GpuManagerState, from_text, plan_gpu_manager
 from gpumgr.compat.plan import Plan, settings_yaml, text_of
 from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord
 

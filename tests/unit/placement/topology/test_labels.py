@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.placement.topology.labels import MODEL, capability_of, clean, gpu_labels, model_label
-from gpumgr.sim.apiserver_written import problem_of
+from gpumgr.sim.apiserver_objects import problem_of
 from tests.unit.web.metrics.pictures import snapshot_of
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.sim.demo.runner import own_command
-from gpumgr.sim.demo.sentences import LogSentences
+from gpumgr.sim.demo.runner import LogSentences, own_command
 
 
 def test_the_command_is_named_as_it_can_be_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.compat.gpu_manager.display.server import DisplayServer, GpuDisplay
+from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
 from tests.display_api import Empty, as_json, display_services, golden
 
 

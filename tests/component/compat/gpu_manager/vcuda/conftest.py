@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from gpumgr.compat.gpu_manager.vcuda.client import build_client
+from gpumgr.compat.gpu_manager.vcuda.files import build_client
 from tests.component.compat.gpu_manager.vcuda.harness import Node, compile_c, library
 from tests.unit.compat.gpu_manager.vcuda.tenants import TENANT
 

@@ -12,8 +12,8 @@ from hpack.huffman import HuffmanEncoder
 from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 
 from gpumgr.common.errors import InputError
-from gpumgr.compat.gpu_manager.vcuda import client as building
-from gpumgr.compat.gpu_manager.vcuda.client import build_client
+from gpumgr.compat.gpu_manager.vcuda import files
+from gpumgr.compat.gpu_manager.vcuda.files import build_client
 from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, compile_c, run
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
@@ -219,14 +219,14 @@ async def test_wrong_arguments(client: Path, arguments: list[str], sentence: str
     ],
 )
 async def test_a_deadline_ends_the_wait(node: Node, make: Callable[[Path], None], sentence: str) -> None:
-    hasty = compile_c(building._SOURCE, node.folder / "hasty", "-DDEADLINE_MS=120")
+    hasty = compile_c(files._SOURCE, node.folder / "hasty", "-DDEADLINE_MS=120")
     make(node.folder / "s")
     ended = await run(hasty, "--addr", node.folder / "s", *NAMES)
     assert (ended.status, ended.stderr) == (255, f"gpu-client: not registered at {node.folder}/s: {sentence}\n")
 
 
 async def test_a_silent_agent_is_given_up(node: Node) -> None:
-    hasty = compile_c(building._SOURCE, node.folder / "hasty", "-DDEADLINE_MS=120")
+    hasty = compile_c(files._SOURCE, node.folder / "hasty", "-DDEADLINE_MS=120")
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

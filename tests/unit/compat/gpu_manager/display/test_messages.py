@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from gpumgr._pb.display import GraphResponse, UsageResponse
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.compat.gpu_manager.display.messages import graph_message, usage_message, version_message
-from gpumgr.compat.gpu_manager.display.server import answer_of
+from gpumgr.compat.gpu_manager.display import answer_of, graph_message, usage_message, version_message
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.usage.node_use import Container

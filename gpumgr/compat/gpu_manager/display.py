@@ -1,0 +1,214 @@
+"""gpu-manager's view of the node, for programs that were written for it: messages as JSON data, and the gRPC service display.GPUDisplay.
+
+Source of the shapes: proto/display/api.proto, as grpc-gateway v1 writes it. Fields have the names in that file. Fields that are zero or
+empty are left out; entries of maps and lists never are. An answer without any entry is {}.
+
+The service listens on gpu-manager's unix socket, and has the same answers as the web pages, computed from memory. Only old programs use
+the socket, so the agent also runs if it can't make the socket.
+"""
+
+import errno
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import structlog
+from grpclib.const import Cardinality
+from grpclib.const import Handler as Method
+
+from gpumgr._pb.display import GraphResponse, UsageResponse, VersionResponse
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.common.rpc.calls import receive
+from gpumgr.common.rpc.server import DrainingServer
+from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
+from gpumgr.common.unix_socket import UnixSocket
+from gpumgr.ledger.ids import count
+from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.placement.pods import PodView
+from gpumgr.placement.topology.devices import Gpu
+
+_MIB = 1 << 20
+
+Message = dict[str, Any]
+
+
+def graph_message(text: str) -> Message:
+    """GraphResponse: `text` is the tree."""
+    return _filled({"graph": text})
+
+
+def version_message(version: str) -> Message:
+    """VersionResponse."""
+    return _filled({"version": version})
+
+
+def usage_message(report: NodeReport, pods: Pods) -> Message:
+    """UsageResponse: the use of GPUs by pod and container.
+
+    A pod's key is its UID in the API server (for a static pod, the mirror pod's UID), or "namespace/name" if the UID is unknown; a pod
+    without either is left out. The key of a container without a known name is its allocation's id. An init container is listed only while
+    it has a process, and a GPU only while the driver lists it, as with gpu-manager.
+    """
+    if report.use is None or not report.nvml_up:
+        return {}  # the last numbers are outdated
+    ledger = report.view.ledger
+    gpus = report.view.inventory.gpus(ledger.gpu_registry)
+    by_pod: dict[str, list[ContainerUse]] = {}
+    views: dict[str, PodView | None] = {}
+    for use in report.use.of(ledger.allocations).containers.values():
+        idle_init = ledger.allocations[use.allocation].init and not use.processes
+        view = find_pod(pods, use.pod, use.pod_uid)
+        name = view.uid if view else use.pod_uid or "/".join(use.pod or ())
+        if name and use.gpu in gpus and not idle_init:
+            by_pod.setdefault(name, []).append(use)
+            views[name] = view
+    return _filled({"usage": {name: _pod(by_pod[name], views[name], ledger, gpus) for name in sorted(by_pod)}})
+
+
+def _pod(uses: Iterable[ContainerUse], view: PodView | None, ledger: Ledger, gpus: Mapping[GpuName, Gpu]) -> Message:
+    """ContainerStat."""
+    stat: dict[str, Message] = {}
+    requests: dict[str, tuple[int, int]] = {}
+    namespace = view.namespace if view else ""
+    for use in sorted(uses, key=lambda use: (use.container or use.allocation, gpus[use.gpu].index)):
+        container = use.container or use.allocation
+        stat.setdefault(container, {"dev": []})["dev"].append(_device(use, gpus[use.gpu]))
+        namespace = namespace or (use.pod or ("",))[0]
+        allocation = ledger.allocations[use.allocation]
+        requests[container] = count(allocation.held("core")), count(allocation.held("memory"))
+    for spec in view.containers if view else ():
+        if spec.kind == "app" or spec.name in stat:
+            requests[spec.name] = spec.cores, spec.memory_blocks
+    return _filled(
+        {
+            "stat": stat,
+            "project": namespace,
+            "user": (view and view.submitter) or "",
+            "cluster": (view and view.cluster) or "",
+            "spec": {name: _spec(*requests[name], stat.get(name)) for name in sorted(requests)},
+        }
+    )
+
+
+def _spec(cores: int, blocks: int, devices: Message | None) -> Message:
+    """Spec. A container that requests no memory has all memory of its GPUs."""
+    of_gpus = sum(device.get("device_mem", 0) for device in devices["dev"]) if devices else 0
+    return _filled({"gpu": _short(cores / CORES_PER_GPU), "mem": blocks * (BLOCK_BYTES // _MIB) or of_gpus})
+
+
+def _device(use: ContainerUse, gpu: Gpu) -> Message:
+    """DeviceInfo."""
+    return _filled(
+        {
+            "id": gpu.bus_id or "",
+            "card_idx": str(gpu.index),
+            "gpu": _short(100 * (use.utilization_ratio or 0.0)),
+            "mem": (use.memory_bytes or 0) // _MIB,
+            "pids": list(use.pids),
+            "device_mem": gpu.memory_mebibytes,
+        }
+    )
+
+
+def _short(number: float) -> float:
+    """Rounded to 4 digits; a whole number as an int."""
+    rounded = round(number, 4)
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _filled(fields: Message) -> Message:
+    return {name: value for name, value in fields.items() if value}
+
+
+_log = structlog.get_logger(__name__)
+
+SERVICE: Final = "/display.GPUDisplay/"
+_BACKLOG: Final = 64
+
+Answer = TypeVar("Answer", GraphResponse, UsageResponse, VersionResponse)
+
+
+class GpuDisplay:
+    """The service object. `graph` and `usage` are called for each request, on the event loop."""
+
+    def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
+        """`graph` returns the tree as text, `usage` the result of `usage_message`."""
+        self._graph, self._usage, self._version = graph, usage, version
+
+    def __mapping__(self) -> dict[str, Method]:
+        """The methods in the form that grpclib requires."""
+        answers: dict[str, Callable[[], object]] = {
+            "PrintGraph": lambda: answer_of(GraphResponse, graph_message(self._graph())),
+            "PrintUsages": lambda: answer_of(UsageResponse, self._usage()),
+            "Version": lambda: answer_of(VersionResponse, version_message(self._version)),
+        }
+        return {
+            SERVICE + rpc: Method(_serving(answer), Cardinality.UNARY_UNARY, bytes, object) for rpc, answer in answers.items()
+        }
+
+
+def answer_of(message_type: type[Answer], message: Mapping[str, Any]) -> Answer:
+    """The generated message from plain data (see `messages`)."""
+    answer: Answer = message_type().from_dict(_as_utf8(message))
+    return answer
+
+
+def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:
+    async def serve(stream: Any) -> None:
+        await receive(stream)
+        await stream.send_message(answer())
+
+    return serve
+
+
+def _as_utf8(value: Any) -> Any:
+    """The same data with `?` for every character that UTF-8 can't hold: texts of pods may contain lone surrogates."""
+    match value:
+        case str():
+            return value.encode(errors="replace").decode()
+        case Mapping():
+            return {_as_utf8(key): _as_utf8(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_as_utf8(each) for each in value]
+        case _:
+            return value
+
+
+class DisplayServer:
+    """Serves `display` at `path`, between `start` and `stop`. Create it inside the event loop; it serves once.
+
+    The answers name every pod on the node, so only root may connect (gpu-manager sets no mode: its umask decides).
+    """
+
+    def __init__(self, path: Path, display: GpuDisplay) -> None:
+        self.path: Final = path
+        self._server = DrainingServer([display])
+        self._socket = UnixSocket(path)
+
+    async def start(self) -> bool:
+        """Makes the folder, binds and listens; returns whether it listens. An abandoned socket is replaced. If another process
+        listens there, or no socket can be made, it logs a warning."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            await self._server.start(sock=self._socket.bind(), backlog=_BACKLOG)
+        except OSError as error:
+            why = "another process listens there (gpu-manager?): stop it"
+            if error.errno != errno.EADDRINUSE:
+                why = f"it can't be listened on ({error.strerror or error}): make it possible"
+            _log.warning(
+                "display_not_served",
+                socket=str(self.path),
+                reason=f"{why}, or set display.socket to another path, or display.enabled to false",
+                consequence="gpu-manager's gRPC service is missing; nothing else depends on it",
+            )
+            return False
+        return True
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Lets running calls end, disconnects the clients, and removes the socket unless another process replaced it. May be called
+        at any time."""
+        self._socket.remove()
+        await self._server.drain(grace_seconds, lambda: None)
