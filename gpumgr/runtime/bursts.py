@@ -30,7 +30,7 @@ _ROOM_SECONDS: Final = 12.0
 _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 
 Shares = Mapping[AllocationId, GpuShare]
-#: Whose limit is not used: the first user of the allocation (None), or another user of its claim.
+#: The first user of an allocation (None), or another user of its claim.
 _Place = tuple[AllocationId, User | None]
 
 
