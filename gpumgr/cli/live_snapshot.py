@@ -21,7 +21,8 @@ _REMEDY: Final = "make it with `gpumgr simulate --from-cluster --snapshot FILE` 
 _KEPT: Final = re.compile(
     r"""[a-z]+/metadata/(name|namespace|uid|labels/.*)
     |[a-z]+/metadata/annotations/(gpumgr\.io/(inventory|placement|policy|(use|avoid|same)-.*)|tencent\.com/predicate-.*
-      |nvidia\.com/((no)?use-.*|numa-bind)|hami\.io/(gpu|node)-scheduler-policy|kubernetes\.io/config\.mirror)
+      |nvidia\.com/((no)?use-.*|numa-bind|vgpu-mode)|hami\.io/((gpu|node)-scheduler-policy|device-scoring-weights)
+      |kubernetes\.io/config\.mirror)
     |nodes/(spec/(unschedulable|taints/.*)|status/((capacity|allocatable)/.*|conditions/(type|status)))
     |pods/(metadata/(deletionTimestamp|ownerReferences/(kind|controller))|status/phase
       |spec/(nodeName|(nodeSelector|tolerations|overhead|resources|affinity/nodeAffinity/required[^/]*)/.*
