@@ -302,8 +302,6 @@ class CommitBatch:
         """Returns the decision's result once it is durable and applied. Raises the decision's Refusal, or a Refusal if it can't be
         saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        # The error is read here, since a cancelled caller does not read it, and asyncio would log that.
-        result.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting.append((decision, result))
         await run_shielded(self._save(result), name="commit_batch")  # others wait for it, too
         return result.result()
@@ -315,8 +313,10 @@ class CommitBatch:
                 try:
                     await self._commit(waiting)
                 finally:
-                    for _, unsettled in waiting:  # the process ends: nothing is left to answer
-                        unsettled.cancel()
+                    # Cancels a result that is missing since the process ends. An error counts as read then: a cancelled caller does not
+                    # read it, and asyncio would log that.
+                    for _, ended in waiting:
+                        ended.cancel()
 
     async def _commit(self, waiting: Sequence[tuple[Decision[Any], asyncio.Future[Any]]]) -> None:
         """The caller holds the agent state's lock."""

@@ -1,5 +1,6 @@
 """The API server is unavailable, slow or available again while pods start and end. Every pod is found and attributed."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,20 @@ async def test_a_node_without_an_api_server_at_all(folder: Path) -> None:
         await node.start_agent()
         assert node.ledger() == before
         await replace_whole_gpus(node, pods)
+
+
+async def test_the_pods_of_the_node_that_cannot_be_read_are_counted(folder: Path) -> None:
+    metadata = {"namespace": "demo", "name": "odd", "uid": "uid-odd"}
+    odd = {"metadata": metadata, "spec": {"nodeName": "node", "containers": 7}, "status": {}}
+
+    async def until_counted(count: int) -> None:
+        while (await node.metrics())["gpumgr_api_objects_unreadable", frozenset()] != count:  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.05)
+
+    async with running(folder) as node:
+        assert node.api is not None
+        await until_counted(0)
+        node.api.put_document(odd)
+        await until_counted(1)
+        node.api.remove("uid-odd")
+        await until_counted(0)

@@ -72,6 +72,29 @@ async def test_a_burst_shows_its_limit_and_the_gpu_by_how_much_limits_exceed_it(
         await expect(page.locator("#problems li").filter(has_text="over limit").last).to_contain_text("has 6.0 GiB on GPU1")
 
 
+async def test_a_value_that_is_not_known_is_shown_as_unknown_and_never_as_0(browser: Browser, stage: Stage) -> None:
+    shown = document()
+    row_values = ("memory_bytes", "memory_used_bytes", "utilization_ratio", "processes")
+    gpu_values = ("memory_bytes", "memory_used_bytes", "utilization_ratio", "temperature_celsius", "power_watts")
+    for rows_of, values in (("containers", row_values), ("gpus", gpu_values)):
+        for row in shown[rows_of]:
+            row |= dict.fromkeys(values)
+    async with opened(browser, stage, shown) as page:
+        web = (await rows(page))[-1]
+        assert (web[0], web[4:6], web[7:10]) == ("team/web", ["unknown", ""], ["unknown"] * 3)
+        card = page.locator(f"#gpu-{name_of(1)}")
+        await expect(card).to_contain_text("9 of 100 granted, use unknown")
+        await expect(card).to_contain_text("size unknown, use unknown")
+        await expect(card).to_contain_text("unknown use of 9 cores, unknown use of unknown memory")
+        for unit in ("°C", " W", "% busy"):
+            await expect(card).not_to_contain_text(unit)
+        await expect(card.locator(".seg.unknown")).to_have_count(2)
+        await expect(card.get_by_role("img", name="Memory of GPU1: size unknown, use unknown; held by team/web (main)")).to_be_visible()
+        stats = page.locator("#stats div")
+        await expect(stats.filter(has_text="Cores granted").locator("small")).to_have_text("use unknown")
+        await expect(stats.filter(has_text="Memory granted")).to_have_text("Memory grantedunknownuse unknown")
+
+
 async def test_a_node_without_problems(browser: Browser, stage: Stage) -> None:
     async with opened(browser, stage, document(count=2, entries=[replace(refusal(), at=NOW - 1000)])) as page:
         await expect(page.locator("#fine")).to_have_text("Nothing. All GPUs are well, nothing was refused in the last 15 min.")

@@ -1,12 +1,15 @@
 """Decisions that are saved together: what happens to one of them does not affect the others."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import pytest
 
 from gpumgr.agent.claims import CommitBatch, Decision
-from gpumgr.common.errors import Refusal
+from gpumgr.common.aio import finish_shielded
+from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
@@ -48,6 +51,41 @@ async def test_a_caller_that_is_cancelled_while_it_saves_fails_no_other(world: W
     assert {"a", "b"} == set(world.ledger.allocations)
     with pytest.raises(asyncio.CancelledError):
         await first
+
+
+@pytest.mark.parametrize(("error", "raised"), [(CheckpointError, Refusal), (ValueError, ValueError)])
+async def test_a_cancelled_caller_of_a_batch_that_fails_leaves_no_error_that_is_not_read(
+    world: World, error: type[Exception], raised: type[Exception]
+) -> None:
+    batch, saving, may_fail = CommitBatch(world.agent_state), asyncio.Event(), asyncio.Event()
+
+    async def fails(change: Change) -> None:  # noqa: ARG001
+        saving.set()
+        await may_fail.wait()
+        raise error("no space left")
+
+    def refused(ledger: Ledger) -> NoReturn:  # noqa: ARG001
+        raise Refusal("no_fit", "no room")
+
+    async def results() -> list[type]:
+        """The errors, and the frames in their tracebacks, end with this call."""
+        decisions = grant(world, "a"), refused, grant(world, "b")
+        callers = [asyncio.ensure_future(batch.add(each)) for each in decisions]
+        await saving.wait()
+        for caller in callers[:2]:
+            caller.cancel()
+        await asyncio.sleep(0)
+        may_fail.set()
+        return [type(each) for each in await asyncio.gather(*callers, return_exceptions=True)]
+
+    unread: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unread.append(context))
+    world.checkpoint.save = fails  # type: ignore[method-assign]
+    assert await results() == [asyncio.CancelledError, asyncio.CancelledError, raised]
+    await finish_shielded(1)
+    await asyncio.sleep(0)  # the event loop's handle of the last result ends
+    gc.collect()
+    assert unread == []
 
 
 async def test_callers_of_a_batch_that_is_cancelled_at_the_end_of_the_process_are_cancelled(world: World) -> None:

@@ -50,12 +50,14 @@ async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
                 return answer.status, await answer.text()
 
         stage.gated_pod("late", 60)
-        await until(lambda: stage.controller.writes.total() == 2 and bool(stage.watches.templates))
+        dra.sim.put_document({**pod("odd"), "spec": {"containers": 7}})
+        await until(lambda: stage.controller.writes.total() == 2 and bool(stage.watches.templates) and stage.watches.unreadable == 1)
         status, text = await get("/metrics")
         assert status == 200
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert lines["gpumgr_claims_leader"] == lines["gpumgr_claims_synced"] == lines["gpumgr_claims_templates"] == "1"
         assert lines["gpumgr_claims_gated_pods"] == lines["gpumgr_claims_refused_pods"] == "1"
+        assert lines["gpumgr_claims_api_objects_unreadable"] == "1"
         assert lines['gpumgr_claims_writes_total{object="template",outcome="ok"}'] == "1"
         assert all(f"# TYPE {family.name} {family.kind}" in text for family in FAMILIES)
         assert [(await get(path))[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 404]

@@ -306,6 +306,15 @@ async def test_verbs_are_counted_by_outcome(pages: PagesStage) -> None:
     assert (await pages.series("leader"), await pages.series("synced")) == ({"": 1}, {"": 1})
 
 
+async def test_objects_that_cannot_be_read_are_counted(pages: PagesStage) -> None:
+    assert await pages.series("api_objects_unreadable") == {"": 0}
+    for name in ("odd", "strange"):
+        pages.sim.put_document({**pod(name), "spec": {"containers": 7}})
+    pages.sim.put_node({"metadata": {"name": "c", "uid": "uid-c"}, "status": 7})
+    await until(lambda: pages.watches.unreadable == 3)
+    assert await pages.series("api_objects_unreadable") == {"": 3}
+
+
 async def test_amounts_are_counted_by_model_and_part(pages: PagesStage) -> None:
     text = '{"version":1,"node":"a","containers":{"c0":[["GPU-a-0",60,4096]]}}'
     pages.sim.put_document(pod("one", ("app", 60, 16), on="a", annotations={"gpumgr.io/placement": text}))

@@ -72,9 +72,11 @@ def test_what_waits_for_the_api_server() -> None:
         written={("event", "refused"): 4, ("lease", "what"): 1},
         away=True,
         eviction_retries=7,
+        unreadable=5,
     )
     report = NodeReport(view=view_of(), api_queue=api_queue)
     assert ours(report, "eviction_retries_total") == {(): 7.0}
+    assert ours(report, "api_objects_unreadable") == {(): 5.0}
     found = {name: ours(report, name) for name in API[:-1]}
     assert found == dict(zip(API[:-1], ({(): 0.0}, {(): 3.0}, {(): 0.0}, {(): 2.0}), strict=True))
     writes = dict(ours(report, "api_writes_total"))
