@@ -89,7 +89,9 @@ async def test_a_value_that_is_not_known_is_shown_as_unknown_and_never_as_0(brow
         for unit in ("°C", " W", "% busy"):
             await expect(card).not_to_contain_text(unit)
         await expect(card.locator(".seg.unknown")).to_have_count(2)
-        await expect(card.get_by_role("img", name="Memory of GPU1: size unknown, use unknown; held by team/web (main)")).to_be_visible()
+        await expect(
+            card.get_by_role("img", name="Memory of GPU1: size unknown, use unknown; held by team/web (main)")
+        ).to_be_visible()
         stats = page.locator("#stats div")
         await expect(stats.filter(has_text="Cores granted").locator("small")).to_have_text("use unknown")
         await expect(stats.filter(has_text="Memory granted")).to_have_text("Memory grantedunknownuse unknown")

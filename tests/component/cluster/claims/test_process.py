@@ -51,7 +51,9 @@ async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
 
         stage.gated_pod("late", 60)
         dra.sim.put_document({**pod("odd"), "spec": {"containers": 7}})
-        await until(lambda: stage.controller.writes.total() == 2 and bool(stage.watches.templates) and stage.watches.unreadable == 1)
+        await until(
+            lambda: stage.controller.writes.total() == 2 and bool(stage.watches.templates) and stage.watches.unreadable == 1
+        )
         status, text = await get("/metrics")
         assert status == 200
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
