@@ -72,8 +72,9 @@ static void *pick(dlsym_t real, void *handle, const char *name, void *caller) {
     for (int i = 0; i < GM_HOOKS; i++) {
         if (strcmp(name, hooks[i].symbol)) continue;
         void *of_driver = gm_real(i);
-        if (!of_driver || of_the_driver(caller)) return NULL;
-        bool anywhere = handle == RTLD_NEXT || handle == RTLD_DEFAULT;
+        bool anywhere = handle == RTLD_NEXT || handle == RTLD_DEFAULT; /* where the C library would find the wrapper */
+        if (!of_driver) return NULL;
+        if (of_the_driver(caller)) return anywhere ? of_driver : NULL;
         return anywhere || real(handle, name) == of_driver ? hooks[i].wrapper : NULL;
     }
     return NULL;

@@ -200,6 +200,12 @@ class PageMonitor:
                 "memory and share one turn; end processes"
             )
             yield finding(tenant, "broken", message)
+        if any(slot.gpus and slot.gpus[0].unknown for slot in slots) and self._first("unknown"):
+            message = (
+                f"{tenant.describe()} uses newer versions of CUDA functions than gpumgr's library knows, which it does not limit; "
+                "update gpumgr, or use another backend"
+            )
+            yield finding(tenant, "broken", message)
 
     def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
         if self._first("broken"):

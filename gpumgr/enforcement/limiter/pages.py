@@ -115,10 +115,12 @@ class PageLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOnGpu:
-    """What one process has on one GPU. `bytes_by_kind` is in the order of KINDS."""
+    """What one process has on one GPU. `bytes_by_kind` is in the order of KINDS. `unknown`: how often it got a version of a CUDA function
+    that the library does not know, and does not limit; all are counted on the first GPU."""
 
     bytes_by_kind: tuple[int, ...]
     launches: int
+    unknown: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +251,8 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             continue
         slot = _UseSlot.from_buffer_copy(data, index * _SLOT_BYTES)
         on_gpus = tuple(
-            SlotOnGpu(bytes_by_kind=tuple(each.bytes[: len(KINDS)]), launches=each.launches) for each in slot.gpu[:gpus]
+            SlotOnGpu(bytes_by_kind=tuple(each.bytes[: len(KINDS)]), launches=each.launches, unknown=each.unknown)
+            for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
         slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, fault=fault, gpus=on_gpus))

@@ -613,6 +613,7 @@ static R release(P at, int kind, int other) {
     return OK;
 }
 API(cuMemAlloc_v2, (P *at, size_t n)) { return allocate(at, n, PLAIN); }
+API(cuMemAlloc_v4, (P *at, size_t n)) { return allocate(at, n, PLAIN); } /* of a future CUDA */
 API(cuMemAlloc, (U *at, U n)) {
     P wide = 0;
     R r = allocate(&wide, n, PLAIN);
@@ -1088,7 +1089,7 @@ API(cuGetExportTable, (const void **table, const void *id)) { (void)table, (void
 static const struct { const char *name; int since; } versions[] = {
     {"cuCtxCreate_v3", 11040}, {"cuCtxCreate_v4", 12050}, {"cuDevicePrimaryCtxRelease_v2", 11000}, {"cuDevicePrimaryCtxReset_v2", 11000},
     {"cuDeviceGetUuid_v2", 11040}, {"cuEventElapsedTime_v2", 12080}, {"cuGetProcAddress_v2", 12000}, {"cuIpcOpenMemHandle_v2", 11000},
-    {"cuStreamBeginCapture_v2", 10010}, {"cuGraphInstantiate_v2", 11000},
+    {"cuStreamBeginCapture_v2", 10010}, {"cuGraphInstantiate_v2", 11000}, {"cuMemAlloc_v4", 99000},
 };
 FREE static V named(const char *name) {
     for (const struct entry *e = __start_api; e < __stop_api; e++)

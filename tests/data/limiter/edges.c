@@ -28,7 +28,8 @@ extern R cuInit(U), cuDevicePrimaryCtxRetain(V *, int), cuDevicePrimaryCtxReleas
     cuIpcCloseMemHandle(P), cuMemPoolCreate(V *, const struct pool_property *), cuMemPoolDestroy(V), cuMemAllocFromPoolAsync(P *, size_t, V, V),
     cuArrayCreate_v2(P *, const struct array *), cuArray3DCreate_v2(P *, const struct array3 *), cuArrayDestroy(P), cuModuleLoadData(V *, const char *),
     cuModuleGetFunction(V *, V, const char *), cuLaunchKernel(V, U, U, U, U, U, U, U, V, V *, V *), cuLaunchKernelEx(const struct launch_config *, V, V *, V *),
-    cuFakeLastAttribute(U *), cuDeviceGetAttribute(int *, int, int), cuStreamCreate(V *, U), cuStreamDestroy_v2(V), cuCtxSynchronize(void);
+    cuFakeLastAttribute(U *), cuDeviceGetAttribute(int *, int, int), cuStreamCreate(V *, U), cuStreamDestroy_v2(V), cuCtxSynchronize(void),
+    cuGetProcAddress_v2(const char *, V *, int, P, int *);
 
 static V context;
 static int64_t used(void) {
@@ -137,6 +138,10 @@ static void launches(void) {
     }
     SAY("contexts that end with work", r, cuCtxSynchronize());
 }
+static void newer(void) {
+    V found = NULL;
+    SAY("a version of the future", cuGetProcAddress_v2("cuMemAlloc", &found, 99000, 0, NULL), found == (V)cuMemAlloc_v2);
+}
 static void resets(void) {
     P at;
     V again;
@@ -163,6 +168,7 @@ int main(int argc, char **argv) {
     frees();
     nothing();
     launches();
+    newer();
     resets();
     return 0;
 }

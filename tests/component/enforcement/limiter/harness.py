@@ -241,6 +241,16 @@ class Container:
     def reserved_bytes(self) -> int:
         return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD)[0])
 
+    def fault(self) -> str:
+        """Why the library does not limit the first process."""
+        at = _HEAD + _GPUS * _GPU_USE
+        state, text = struct.unpack_from("<4xI8x48s", self.page("use").read_bytes(), at)
+        return text.rstrip(b"\0").decode() if state == 2 else ""
+
+    def unknown_versions(self) -> int:
+        """How many versions of functions the first process asked for that the library does not know."""
+        return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD + _GPUS * _GPU_USE + 64 + 88)[0])
+
     def by_kind(self) -> Mapping[str, int]:
         """Bytes by kind, over all slots; without kinds that have none."""
         page = self.page("use").read_bytes()

@@ -518,6 +518,16 @@ async def test_work_that_does_not_end_is_reported_by_the_second_check(place: Pla
         assert await place.check() == []
 
 
+async def test_functions_that_the_library_does_not_know_are_reported(place: Place) -> None:
+    await place.start()
+    with place.tenant():
+        assert await place.check() == []
+        _overwrite(64 + 16 * 64 + 64 + 88, b"\1")(place.page("use"))
+        [finding] = await place.check()
+        assert (finding.code, "newer versions of CUDA functions" in finding.message) == ("broken", True)
+        assert await place.check() == []
+
+
 async def test_more_processes_than_the_library_counts_are_reported(place: Place) -> None:
     await place.start()
     take_all_slots(place.page("use"))

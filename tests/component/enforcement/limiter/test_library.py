@@ -1,7 +1,9 @@
 """libgpumgr.so as a file and in other programs: what it needs and exports, and which look-ups it answers."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,27 @@ def test_it_exports_dlsym_and_the_hooked_functions_only(target: Target) -> None:
     hooked = set(re.findall(r"^HOOK\((\w+)", table, re.MULTILINE))
     defined = re.findall(r" GLOBAL +DEFAULT +\d+ (\S+)$", _readelf("--dyn-syms", target.programs / LIBRARY), re.MULTILINE)
     assert set(defined) == hooked | {"dlsym"}
+
+
+#: A pod could set a variable that leads to other pages; a handler of signals would replace the one of the program.
+_FORBIDDEN = re.compile("(secure_)?getenv|environ|signal|sigaction|.*exit_group|abort|_exit|exit|dlopen.+")
+
+
+def test_it_reads_no_environment_and_handles_no_signal(target: Target) -> None:
+    undefined = re.findall(r" UND (\w+)", _readelf("--dyn-syms", target.programs / LIBRARY))
+    assert "open" in undefined
+    assert [name for name in undefined if _FORBIDDEN.fullmatch(name)] == []
+
+
+def test_a_program_without_cuda_is_left_alone(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "0", share_percent=50)
+    before = [container.page(name).read_bytes() for name in ("limits", "use", "turn")]
+    script = "import os, threading; print(len(os.listdir('/proc/self/task')), 'pages' in open('/proc/self/maps').read())"
+    environment = {**os.environ, **node.environment(limited=True)}
+    command = [sys.executable, "-S", "-c", script]
+    done = subprocess.run(command, env=environment, cwd=container.folder, check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1 False\n", "")
+    assert [container.page(name).read_bytes() for name in ("limits", "use", "turn")] == before
 
 
 def test_a_missing_library_is_an_error_that_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +133,74 @@ def test_a_hooked_name_gets_the_wrapper_through_every_handle(target: Target, tmp
     assert target.run(tmp_path / "main", [library], target.programs).stdout == "1 1 1 1 1\n"
 
 
+_VERSIONS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+static const char *const names[] = {%s};
+int main(void) {
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
+    int (*ask)(const char *, void **, int, unsigned long long, int *) = dlsym(cuda, "cuGetProcAddress_v2");
+    int (*older)(const char *, void **, int, unsigned long long) = dlsym(cuda, "cuGetProcAddress");
+    static const int versions[] = {3020, 11030, 11040, 11080, 12000, 12020, 12050, 12080, 13000};
+    for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
+        for (unsigned k = 0; k < 4 * sizeof versions / sizeof *versions; k++) {
+            int version = versions[k / 4], flags = 2 * (k %% 2);
+            void *found = NULL;
+            int r = k %% 4 < 2 ? ask(names[i], &found, version, flags, NULL) : older(names[i], &found, version, flags);
+            Dl_info where = {0};
+            printf("%%s %%d %%d %%d", names[i], version, flags, r);
+            if (found && dladdr(found, &where)) printf(" %%s %%s", where.dli_sname, where.dli_fname);
+            puts("");
+        }
+    return 0;
+}
+"""
+
+
+def test_each_version_of_a_function_gets_the_wrapper_of_that_version(target: Target, tmp_path: Path) -> None:
+    """Through both forms of cuGetProcAddress, with and without the flag for per-thread default streams."""
+    table = "".join((SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
+    hooks = re.findall(r"^HOOK\((\w+), \"(cu\w+)\", (\d+)", table, re.MULTILINE)
+    names = sorted({base for _, base, _ in hooks} | {"cuDriverGetVersion", "cuMemcpyHtoD", "cuNothing"})
+    (tmp_path / "main.c").write_text(_VERSIONS % ", ".join(f'"{name}"' for name in names))
+    compile_program(tmp_path / "main", [tmp_path / "main.c"], (), target.command)
+    with_library, without = (
+        [line.split() for line in target.run(tmp_path / "main", preload, target.programs).stdout.splitlines()]
+        for preload in ([target.programs / LIBRARY], [])
+    )
+    assert [line[:5] for line in with_library] == [line[:5] for line in without]
+    assert len(without) == 36 * len(names)
+    wrapped = {symbol for symbol, _, _ in hooks}
+    for *_, symbol, file in (line for line in with_library if len(line) > 4):
+        assert Path(file).name == (LIBRARY if symbol in wrapped else "libcuda.so.1"), symbol
+
+
+_DRIVERS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+const char *look(void);
+const char *look(void) {
+    Dl_info where = {0};
+    dladdr(dlsym(RTLD_DEFAULT, "cuMemAlloc_v2"), &where);
+    return where.dli_fname;
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "found"), [("libnvidia-ptxjitcompiler.so", "libcuda.so.1"), ("libother.so", LIBRARY)])
+def test_libraries_of_the_driver_get_the_drivers_functions(target: Target, tmp_path: Path, name: str, found: str) -> None:
+    (tmp_path / "look.c").write_text(_DRIVERS)
+    compile_program(tmp_path / name, [tmp_path / "look.c"], ("-shared", "-fPIC"), target.command)
+    (tmp_path / "main.c").write_text(
+        "#include <stdio.h>\nint cuInit(unsigned); const char *look(void); int main(void) { cuInit(0); puts(look()); return 0; }"
+    )
+    libraries = [tmp_path / "main.c", tmp_path / name, target.programs / "libcuda.so.1"]
+    compile_program(tmp_path / "main", libraries, ("-Wl,--no-as-needed",), target.command)
+    done = target.run(tmp_path / "main", [target.programs / LIBRARY], target.programs)
+    assert Path(done.stdout.strip()).name == found, done.stderr
+
+
 def _break(page: Path, how: str) -> None:
     if how == "missing":
         page.unlink()
@@ -125,24 +216,36 @@ def _break(page: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "unreadable", "truncated", "version", "slots"])
-def test_a_fault_is_said_in_one_line_and_the_program_goes_on(programs: Path, tmp_path: Path, how: str) -> None:
-    Node(programs, tmp_path)
+def test_a_fault_is_said_in_one_line_and_the_program_goes_on(node: Node, tmp_path: Path, how: str) -> None:
     container = Container(tmp_path / "0", share_percent=50)
     take_all_slots(container.page("use")) if how == "slots" else _break(container.page("use"), how)
-    environment = {
-        "LD_PRELOAD": str(programs / "libgpumgr.so"),
-        "LD_LIBRARY_PATH": str(programs),
-        "FAKE_GPU": str(tmp_path / "gpu"),
-    }
-    commands = "init 0\ngrab alloc 1048576 3145728\n"
-    run = subprocess.run(
-        [programs / "tenant", "proc"],
-        input=commands,
+    run = _program(node, container, "grab alloc 1048576 3145728")
+    assert run.stdout == "0 0 0\n0 3145728 0\n"
+    assert re.fullmatch(r"libgpumgr: process \d+ [^:\n]+: pages/use\.\d+: [^:\n]+; [^:\n]+\n", run.stderr)
+
+
+def test_a_fault_of_the_library_is_said_once_and_written_in_the_page(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "no.c").write_text("int pthread_create(void); int pthread_create(void) { return 11; }")
+    compile_program(tmp_path / "no.so", [tmp_path / "no.c"], ("-shared", "-fPIC"))
+    container = Container(tmp_path / "0", share_percent=50)
+    run = _program(node, container, "latency 1", preload=f"{tmp_path / 'no.so'}:")
+    assert re.fullmatch(r"0 0 0\n0 \d+ \d+\n", run.stdout)
+    assert re.fullmatch(
+        r"libgpumgr: process \d+ runs without gpumgr's limits: pages/limits\.\d+: no thread can be started; [^:\n]+\n", run.stderr
+    )
+    assert container.fault() == "no thread can be started"
+
+
+def _program(node: Node, container: Container, *commands: str, preload: str = "") -> "subprocess.CompletedProcess[str]":
+    """A tenant that does these commands and ends."""
+    environment = {**os.environ, **node.environment(limited=True)}
+    environment["LD_PRELOAD"] = preload + environment["LD_PRELOAD"]
+    return subprocess.run(
+        [node.programs / "tenant", "proc"],
+        input="\n".join(["init 0", *commands, ""]),
         env=environment,
         cwd=container.folder,
         check=True,
         capture_output=True,
         text=True,
     )
-    assert run.stdout == "0 0 0\n0 3145728 0\n"
-    assert re.fullmatch(r"libgpumgr: process \d+ [^:\n]+: pages/use\.\d+: [^:\n]+; [^:\n]+\n", run.stderr)

@@ -252,7 +252,9 @@ def test_calls_that_are_rare_or_wrong_have_the_drivers_answers_and_the_count_is_
     assert len(bare) > 150
     # What a module takes is not counted here.
     counted = [line.replace(f", +{4 * MIB}", ", +0") if line.startswith("attributes") else line for line in bare]
-    assert _edges(node, Container(tmp_path / "a", 2 * _LIMIT, share_percent=50)) == counted
+    container = Container(tmp_path / "a", 2 * _LIMIT, share_percent=50)
+    assert _edges(node, container) == counted
+    assert container.unknown_versions() == 1
 
 
 def test_sizes_beyond_64_bits_are_out_of_memory(node: Node, tmp_path: Path) -> None:
