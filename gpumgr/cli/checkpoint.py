@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
-from gpumgr.cli.printable import printable
+from gpumgr.cli.rendering.formats import printable
 from gpumgr.cli.rendering.tables import open_table
 from gpumgr.cli.rendering.tables import show as show_table
 from gpumgr.common.errors import CheckpointError

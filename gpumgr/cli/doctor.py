@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gpumgr.cli.examination.checks import checks_for
 from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, examine
-from gpumgr.cli.hardware import hardware_of
+from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.rendering.tables import open_table, show
 from gpumgr.common.log import configure_log

@@ -25,7 +25,7 @@ from gpumgr.common.files import FileIdentity, replace_file, sync_folder, tempora
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
 from gpumgr.settings import Settings, load_settings
-from gpumgr.settings.installed_library import LIBRARY, VERSION
+from gpumgr.settings.profile import LIBRARY, VERSION
 
 _EXIT_CODES: Final = {
     0: "done",

@@ -1,18 +1,39 @@
-"""The node that a command is about: a topology in the text of nvidia-smi, a simulated node, or this machine's driver."""
+"""The node that a command is about: a topology in the text of nvidia-smi, a simulated node, or this machine's driver and hardware."""
 
 import asyncio
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import click
 
-from gpumgr.cli.hardware import hardware_of
 from gpumgr.cli.options import sim_option
 from gpumgr.common.errors import TopologyError
+from gpumgr.driver.hardware import Hardware
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.placement.topology.matrix import ParsedTopology, parse_topology
+
+
+@contextmanager
+def hardware_of(sim: str | None, library_path: Path | None = None, folder: Path | None = None) -> Iterator[Hardware]:
+    """`sim`: name or file of a simulated node. Its files stay in `folder`; without `folder` they are in a temporary one. None: this
+    machine, with the driver's library at `library_path` if that is set.
+
+    Raises SettingsError if the node's description is wrong, InputError without a C compiler.
+    """
+    if sim is None:
+        yield Hardware(library_path=str(library_path) if library_path else None)
+        return
+    from gpumgr.sim.library import prepare  # imported here, since a real node does not need it
+
+    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as place:
+        node = prepare(sim, Path(place))
+        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
+
 
 #: The type of a file option: click checks the path, and the command opens the file; - is stdin.
 FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True)

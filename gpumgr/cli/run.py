@@ -10,7 +10,7 @@ from typing import Final
 import click
 import structlog
 
-from gpumgr.cli.hardware import hardware_of
+from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, config_option, effective_settings, set_option
 from gpumgr.common.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.common.log import configure_log

@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from gpumgr.cli.options import ExitingCommand, FiniteRange
-from gpumgr.cli.printable import printable
+from gpumgr.cli.rendering.formats import printable
 from gpumgr.cluster.simulation import inflate, replay
 from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS
 from gpumgr.cluster.simulation.json_text import count_text, short

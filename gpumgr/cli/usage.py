@@ -15,7 +15,7 @@ from rich.console import Console
 from gpumgr.cli.client.agent_client import AgentClient, follow_states, read_state, report_unavailable
 from gpumgr.cli.client.node_data import open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
-from gpumgr.cli.printable import json_line
+from gpumgr.cli.rendering.formats import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.tables import show
 from gpumgr.cli.rendering.usage_table import Screen, usage_tables

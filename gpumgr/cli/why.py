@@ -10,9 +10,17 @@ import click
 
 from gpumgr.cli.client.agent_client import read_pod, read_state
 from gpumgr.cli.client.node_data import Document, open_node_data
-from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, default_kubeconfig, output_option, sendable
-from gpumgr.cli.pod_name import PodName, unknown_pod_message
-from gpumgr.cli.printable import json_line
+from gpumgr.cli.options import (
+    AgentLocation,
+    ExitingCommand,
+    PodName,
+    agent_options,
+    default_kubeconfig,
+    output_option,
+    sendable,
+    unknown_pod_message,
+)
+from gpumgr.cli.rendering.formats import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.pod_text import pod_text
 from gpumgr.common.errors import GpumgrError, InputError

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from gpumgr.common.journal import Field, Journal, entry_of, is_journal_stream
+from gpumgr.common.systemd import Field, Journal, entry_of, is_journal_stream
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "console", "json"]

@@ -42,7 +42,7 @@ from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
 from gpumgr.settings import Settings
-from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.profile import hami_core_library
 
 log = structlog.get_logger(__name__)
 

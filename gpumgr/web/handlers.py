@@ -22,9 +22,17 @@ from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.web.access import CurrentPolicy, Scope, origin_of
 from gpumgr.web.graph import graph_data, graph_text
 from gpumgr.web.index_page import PAGE, IndexPage
-from gpumgr.web.middleware import MAX_BODY_BYTES, TRUSTED, OriginOf, make_middleware
 from gpumgr.web.read_model import ReadModel
-from gpumgr.web.responses import failure, json_bytes, json_response, on_response_prepare
+from gpumgr.web.responses import (
+    MAX_BODY_BYTES,
+    TRUSTED,
+    OriginOf,
+    failure,
+    json_bytes,
+    json_response,
+    make_middleware,
+    on_response_prepare,
+)
 
 _HISTORY_SHOWN: Final = 100
 MAX_STREAMS: Final = 64

@@ -34,8 +34,7 @@ from gpumgr.settings import Settings
 from gpumgr.settings.profile import resource_names
 from gpumgr.web.metrics.exposition import Exposition
 from gpumgr.web.metrics.registry import Metrics
-from gpumgr.web.pod_details import pod_details, pods_with_details
-from gpumgr.web.state import node_state
+from gpumgr.web.state import node_state, pod_details, pods_with_details
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.slice_publisher import SlicePublisher

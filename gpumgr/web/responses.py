@@ -1,10 +1,17 @@
-"""Makes JSON responses, sets the headers that every response has, and parses the Accept headers of requests."""
+"""JSON responses with the headers that every response has, the Accept headers of requests, and the middleware around each page:
+authorization, the size of the request's body, and errors as JSON.
+"""
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gpumgr.common.errors import GpumgrError, InputError, Refusal
+from gpumgr.web.access import AuthPolicy, CurrentPolicy, HttpClient, Origin, Scope, authorize, origin_of
 
 
 def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -51,3 +58,107 @@ def accepts_gzip(accept_encoding: str) -> bool:
     """Whether an Accept-Encoding header allows gzip; a missing header does not."""
     weights = {name: weight for name, weight, _ in ranked(accept_encoding)}
     return weights.get("gzip", weights.get("*", 0.0)) > 0
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: The body of a maintenance request has some hundred bytes; a request for a page has no body.
+MAX_BODY_BYTES: Final = 4096
+BODY_SECONDS: Final = 10.0
+#: Key of a request: its client may read any page, not only metrics and probes.
+TRUSTED: Final = web.RequestKey("trusted", bool)
+#: A client sends this in place of `Authorization`, which Kubernetes' API server removes from the requests that it forwards.
+PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
+
+
+#: Maps the family of a connection's socket and the peer's address to the client's origin.
+OriginOf = Callable[[int, Any], Origin]
+
+
+def make_middleware(
+    scopes: Mapping[str, Scope], policy: CurrentPolicy, names: Collection[str], *, origin_of: OriginOf = origin_of
+) -> Middleware:
+    """`scopes` maps canonical paths to scopes; other paths count as "page". `policy` is read for remote clients; `names`: this
+    host's names."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            caller = HttpClient(
+                origin=origin_of(request.get_extra_info("socket").family, request.get_extra_info("peername")),
+                certified=bool(request.get_extra_info("peercert")),
+                authorization=request.headers.get("Authorization", request.headers.get(PROXIED_AUTHORIZATION)),
+                hosts=tuple(request.headers.getall("Host", ())),
+            )
+            return await _denied(request, caller, scopes, policy, names) or await _respond(request, handler)
+        except web.HTTPNotFound:
+            return failure(404, f"there is nothing at {request.path}", paths=list(scopes))
+
+    return middleware
+
+
+async def _denied(
+    request: web.Request, caller: HttpClient, scopes: Mapping[str, Scope], policy: CurrentPolicy, names: Collection[str]
+) -> web.Response | None:
+    resource = request.match_info.route.resource
+    scope = scopes.get(resource.canonical, "page") if resource is not None else "page"
+    current = await policy() if caller.origin == "remote" else AuthPolicy()
+    denial = authorize(scope, caller, current, names)
+    request[TRUSTED] = authorize("page", caller, current, names) is None
+    if denial is None:
+        return None
+    return failure(denial.status, denial.sentence, headers={"WWW-Authenticate": denial.challenge} if denial.challenge else None)
+
+
+async def _respond(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        await _read_body(request)
+        return await handler(request)
+    except (web.HTTPNotFound, ConnectionError):
+        raise
+    except web.HTTPException as error:
+        return _http_failure(request, error)
+    except Refusal as error:
+        return failure(409, str(error), code=error.code)
+    except InputError as error:
+        return failure(404, str(error))
+    except GpumgrError as error:
+        return failure(503, str(error))
+
+
+async def _read_body(request: web.Request) -> None:
+    """Raises HTTPRequestEntityTooLarge before more than the limit is in memory, HTTPRequestTimeout if the body takes too long, and
+    ConnectionError if the client has disconnected."""
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            await request.read()
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest from error
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout from error
+
+
+def _http_failure(request: web.Request, error: web.HTTPException) -> web.Response:
+    match error:
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            only = (
+                f"{request.path} takes maintenance requests"
+                if "POST" in error.allowed_methods
+                else f"{request.path} can only be read"
+            )
+            return failure(error.status, f"{only}: use {allowed}", headers={"Allow": allowed})
+        case web.HTTPRequestEntityTooLarge():
+            return _last(failure(error.status, f"the body has more than {MAX_BODY_BYTES} bytes"))
+        case web.HTTPRequestTimeout():
+            return _last(failure(error.status, f"the body did not arrive in {BODY_SECONDS:g} s"))
+        case _:
+            return failure(error.status, error.reason)
+
+
+def _last(response: web.Response) -> web.Response:
+    """The response, after which the connection is closed."""
+    response.force_close()
+    return response

@@ -16,8 +16,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from gpumgr.kubelet.dra.claim_reader import RETRY_ANNOTATION
 from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name
-from gpumgr.kubelet.dra.waiting_pods import RETRY_ANNOTATION
 
 from .agent import Agent
 from .api import PODS, ApiError

@@ -16,13 +16,13 @@ from urllib.parse import quote
 
 import aiohttp
 
-from gpumgr.cli.pod_name import PodName
-from gpumgr.cli.printable import cleaned, printable
+from gpumgr.cli.options import PodName
+from gpumgr.cli.rendering.formats import cleaned, printable
 from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer
-from gpumgr.web.middleware import PROXIED_AUTHORIZATION
+from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
 #: Selects the leader, else any replica of the chart's Deployment, which has the same data except for the leader's assumed GPUs.
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")

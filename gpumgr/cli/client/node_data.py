@@ -20,16 +20,14 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.cli.client.agent_client import PODS, STATE, AgentClient, read_pods
 from gpumgr.cli.options import AgentLocation
-from gpumgr.cli.printable import printable
-from gpumgr.cli.rendering.formats import clock_time
+from gpumgr.cli.rendering.formats import clock_time, printable
 from gpumgr.common.errors import CheckpointError, GpumgrError, InputError
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.reader import read_checkpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.placement.pods import PodKey
-from gpumgr.web.pod_details import pod_details, pods_with_details
-from gpumgr.web.state import node_state
+from gpumgr.web.state import node_state, pod_details, pods_with_details
 
 Document = dict[str, Any]
 

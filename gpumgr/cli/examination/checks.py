@@ -1,26 +1,70 @@
-"""All checks of a node."""
+"""All checks of a node, and those of the user and of the web server."""
 
+import errno
 import os
+import socket
 from functools import partial
+from pathlib import Path
 from typing import Final
 
-from gpumgr.cli.examination import (
-    api_server,
-    dra,
-    driver_files,
-    enforcement,
-    folders,
-    gpus,
-    http,
-    kubelet,
-    runtime,
-    takeover,
-)
-from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, warning
+from gpumgr.cli.examination import api_server, dra, enforcement, folders, gpus, kubelet, runtime
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, aside, error_of, ok, warning
+from gpumgr.common.errors import SettingsError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware import Hardware
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_offered, mig_on_demand
+from gpumgr.settings.schema import HttpSettings
+from gpumgr.web.credentials import Certificates, TokenFile
+from gpumgr.web.listening import ListenError, listen_tcp
+
+_HTTP_HUNG: Final = (
+    "check whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
+)
+
+
+async def look_at_http(http: HttpSettings) -> CheckResult:
+    """Reports what the agent itself would report: it uses the agent's readers of these files and its function to listen.
+
+    The check of an address binds it for an instant. An agent that starts in that instant ends with code 2 and is started again.
+    """
+    try:
+        await aside(lambda: _read(http))
+    except SettingsError as exception:
+        return error_of(exception, "look at http in the settings")
+    place = f"{http.address}:{http.port}" if http.port else f"any port of {http.address}"
+    scheme = "HTTPS" if http.tls_cert_file is not None else "HTTP"
+    try:
+        listeners = await listen_tcp(http.address, http.port)
+    except ListenError as exception:
+        in_use = getattr(exception.__cause__, "errno", None) == errno.EADDRINUSE
+        if in_use and await aside(lambda: _answered(http.socket)):
+            return ok(f"{place} is in use, probably by the agent that answers at {http.socket} ({scheme})")
+        return error_of(exception, "set http.address and http.port")
+    for listener in listeners:
+        listener.close()
+    return ok(f"{place} is free for {scheme}")
+
+
+def _read(http: HttpSettings) -> None:
+    """Raises SettingsError."""
+    if http.token_file is not None:
+        TokenFile(http.token_file)
+    Certificates.of(http.tls_cert_file, http.tls_key_file, http.client_ca_file)
+
+
+def _answered(path: Path) -> bool:
+    """Whether a process serves that unix socket. If the check has no permission to connect, an existing socket counts as served."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(str(path))
+        except (BlockingIOError, PermissionError):  # BlockingIOError: the backlog is full, so a process listens
+            return True
+        except OSError:
+            return False
+    return True
+
 
 #: The time limit for a peer's answer. It is shorter than the check's own limit, so that the check reports which peer did not answer.
 _SECONDS: Final = LIMIT_SECONDS * 0.4
@@ -57,10 +101,10 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     paths = partial(folders.look_at_host_paths, of_host, hardware.proc_root, in_pod=in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=hardware.proc_root)
     cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
-    files = partial(driver_files.look_at_driver_files, settings, seen, simulated=hardware.simulated, timeout_seconds=_SECONDS)
+    files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated, timeout_seconds=_SECONDS)
     backends = enforcement.NodeBackends(settings, seen, hardware.proc_root, in_pod=in_pod)
     of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
-    take_over = Check("take-over", partial(takeover.look_at_take_over, settings), takeover.IF_HUNG)
+    take_over = Check("take-over", partial(kubelet.look_at_take_over, settings), kubelet.DISKS)
     return (
         *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
         *_of_gpus(settings, hardware, seen),
@@ -82,7 +126,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
         Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
         Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
         Check("burst", partial(enforcement.look_at_bursts, settings, timeout_seconds=_SECONDS), enforcement.IF_HUNG),
-        Check("http", partial(http.look_at_http, settings.http), http.IF_HUNG),
+        Check("http", partial(look_at_http, settings.http), _HTTP_HUNG),
         Check("rbac", partial(api_server.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
         Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
     )

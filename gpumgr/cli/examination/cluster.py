@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpumgr.cli.examination.api_server import IF_HUNG, judged
-from gpumgr.cli.examination.cluster_claims import look_at_class, look_at_policies, needed_by_claims, policies_in_force
-from gpumgr.cli.examination.cluster_config import manages_hami, parse_config, problems, profiles_of
+from gpumgr.cli.examination.cluster_config import (
+    look_at_class,
+    look_at_policies,
+    manages_hami,
+    needed_by_claims,
+    parse_config,
+    policies_in_force,
+    problems,
+    profiles_of,
+)
 from gpumgr.cli.examination.examine import Check, CheckResult, error, ok, skipped, warning
 from gpumgr.cluster.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
 from gpumgr.common.units import CORE_RESOURCE

@@ -32,7 +32,7 @@ from gpumgr.enforcement.volume import unbounded
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.settings import Settings
-from gpumgr.settings.installed_library import VERSION, hami_core_library
+from gpumgr.settings.profile import VERSION, hami_core_library
 
 IF_HUNG: Final = "check whether the driver answers (`nvidia-smi`) and whether the file system does"
 _BOUND: Final = (

@@ -1,10 +1,40 @@
-"""Numbers as text, and the mechanisms that limit a share."""
+"""Values as text: numbers, the mechanisms that limit a share, and untrusted names, reasons and messages.
 
-from collections.abc import Sequence
+Kubernetes restricts the names of pods, but not those of static pods, an operator's reason, or a damaged checkpoint. Characters with an
+effect on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes: `\\x1b`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 from gpumgr.common.units import BLOCK_BYTES
+
+
+def printable(text: str) -> str:
+    """The text on one line; every character that is not printable is written as a Python escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def cleaned(document: Any) -> Any:
+    """The JSON data with every text, including keys, made printable."""
+    match document:
+        case str():
+            return printable(document)
+        case Mapping():
+            return {printable(str(key)): cleaned(value) for key, value in document.items()}
+        case list() | tuple():
+            return [cleaned(value) for value in document]
+    return document
+
+
+def json_line(document: Any) -> str:
+    """The document as one line of ASCII JSON; json.dumps does not escape DEL."""
+    return json.dumps(document).replace("\x7f", "\\u007f")
+
 
 #: A value that the driver does not report.
 UNKNOWN: Final = "unknown"

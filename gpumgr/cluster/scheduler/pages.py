@@ -32,8 +32,15 @@ from gpumgr.web.access import CurrentPolicy, Scope, origin_of
 from gpumgr.web.http_server import PageServer
 from gpumgr.web.index_page import IndexPage
 from gpumgr.web.listening import ListenError
-from gpumgr.web.middleware import MAX_BODY_BYTES, OriginOf, make_middleware
-from gpumgr.web.responses import accepts_gzip, failure, json_response, on_response_prepare
+from gpumgr.web.responses import (
+    MAX_BODY_BYTES,
+    OriginOf,
+    accepts_gzip,
+    failure,
+    json_response,
+    make_middleware,
+    on_response_prepare,
+)
 
 _log = structlog.get_logger(__name__)
 

@@ -20,8 +20,8 @@ from gpumgr._pb.display import GraphResponse, UsageResponse, VersionResponse
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
-from gpumgr.common.rpc.calls import receive
 from gpumgr.common.rpc.server import DrainingServer
+from gpumgr.common.rpc.unix_server import receive
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 from gpumgr.common.unix_socket import UnixSocket
 from gpumgr.ledger.ids import count

@@ -18,9 +18,8 @@ from grpclib.const import Handler as Method
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions
 from gpumgr.common.aio import LatestValue, Subscription, run_shielded
 from gpumgr.common.errors import KubeletError, Refusal
-from gpumgr.common.rpc.calls import receive, unary
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
-from gpumgr.common.rpc.unix_server import UnixServer
+from gpumgr.common.rpc.unix_server import UnixServer, receive, unary
 from gpumgr.common.units import RESOURCE_NAMES, Resource
 from gpumgr.kubelet.deviceplugin import codec
 from gpumgr.ledger.answer import ContainerResponse

@@ -31,12 +31,10 @@ from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
 from gpumgr.common.aio import LatestValue, forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
-from gpumgr.common.rpc.calls import unary
-from gpumgr.common.rpc.unix_server import LinkState, UnixServer
+from gpumgr.common.rpc.unix_server import LinkState, UnixServer, unary
 from gpumgr.common.unix_socket import is_served, path_problem
 from gpumgr.kubelet.dra import DRIVER
-from gpumgr.kubelet.dra.health import DraHealth, Faults
-from gpumgr.kubelet.dra.service import DraPlugin
+from gpumgr.kubelet.dra.service import DraHealth, DraPlugin, Faults
 
 _log = structlog.get_logger(__name__)
 

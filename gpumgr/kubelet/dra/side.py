@@ -16,17 +16,15 @@ from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import LatestValue, persistently, wait_at_most
 from gpumgr.common.errors import Refusal
-from gpumgr.common.rpc.calls import Observe
-from gpumgr.common.rpc.unix_server import LinkState
+from gpumgr.common.rpc.unix_server import LinkState, Observe
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubelet.dra import DRIVER
-from gpumgr.kubelet.dra.claim_reader import ClaimReader, find_shares
+from gpumgr.kubelet.dra.claim_reader import ClaimReader, WaitingPods, find_shares
 from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import WAIT_SECONDS
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
 from gpumgr.kubelet.dra.slices import SliceDevice, Taint, slice_devices, with_lost
-from gpumgr.kubelet.dra.waiting_pods import WaitingPods
 from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from gpumgr.cli.live_snapshot import read_cluster
+from gpumgr.cli.simulate_live import read_cluster
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.quota import Quotas

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.settings import Settings
-from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.profile import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings, HamiCoreSettings
 
 DIGEST = "a" * 64

@@ -9,7 +9,7 @@ from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry
 from gpumgr.ledger.ledger import Change, Ledger
 from gpumgr.sim.kubelet_pods import SimContainer
-from gpumgr.web.pod_details import pod_details
+from gpumgr.web.state import pod_details
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
 

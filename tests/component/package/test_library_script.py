@@ -16,7 +16,7 @@ import pytest
 from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.operator_library import check
 from gpumgr.settings import Settings
-from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.profile import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
 from tests.libvgpu import build
 from tools import PROJECT

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from structlog.testing import capture_logs
 
-from gpumgr.web import http_server, middleware
+from gpumgr.web import http_server, responses
 from gpumgr.web.http_server import HttpServer
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import TLS, Scene, by_unix, get, parsed, say, until
@@ -54,7 +54,7 @@ async def test_a_first_request_must_come_whole(serve: Serve, security: dict[str,
 
 
 async def test_a_body_must_come_whole(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(responses, "BODY_SECONDS", 0.05)
     server = await serve(**ENDLESS)
     told = await hang_up_of(server, b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
     assert parsed(told) == (408, {"error": "the body did not arrive in 0.05 s"})

@@ -8,7 +8,7 @@ from playwright.async_api import Browser, Page, expect
 from gpumgr.agent.api import builtins
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.placement.pods import ContainerSpec, PodKey, PodView
-from gpumgr.web.pod_details import pod_details
+from gpumgr.web.state import pod_details
 from tests.e2e.browser import Stage, visit
 from tests.unit.web.metrics.pictures import name_of
 

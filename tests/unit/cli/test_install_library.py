@@ -13,7 +13,7 @@ from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.settings import Settings
-from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.profile import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
 from tests.libvgpu import build
 

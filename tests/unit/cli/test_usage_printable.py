@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumgr.cli.client.agent_client import read_entries, read_pod, read_state
 from gpumgr.cli.history import history_line
-from gpumgr.cli.printable import cleaned, json_line, printable
+from gpumgr.cli.rendering.formats import cleaned, json_line, printable
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.pod_text import pod_text
 from gpumgr.common.errors import GpumgrError

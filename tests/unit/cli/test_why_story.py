@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.agent.api import GpuRow
 from gpumgr.cli.client.agent_client import read_pod, read_state
-from gpumgr.cli.pod_name import PodName
+from gpumgr.cli.options import PodName
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.pod_text import pod_text
 from gpumgr.common.errors import InputError

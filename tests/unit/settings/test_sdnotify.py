@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.sdnotify import Notifier
+from gpumgr.common.systemd import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -10,7 +10,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.web.pod_details import pod_details, pods_with_details
+from gpumgr.web.state import pod_details, pods_with_details
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of
 
 WEB = ("team", "web")

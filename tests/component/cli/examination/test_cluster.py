@@ -17,8 +17,7 @@ from click.testing import CliRunner
 
 from gpumgr.cli.doctor import command
 from gpumgr.cli.examination.cluster import checks_for_cluster
-from gpumgr.cli.examination.cluster_claims import POLICIES_ANNOTATION, POLICIES_VERSION, needed_by_claims
-from gpumgr.cli.examination.cluster_config import problems
+from gpumgr.cli.examination.cluster_config import POLICIES_ANNOTATION, POLICIES_VERSION, needed_by_claims, problems
 from gpumgr.cli.examination.examine import CheckResult, examine
 from gpumgr.kube.client import ApiServer
 

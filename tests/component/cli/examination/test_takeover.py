@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cli.examination.examine import CheckResult
-from gpumgr.cli.examination.takeover import look_at_take_over
+from gpumgr.cli.examination.kubelet import look_at_take_over
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import FILE_NAME
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint

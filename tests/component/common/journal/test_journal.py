@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.journal import Journal, entry_of, is_journal_stream
+from gpumgr.common.systemd import Journal, entry_of, is_journal_stream
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_the_variable_alone_does_not_make_it_the_journals(tmp_path: Path) -> Non
 
 PROGRAM = """
 import logging, pathlib, sys, structlog
-from gpumgr.common import journal
+from gpumgr.common import systemd
 from gpumgr.common.log import configure_log
-journal.Journal.__init__.__defaults__ = (pathlib.Path(sys.argv[1]),)
+systemd.Journal.__init__.__defaults__ = (pathlib.Path(sys.argv[1]),)
 configure_log("info", sys.argv[2])
 log = structlog.get_logger("here")
 log.info("allocation_granted", pod="demo/resnet", size=30)

@@ -15,9 +15,9 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, RequestReceived, StreamEnded, StreamReset
 
-from gpumgr.common.rpc.calls import unary
 from gpumgr.common.rpc.channel import UnixChannel
 from gpumgr.common.rpc.server import DrainingServer
+from gpumgr.common.rpc.unix_server import unary
 
 ROUTE = "/test.Echo/Say"
 REQUEST = {

@@ -13,9 +13,8 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.common.unix_socket import is_served
-from gpumgr.kubelet.dra.health import DraHealth
 from gpumgr.kubelet.dra.registration import DraLink, LinkTiming
-from gpumgr.kubelet.dra.service import Claims, DraPlugin
+from gpumgr.kubelet.dra.service import Claims, DraHealth, DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services

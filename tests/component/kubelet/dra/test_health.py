@@ -12,7 +12,7 @@ import pytest
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import UnixServer
-from gpumgr.kubelet.dra.health import DraHealth, Faults
+from gpumgr.kubelet.dra.service import DraHealth, Faults
 from tests.component.kubelet.dra.harness import channel_to, soon
 from tests.kubelet_api import drahealth as pb
 

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 from gpumgr._pb.pluginregistration import RegistrationStatus
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.kubelet.dra.health import DraHealth
 from gpumgr.kubelet.dra.registration import DraLink
+from gpumgr.kubelet.dra.service import DraHealth
 from tests.component.kubelet.dra.harness import DRIVER, POOL, QUICK, Caller, StubKubelet, claim, linked, plugin_of, soon, until
 
 REGISTRATION = f"{DRIVER}-reg.sock"

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from gpumgr.cli.examination.cluster_claims import _POLICIES, POLICIES_ANNOTATION, POLICIES_VERSION, look_at_policies
+from gpumgr.cli.examination.cluster_config import _POLICIES, POLICIES_ANNOTATION, POLICIES_VERSION, look_at_policies
 
 
 class Server:

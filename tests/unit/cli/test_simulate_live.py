@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpumgr.cli.live_snapshot import _is_kept
+from gpumgr.cli.simulate_live import _is_kept
 from gpumgr.cluster.scheduler.objects import parse_watched_pod
 from gpumgr.common.units import CORE_LIMIT_ANNOTATION, MEMORY_LIMIT_ANNOTATION
 from gpumgr.kube.pods import CLUSTER_ANNOTATION
