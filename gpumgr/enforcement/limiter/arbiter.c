@@ -75,6 +75,7 @@ static struct tenant {
     uint64_t until, since; /* what was written for it */
     uint32_t flags, grants, pass;
     bool overran; /* it still has work from a turn that was passed on */
+    uint32_t suspended; /* then what its processes say counts for nothing */
     bool damaged; /* the page has other values than it should */
     struct gm_arbiter_figures figures;
 } tenants[TENANTS];
@@ -113,7 +114,7 @@ static uint32_t read_flags(struct tenant *t, int64_t now) {
         if (!(word & GM_MEANINGLESS)) flags |= gm_word_flags(word, (uint64_t)now);
     }
     t->damaged |= (bits & GM_MEANINGLESS) != 0;
-    return flags;
+    return t->suspended ? 0 : flags;
 }
 /* False where the page was truncated; then the tenant's own bucket limits it. */
 static bool put(int fd, const void *value, size_t n, off_t at) { return pwrite(fd, value, n, at) == (ssize_t)n; }
@@ -157,6 +158,7 @@ static void refresh(struct tenant *t, int64_t now) {
         t->ceiling = limits.ceiling < t->share ? t->share : limits.ceiling > 100 ? 100 : limits.ceiling;
         t->quantum_ns = (limits.quantum_us < 1000 ? 1000 : limits.quantum_us > 100000 ? 100000 : limits.quantum_us) * 1000ll;
     }
+    if (pread(t->limits_fd, &t->suspended, sizeof t->suspended, (off_t)offsetof(struct gm_limits, suspend)) < 0) t->suspended = 0;
     put(t->limits_fd, &beat, sizeof beat, (off_t)offsetof(struct gm_limits, heartbeat_ns));
     restore(t);
     uint32_t pass = t->ceiling >= 100 && t->gpu->tenants == t && !t->next;

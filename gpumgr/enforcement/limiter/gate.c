@@ -106,6 +106,15 @@ static bool bucket(const struct gm_process *p, struct gm_gate *g, uint64_t now) 
     return passes;
 }
 
+/* A suspended process gives its turn back. After the resume, the helper looks at its work again and finds that it has ended. */
+static uint64_t sit_out(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
+    word_set(p, g, 0, GM_BUSY, now);
+    pthread_mutex_lock(&bucket_lock);
+    g->bucket_at_ns = now;
+    pthread_mutex_unlock(&bucket_lock);
+    return 5 * MS;
+}
+
 /* -- the helper ---------------------------------------------------------------------------------------------------------------- */
 /* Gives the turn back when the work has ended and the turn is over, or when nothing was launched for a while. Answers when to look
  * again, in ns; 0: the gate is not busy. */
@@ -114,6 +123,7 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
     uint64_t now = gm_now(), until = granted_until(p, g), last = atomic_load(&g->last_ns);
     uint32_t launched = atomic_load(&g->launched);
     bool over = now >= until;
+    if (gm_suspended()) return sit_out(p, g, now);
     uint32_t word = __atomic_load_n(word_of(p, g), __ATOMIC_RELAXED);
     if ((word & ~0xffu) != gm_stamp(now) || !(word & GM_BUSY)) word_set(p, g, GM_BUSY, 0, now); /* it may be another's, or restored */
     if (over && alone(p, now)) bucket(p, g, now);
@@ -205,6 +215,11 @@ static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
     uint64_t now = gm_now();
     begin_wait(p, g, now);
     for (;;) {
+        if (gm_suspended()) {
+            end_wait(p, g, now);
+            gm_await_resume();
+            begin_wait(p, g, now = gm_now());
+        }
         uint32_t seen = __atomic_load_n(&turn(p, g)->grants, __ATOMIC_SEQ_CST);
         now = gm_now();
         if (try_pass(p, g, now)) break;

@@ -43,7 +43,6 @@ struct gm_stream {
 };
 
 struct gm_gate *gm_gate_of(int gpu);
-void gm_nap(uint64_t ns);
 /* How long a launch waits for earlier work to end. */
 uint64_t gm_patience_ns(const struct gm_gate *gate);
 

@@ -5,20 +5,27 @@
 #include <dlfcn.h>
 #include <string.h>
 
-#define HOOK(symbol, base, version, variant) extern void gm_wrapper_##symbol(void) __asm__(#symbol);
+#define PASS(symbol, base, version, variant) extern void gm_stub_##symbol(void) __asm__(#symbol);
+#define HOOK(symbol, base, version, variant) PASS(symbol, base, version, variant) extern void gm_w_##symbol(void);
 #include "hooks.h"
 #undef HOOK
 
-static struct hook {
+/* stubs.S knows the layout. */
+struct hook {
+    void *wrapper;        /* NULL: the stub jumps to the driver */
+    _Atomic(void *) real; /* NULL: not asked for */
+    void *stub;
     const char *symbol, *base;
     int version, variant;
-    void *wrapper;
-    _Atomic(void *) real;
-} hooks[] = {
-#define HOOK(symbol, base, version, variant) {#symbol, base, version, variant, (void *)gm_wrapper_##symbol, NULL},
+};
+__attribute__((visibility("hidden"))) struct hook gm_hooks[] = {
+#define PASS(symbol, base, version, variant) {NULL, NULL, (void *)gm_stub_##symbol, #symbol, base, version, variant},
+#define HOOK(symbol, base, version, variant) {(void *)gm_w_##symbol, NULL, (void *)gm_stub_##symbol, #symbol, base, version, variant},
 #include "hooks.h"
 #undef HOOK
 };
+_Static_assert(sizeof(struct hook) == 48, "stubs.S");
+#define hooks gm_hooks
 
 typedef void *(*dlsym_t)(void *, const char *);
 __attribute__((visibility("hidden"))) dlsym_t gm_real_dlsym;
@@ -51,13 +58,23 @@ void *gm_driver_function(const char *symbol) {
     return handle ? real_dlsym()(handle, symbol) : NULL;
 }
 
+static CUresult not_found(void) { return CUDA_ERROR_NOT_FOUND; }
 void *gm_real(enum gm_hook hook) {
+    const char *symbol = hooks[hook].symbol;
     void *real = atomic_load_explicit(&hooks[hook].real, memory_order_relaxed);
-    if (real) return real;
-    real = gm_driver_function(hooks[hook].symbol);
-    if (real == hooks[hook].wrapper) return NULL; /* the driver lacks it, and the look-up went on to us */
-    if (real) atomic_store_explicit(&hooks[hook].real, real, memory_order_relaxed);
-    return real;
+    if (!real && driver(symbol[0] == 'n')) {
+        real = gm_driver_function(symbol);
+        if (!real || real == hooks[hook].stub) real = (void *)not_found; /* the driver lacks it, and the look-up went on to us */
+        atomic_store_explicit(&hooks[hook].real, real, memory_order_relaxed);
+    }
+    return real == (void *)not_found ? NULL : real;
+}
+/* For a stub that can't jump at once: where to. */
+__attribute__((visibility("hidden"))) void *gm_hook_target(int hook);
+void *gm_hook_target(int hook) {
+    gm_await_resume();
+    void *real = hooks[hook].wrapper ? hooks[hook].wrapper : gm_real((enum gm_hook)hook);
+    return real ? real : (void *)not_found;
 }
 
 /* The driver's own libraries get the driver's functions: a wrapper between them would count twice or recurse. */
@@ -75,7 +92,7 @@ static void *pick(dlsym_t real, void *handle, const char *name, void *caller) {
         bool anywhere = handle == RTLD_NEXT || handle == RTLD_DEFAULT; /* where the C library would find the wrapper */
         if (!of_driver) return NULL;
         if (of_the_driver(caller)) return anywhere ? of_driver : NULL;
-        return anywhere || real(handle, name) == of_driver ? hooks[i].wrapper : NULL;
+        return anywhere || real(handle, name) == of_driver ? hooks[i].stub : NULL;
     }
     return NULL;
 }
@@ -94,7 +111,7 @@ static bool same_addresses(void *asked, const char *known) {
 static void *wrapper_of(const char *name, void *found, int version, unsigned long long flags) {
     int best = -1, per_thread = flags & 2 ? GM_PTSZ : GM_ANY;
     for (int i = 0; i < GM_HOOKS; i++) {
-        if (hooks[i].version && gm_real(i) == found) return hooks[i].wrapper;
+        if (hooks[i].version && gm_real(i) == found) return hooks[i].stub;
         if (strcmp(name, hooks[i].base) || hooks[i].version > version || !hooks[i].version) continue;
         bool better = best < 0 || (hooks[i].variant == per_thread && hooks[best].variant != per_thread) ||
                       (hooks[i].variant == hooks[best].variant && hooks[i].version > hooks[best].version);
@@ -109,21 +126,21 @@ static void *wrapper_of(const char *name, void *found, int version, unsigned lon
         atomic_store(&answers_symbols, !ask || same_addresses(probe, "cuDriverGetVersion") ? 1 : 2);
     }
     if (best < 0 || atomic_load(&answers_symbols) == 1) {
-        struct gm_process *p = best < 0 ? NULL : gm_process();
+        struct gm_process *p = best < 0 || !hooks[best].wrapper ? NULL : gm_process();
         if (p && p->slot) __atomic_fetch_add(&p->slot->gpu[0].unknown, 1, __ATOMIC_RELAXED);
         return found;
     }
     atomic_store(&hooks[best].real, found);
-    return hooks[best].wrapper;
+    return hooks[best].stub;
 }
 
-GM_EXPORT CUresult cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long long flags, void *status) {
+GM_WRAPPER(cuGetProcAddress_v2, (const char *name, void **function, int version, unsigned long long flags, void *status)) {
     CUresult r = CALL(cuGetProcAddress_v2, name, function, version, flags, status);
     if (r == CUDA_SUCCESS && name && function && *function) *function = wrapper_of(name, *function, version, flags);
     return r;
 }
 
-GM_EXPORT CUresult cuGetProcAddress(const char *name, void **function, int version, unsigned long long flags) {
+GM_WRAPPER(cuGetProcAddress, (const char *name, void **function, int version, unsigned long long flags)) {
     CUresult r = CALL(cuGetProcAddress, name, function, version, flags);
     if (r == CUDA_SUCCESS && name && function && *function) *function = wrapper_of(name, *function, version, flags);
     return r;

@@ -38,4 +38,9 @@ HOOK(cuDevicePrimaryCtxReset, "cuDevicePrimaryCtxReset", 7000, GM_ANY)
 HOOK(cuDevicePrimaryCtxReset_v2, "cuDevicePrimaryCtxReset", 11000, GM_ANY)
 HOOK(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease", 7000, GM_ANY)
 HOOK(cuDevicePrimaryCtxRelease_v2, "cuDevicePrimaryCtxRelease", 11000, GM_ANY)
+#ifndef PASS
+#define PASS HOOK
+#endif
 #include "memory_hooks.h"
+#include "suspend_hooks.h"
+#undef PASS

@@ -13,8 +13,8 @@ enum { SMALL_BYTES = 1 << 20 }; /* smaller copies and memsets pass */
     } while (0)
 
 #define LAUNCH(symbol, per_thread)                                                                                                 \
-    GM_EXPORT CUresult symbol(CUfunction f, uint gx, uint gy, uint gz, uint bx, uint by, uint bz, uint shared, CUstream stream,    \
-                              void **parameters, void **extra) {                                                                   \
+    GM_WRAPPER(symbol, (CUfunction f, uint gx, uint gy, uint gz, uint bx, uint by, uint bz, uint shared, CUstream stream,          \
+                              void **parameters, void **extra)) {                                                                  \
         GATED(stream, per_thread, CALL(symbol, f, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra));                     \
     }
 LAUNCH(cuLaunchKernel, false)
@@ -22,7 +22,7 @@ LAUNCH(cuLaunchKernel_ptsz, true)
 
 struct launch_config { uint grid[3], block[3], shared; CUstream stream; void *attributes; uint count; };
 #define LAUNCH_EX(symbol, per_thread)                                                                                              \
-    GM_EXPORT CUresult symbol(const struct launch_config *config, CUfunction f, void **parameters, void **extra) {                 \
+    GM_WRAPPER(symbol, (const struct launch_config *config, CUfunction f, void **parameters, void **extra)) {                      \
         if (!config) return CALL(symbol, config, f, parameters, extra);                                                            \
         GATED(config->stream, per_thread, CALL(symbol, config, f, parameters, extra));                                             \
     }
@@ -30,8 +30,8 @@ LAUNCH_EX(cuLaunchKernelEx, false)
 LAUNCH_EX(cuLaunchKernelEx_ptsz, true)
 
 #define COOPERATIVE(symbol, per_thread)                                                                                            \
-    GM_EXPORT CUresult symbol(CUfunction f, uint gx, uint gy, uint gz, uint bx, uint by, uint bz, uint shared, CUstream stream,    \
-                              void **parameters) {                                                                                 \
+    GM_WRAPPER(symbol, (CUfunction f, uint gx, uint gy, uint gz, uint bx, uint by, uint bz, uint shared, CUstream stream,          \
+                              void **parameters)) {                                                                                \
         GATED(stream, per_thread, CALL(symbol, f, gx, gy, gz, bx, by, bz, shared, stream, parameters));                            \
     }
 COOPERATIVE(cuLaunchCooperativeKernel, false)
@@ -39,7 +39,7 @@ COOPERATIVE(cuLaunchCooperativeKernel_ptsz, true)
 
 /* One launch on each of several GPUs: it needs the turn of all of them. */
 struct cooperative { CUfunction f; uint grid[3], block[3], shared; CUstream stream; void **parameters; };
-GM_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(struct cooperative *list, uint n, uint flags) {
+GM_WRAPPER(cuLaunchCooperativeKernelMultiDevice, (struct cooperative *list, uint n, uint flags)) {
     struct gm_pass passes[GM_GPUS];
     uint entered = 0;
     for (; list && entered < n && entered < GM_GPUS; entered++) passes[entered] = gm_enter(list[entered].stream, false);
@@ -49,7 +49,7 @@ GM_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(struct cooperative *list
 }
 
 #define GRAPH_LAUNCH(symbol, per_thread)                                                                                           \
-    GM_EXPORT CUresult symbol(CUgraphExec graph, CUstream stream) {                                                                \
+    GM_WRAPPER(symbol, (CUgraphExec graph, CUstream stream)) {                                                                     \
         struct gm_pass pass = gm_enter(stream, per_thread);                                                                        \
         CUresult r = CALL(symbol, graph, stream);                                                                                  \
         gm_leave(pass);                                                                                                            \
@@ -60,22 +60,22 @@ GRAPH_LAUNCH(cuGraphLaunch, false)
 GRAPH_LAUNCH(cuGraphLaunch_ptsz, true)
 
 #define COPY(symbol, per_thread)                                                                                                   \
-    GM_EXPORT CUresult symbol(CUdeviceptr to, CUdeviceptr from, size_t n) {                                                        \
+    GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n)) {                                                             \
         if (n < SMALL_BYTES) return CALL(symbol, to, from, n);                                                                     \
         GATED(NULL, per_thread, CALL(symbol, to, from, n));                                                                        \
     }
 #define COPY_ASYNC(symbol, per_thread)                                                                                             \
-    GM_EXPORT CUresult symbol(CUdeviceptr to, CUdeviceptr from, size_t n, CUstream stream) {                                       \
+    GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n, CUstream stream)) {                                            \
         if (n < SMALL_BYTES) return CALL(symbol, to, from, n, stream);                                                             \
         GATED(stream, per_thread, CALL(symbol, to, from, n, stream));                                                              \
     }
 #define FILL(symbol, type, per_thread)                                                                                             \
-    GM_EXPORT CUresult symbol(CUdeviceptr to, type value, size_t n) {                                                              \
+    GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n)) {                                                                   \
         if (n < SMALL_BYTES / sizeof(type)) return CALL(symbol, to, value, n);                                                     \
         GATED(NULL, per_thread, CALL(symbol, to, value, n));                                                                       \
     }
 #define FILL_ASYNC(symbol, type, per_thread)                                                                                       \
-    GM_EXPORT CUresult symbol(CUdeviceptr to, type value, size_t n, CUstream stream) {                                             \
+    GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n, CUstream stream)) {                                                  \
         if (n < SMALL_BYTES / sizeof(type)) return CALL(symbol, to, value, n, stream);                                             \
         GATED(stream, per_thread, CALL(symbol, to, value, n, stream));                                                             \
     }
@@ -100,11 +100,11 @@ FILL_ASYNC(cuMemsetD32Async_ptsz, uint, true)
         return result;                                                                                                             \
     } while (0)
 #define BEGIN_CAPTURE_V1(symbol, per_thread)                                                                                       \
-    GM_EXPORT CUresult symbol(CUstream stream) { CAPTURING(stream, per_thread, CALL(symbol, stream)); }
+    GM_WRAPPER(symbol, (CUstream stream)) { CAPTURING(stream, per_thread, CALL(symbol, stream)); }
 #define BEGIN_CAPTURE(symbol, per_thread)                                                                                          \
-    GM_EXPORT CUresult symbol(CUstream stream, int mode) { CAPTURING(stream, per_thread, CALL(symbol, stream, mode)); }
+    GM_WRAPPER(symbol, (CUstream stream, int mode)) { CAPTURING(stream, per_thread, CALL(symbol, stream, mode)); }
 #define BEGIN_CAPTURE_TO_GRAPH(symbol, per_thread)                                                                                 \
-    GM_EXPORT CUresult symbol(CUstream stream, CUgraph graph, const void *nodes, const void *edges, size_t n, int mode) {          \
+    GM_WRAPPER(symbol, (CUstream stream, CUgraph graph, const void *nodes, const void *edges, size_t n, int mode)) {               \
         CAPTURING(stream, per_thread, CALL(symbol, stream, graph, nodes, edges, n, mode));                                         \
     }
 BEGIN_CAPTURE_V1(cuStreamBeginCapture, false)
@@ -116,7 +116,7 @@ BEGIN_CAPTURE_TO_GRAPH(cuStreamBeginCaptureToGraph_ptsz, true)
 
 enum { INVALIDATED = 901, UNJOINED = 904 }; /* errors that end a capture */
 #define END_CAPTURE(symbol)                                                                                                        \
-    GM_EXPORT CUresult symbol(CUstream stream, CUgraph *graph) {                                                                   \
+    GM_WRAPPER(symbol, (CUstream stream, CUgraph *graph)) {                                                                        \
         CUresult r = CALL(symbol, stream, graph);                                                                                  \
         if (r == CUDA_SUCCESS || r == INVALIDATED || r == UNJOINED) gm_capture_ended();                                            \
         return r;                                                                                                                  \
@@ -125,7 +125,7 @@ END_CAPTURE(cuStreamEndCapture)
 END_CAPTURE(cuStreamEndCapture_ptsz)
 
 #define STREAM_ENDS(symbol)                                                                                                        \
-    GM_EXPORT CUresult symbol(CUstream stream) {                                                                                   \
+    GM_WRAPPER(symbol, (CUstream stream)) {                                                                                        \
         gm_stream_destroyed(stream);                                                                                               \
         return CALL(symbol, stream);                                                                                               \
     }
@@ -133,7 +133,7 @@ STREAM_ENDS(cuStreamDestroy)
 STREAM_ENDS(cuStreamDestroy_v2)
 
 #define CONTEXT_ENDS(symbol, type, forget, ended)                                                                                  \
-    GM_EXPORT CUresult symbol(type which) {                                                                                        \
+    GM_WRAPPER(symbol, (type which)) {                                                                                             \
         forget(which);                                                                                                             \
         CUresult r = CALL(symbol, which);                                                                                          \
         if (r == CUDA_SUCCESS) ended(which);                                                                                       \

@@ -1,6 +1,7 @@
 /* libgpumgr.so: what its parts offer each other.
  *
  * dlsym.S, hooks.c  the table of hooked functions; which look-ups get a wrapper
+ * stubs.S           the hooked functions themselves
  * process.c         the pages, this process's slot, its devices; fork
  * gate.c            the turn: waiting, holding, giving back; the helper thread
  * streams.c         streams and markers (events): what is on the GPUs
@@ -26,13 +27,14 @@ enum {
 };
 
 /* -- hooks ------------------------------------------------------------------------------------------------------------------
- * A hook is a function with the name and the signature of the driver's, marked GM_EXPORT, and one line in hooks.h:
+ * A hook is a function with the name and the signature of the driver's, defined with GM_WRAPPER, and one line in hooks.h:
  *     HOOK(symbol, "base name", first CUDA version, GM_ANY | GM_PTSZ)
  * for example HOOK(cuMemAlloc_v2, "cuMemAlloc", 3020, GM_ANY). The version and the base name answer cuGetProcAddress; GM_PTSZ
  * marks the variant for per-thread default streams (its symbol ends with _ptsz or _ptds). NVML's functions have a version of 0:
- * they are found by dlsym and by linking only.
+ * they are found by dlsym and by linking only. PASS, in the same form, is a function of the driver without a wrapper.
+ * The symbol itself is a stub (stubs.S): it waits while the container is suspended, then jumps to the wrapper or the driver.
  * The wrapper calls the driver with CALL(symbol, arguments...), which answers `not found` where the driver lacks the function. */
-#define GM_EXPORT __attribute__((visibility("default")))
+#define GM_WRAPPER(symbol, parameters) CUresult symbol parameters __asm__("gm_w_" #symbol); CUresult symbol parameters
 enum { GM_ANY, GM_PTSZ };
 #define HOOK(symbol, base, version, variant) GM_HOOK_##symbol,
 enum gm_hook {
@@ -76,6 +78,11 @@ int gm_reap_slots(void);
 /* The slots below this index may be in use. */
 int gm_slots(void);
 uint64_t gm_now(void); /* CLOCK_MONOTONIC */
+void gm_nap(uint64_t ns);
+
+/* Waits while the container is suspended, and asks for its resume: no call enters the driver, which would block it. */
+void gm_await_resume(void);
+bool gm_suspended(void);
 
 /* Own calls of the driver that a stream capture in another thread would forbid stand between these two. */
 int gm_relax(void);

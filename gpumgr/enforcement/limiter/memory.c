@@ -99,22 +99,22 @@ static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, boo
         return result;                                                                                                             \
     } while (0)
 
-GM_EXPORT CUresult cuMemAlloc(uint *at, uint n) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc, at, n)); }
-GM_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t n) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc_v2, at, n)); }
-GM_EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t n, uint flags) {
+GM_WRAPPER(cuMemAlloc, (uint *at, uint n)) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc, at, n)); }
+GM_WRAPPER(cuMemAlloc_v2, (CUdeviceptr *at, size_t n)) { ALLOCATE(GM_ALLOC, n, at, CALL(cuMemAlloc_v2, at, n)); }
+GM_WRAPPER(cuMemAllocManaged, (CUdeviceptr *at, size_t n, uint flags)) {
     ALLOCATE(GM_MANAGED, n, at, CALL(cuMemAllocManaged, at, n, flags));
 }
 /* The driver chooses the length of a row: 512 bytes and its multiples on all GPUs so far. */
-GM_EXPORT CUresult cuMemAllocPitch(uint *at, uint *pitch, uint width, uint height, uint element) {
+GM_WRAPPER(cuMemAllocPitch, (uint *at, uint *pitch, uint width, uint height, uint element)) {
     ALLOCATE(GM_ALLOC, times(rounded(width, 512), height), at, CALL(cuMemAllocPitch, at, pitch, width, height, element));
 }
-GM_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *at, size_t *pitch, size_t width, size_t height, uint element) {
+GM_WRAPPER(cuMemAllocPitch_v2, (CUdeviceptr *at, size_t *pitch, size_t width, size_t height, uint element)) {
     ALLOCATE(GM_ALLOC, times(rounded(width, 512), height), at, CALL(cuMemAllocPitch_v2, at, pitch, width, height, element));
 }
-GM_EXPORT CUresult cuMemFree(uint at) { FREE(at, CALL(cuMemFree, at)); }
-GM_EXPORT CUresult cuMemFree_v2(CUdeviceptr at) { FREE(at, CALL(cuMemFree_v2, at)); }
-GM_EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream stream) { FREE(at, CALL(cuMemFreeAsync, at, stream)); }
-GM_EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr at, CUstream stream) { FREE(at, CALL(cuMemFreeAsync_ptsz, at, stream)); }
+GM_WRAPPER(cuMemFree, (uint at)) { FREE(at, CALL(cuMemFree, at)); }
+GM_WRAPPER(cuMemFree_v2, (CUdeviceptr at)) { FREE(at, CALL(cuMemFree_v2, at)); }
+GM_WRAPPER(cuMemFreeAsync, (CUdeviceptr at, CUstream stream)) { FREE(at, CALL(cuMemFreeAsync, at, stream)); }
+GM_WRAPPER(cuMemFreeAsync_ptsz, (CUdeviceptr at, CUstream stream)) { FREE(at, CALL(cuMemFreeAsync_ptsz, at, stream)); }
 
 /* The bits of an element of one channel; of formats that name their channels, of the whole element. */
 static uint64_t element_bits(int format, uint channels) {
@@ -156,26 +156,26 @@ static uint64_t array_bytes(const struct array3 *a, uint levels) {
 }
 #define WIDE2(a) (a) ? &(struct array3){(a)->width, (a)->height, 0, (a)->format, (a)->channels, 0} : NULL
 #define WIDE3(a) (a) ? &(struct array3){(a)->width, (a)->height, (a)->depth, (a)->format, (a)->channels, (a)->flags} : NULL
-GM_EXPORT CUresult cuArrayCreate(CUarray *out, const struct array2_v1 *a) {
+GM_WRAPPER(cuArrayCreate, (CUarray *out, const struct array2_v1 *a)) {
     ALLOCATE(GM_ARRAY, array_bytes(WIDE2(a), 1), out, CALL(cuArrayCreate, out, a));
 }
-GM_EXPORT CUresult cuArrayCreate_v2(CUarray *out, const struct array2 *a) {
+GM_WRAPPER(cuArrayCreate_v2, (CUarray *out, const struct array2 *a)) {
     ALLOCATE(GM_ARRAY, array_bytes(WIDE2(a), 1), out, CALL(cuArrayCreate_v2, out, a));
 }
-GM_EXPORT CUresult cuArray3DCreate(CUarray *out, const struct array3_v1 *a) {
+GM_WRAPPER(cuArray3DCreate, (CUarray *out, const struct array3_v1 *a)) {
     ALLOCATE(GM_ARRAY, array_bytes(WIDE3(a), 1), out, CALL(cuArray3DCreate, out, a));
 }
-GM_EXPORT CUresult cuArray3DCreate_v2(CUarray *out, const struct array3 *a) {
+GM_WRAPPER(cuArray3DCreate_v2, (CUarray *out, const struct array3 *a)) {
     ALLOCATE(GM_ARRAY, array_bytes(a, 1), out, CALL(cuArray3DCreate_v2, out, a));
 }
-GM_EXPORT CUresult cuMipmappedArrayCreate(CUarray *out, const struct array3 *a, uint levels) {
+GM_WRAPPER(cuMipmappedArrayCreate, (CUarray *out, const struct array3 *a, uint levels)) {
     ALLOCATE(GM_ARRAY, array_bytes(a, levels), out, CALL(cuMipmappedArrayCreate, out, a, levels));
 }
-GM_EXPORT CUresult cuArrayDestroy(CUarray a) { FREE((uint64_t)a, CALL(cuArrayDestroy, a)); }
-GM_EXPORT CUresult cuMipmappedArrayDestroy(CUarray a) { FREE((uint64_t)a, CALL(cuMipmappedArrayDestroy, a)); }
+GM_WRAPPER(cuArrayDestroy, (CUarray a)) { FREE((uint64_t)a, CALL(cuArrayDestroy, a)); }
+GM_WRAPPER(cuMipmappedArrayDestroy, (CUarray a)) { FREE((uint64_t)a, CALL(cuMipmappedArrayDestroy, a)); }
 
 /* -- virtual memory: a handle is charged until its last reference and its last mapping are gone -------------------------------- */
-GM_EXPORT CUresult cuMemCreate(CUdeviceptr *handle, size_t n, const struct allocation_properties *p, unsigned long long flags) {
+GM_WRAPPER(cuMemCreate, (CUdeviceptr *handle, size_t n, const struct allocation_properties *p, unsigned long long flags)) {
     int gpu = handle && p && p->where.type == 1 && gm_process() ? gm_gpu_of_device(p->where.id) : -1;
     uint64_t bytes = gpu < 0 ? 0 : n;
     if (!reserve(gpu, GM_VMM, bytes)) return refuse(gpu);
@@ -186,30 +186,30 @@ GM_EXPORT CUresult cuMemCreate(CUdeviceptr *handle, size_t n, const struct alloc
     return r;
 }
 /* The reference goes before the driver's call: after it, another thread may be given the same number. */
-GM_EXPORT CUresult cuMemRelease(CUdeviceptr handle) {
+GM_WRAPPER(cuMemRelease, (CUdeviceptr handle)) {
     struct gm_record last;
     bool is_last = gm_record_unreference(GM_HANDLE, handle, &last);
     CUresult r = CALL(cuMemRelease, handle);
     unreferenced(r, GM_HANDLE, handle, is_last, &last);
     return r;
 }
-GM_EXPORT CUresult cuMemRetainAllocationHandle(CUdeviceptr *handle, void *at) {
+GM_WRAPPER(cuMemRetainAllocationHandle, (CUdeviceptr *handle, void *at)) {
     CUresult r = CALL(cuMemRetainAllocationHandle, handle, at);
     if (r == CUDA_SUCCESS) gm_record_change(GM_HANDLE, *handle, reference, NULL);
     return r;
 }
 /* An imported handle belongs to its maker, also where this process made it. */
-GM_EXPORT CUresult cuMemImportFromShareableHandle(CUdeviceptr *handle, void *shared, int type) {
+GM_WRAPPER(cuMemImportFromShareableHandle, (CUdeviceptr *handle, void *shared, int type)) {
     CUresult r = CALL(cuMemImportFromShareableHandle, handle, shared, type);
     if (r == CUDA_SUCCESS) gm_record_change(GM_HANDLE, *handle, reference, NULL);
     return r;
 }
-GM_EXPORT CUresult cuMemMap(CUdeviceptr at, size_t n, size_t offset, CUdeviceptr handle, unsigned long long flags) {
+GM_WRAPPER(cuMemMap, (CUdeviceptr at, size_t n, size_t offset, CUdeviceptr handle, unsigned long long flags)) {
     CUresult r = CALL(cuMemMap, at, n, offset, handle, flags);
     if (r == CUDA_SUCCESS) gm_record_map(at, n, handle);
     return r;
 }
-GM_EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t n) {
+GM_WRAPPER(cuMemUnmap, (CUdeviceptr at, size_t n)) {
     CUresult r = CALL(cuMemUnmap, at, n);
     if (r == CUDA_SUCCESS) gm_record_unmap(at, n);
     return r;
@@ -303,25 +303,25 @@ static pool_t pool_of(CUstream stream, bool per_thread) {
         gm_release(gpu, GM_POOL, bytes);                                                                                           \
         return result;                                                                                                             \
     } while (0)
-GM_EXPORT CUresult cuMemAllocAsync(CUdeviceptr *at, size_t n, CUstream stream) {
+GM_WRAPPER(cuMemAllocAsync, (CUdeviceptr *at, size_t n, CUstream stream)) {
     FROM_POOL(at, n, pool_of(stream, false), stream, false, CALL(cuMemAllocAsync, at, n, stream));
 }
-GM_EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *at, size_t n, CUstream stream) {
+GM_WRAPPER(cuMemAllocAsync_ptsz, (CUdeviceptr *at, size_t n, CUstream stream)) {
     FROM_POOL(at, n, pool_of(stream, true), stream, true, CALL(cuMemAllocAsync_ptsz, at, n, stream));
 }
-GM_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *at, size_t n, pool_t pool, CUstream stream) {
+GM_WRAPPER(cuMemAllocFromPoolAsync, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {
     FROM_POOL(at, n, pool, stream, false, CALL(cuMemAllocFromPoolAsync, at, n, pool, stream));
 }
-GM_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *at, size_t n, pool_t pool, CUstream stream) {
+GM_WRAPPER(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {
     FROM_POOL(at, n, pool, stream, true, CALL(cuMemAllocFromPoolAsync_ptsz, at, n, pool, stream));
 }
-GM_EXPORT CUresult cuMemPoolCreate(pool_t *pool, const struct pool_properties *p) {
+GM_WRAPPER(cuMemPoolCreate, (pool_t *pool, const struct pool_properties *p)) {
     CUresult r = CALL(cuMemPoolCreate, pool, p);
     int gpu = r != CUDA_SUCCESS || !gm_process() ? -1 : p->where.type == 1 ? gm_gpu_of_device(p->where.id) : p->type == 2 ? current_gpu() : -1;
     if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)*pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu});
     return r;
 }
-GM_EXPORT CUresult cuMemPoolDestroy(pool_t pool) {
+GM_WRAPPER(cuMemPoolDestroy, (pool_t pool)) {
     struct gm_record record;
     bool known = gm_record_take(GM_POOL_OF, (uint64_t)pool, &record);
     CUresult r = CALL(cuMemPoolDestroy, pool);
@@ -329,7 +329,7 @@ GM_EXPORT CUresult cuMemPoolDestroy(pool_t pool) {
     else if (known) gm_records_outlive((uint64_t)pool), gm_release(record.gpu, record.kind, record.bytes);
     return r;
 }
-GM_EXPORT CUresult cuMemPoolTrimTo(pool_t pool, size_t keep) {
+GM_WRAPPER(cuMemPoolTrimTo, (pool_t pool, size_t keep)) {
     CUresult r = CALL(cuMemPoolTrimTo, pool, keep);
     pool_settle(pool);
     return r;
@@ -355,36 +355,36 @@ static CUresult graph(CUresult r) {
     if (r == CUDA_SUCCESS) gm_graph_memory();
     return r;
 }
-GM_EXPORT CUresult cuGraphAddMemAllocNode(void **node, CUgraph g, const void *after, size_t n, void *parameters) {
+GM_WRAPPER(cuGraphAddMemAllocNode, (void **node, CUgraph g, const void *after, size_t n, void *parameters)) {
     __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
     return CALL(cuGraphAddMemAllocNode, node, g, after, n, parameters);
 }
-GM_EXPORT CUresult cuGraphAddNode(void **node, CUgraph g, const void *after, size_t n, void *parameters) {
+GM_WRAPPER(cuGraphAddNode, (void **node, CUgraph g, const void *after, size_t n, void *parameters)) {
     __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
     return CALL(cuGraphAddNode, node, g, after, n, parameters);
 }
-GM_EXPORT CUresult cuGraphAddNode_v2(void **node, CUgraph g, const void *after, const void *edges, size_t n, void *parameters) {
+GM_WRAPPER(cuGraphAddNode_v2, (void **node, CUgraph g, const void *after, const void *edges, size_t n, void *parameters)) {
     __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
     return CALL(cuGraphAddNode_v2, node, g, after, edges, n, parameters);
 }
-GM_EXPORT CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph g, void **node, char *log, size_t n) {
+GM_WRAPPER(cuGraphInstantiate, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n)) {
     return graph(CALL(cuGraphInstantiate, out, g, node, log, n));
 }
-GM_EXPORT CUresult cuGraphInstantiate_v2(CUgraphExec *out, CUgraph g, void **node, char *log, size_t n) {
+GM_WRAPPER(cuGraphInstantiate_v2, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n)) {
     return graph(CALL(cuGraphInstantiate_v2, out, g, node, log, n));
 }
-GM_EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph g, unsigned long long flags) {
+GM_WRAPPER(cuGraphInstantiateWithFlags, (CUgraphExec *out, CUgraph g, unsigned long long flags)) {
     return graph(CALL(cuGraphInstantiateWithFlags, out, g, flags));
 }
-GM_EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph g, void *parameters) {
+GM_WRAPPER(cuGraphInstantiateWithParams, (CUgraphExec *out, CUgraph g, void *parameters)) {
     return graph(CALL(cuGraphInstantiateWithParams, out, g, parameters));
 }
-GM_EXPORT CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph g, void *parameters) {
+GM_WRAPPER(cuGraphInstantiateWithParams_ptsz, (CUgraphExec *out, CUgraph g, void *parameters)) {
     return graph(CALL(cuGraphInstantiateWithParams_ptsz, out, g, parameters));
 }
-GM_EXPORT CUresult cuGraphUpload(CUgraphExec g, CUstream stream) { return graph(CALL(cuGraphUpload, g, stream)); }
-GM_EXPORT CUresult cuGraphUpload_ptsz(CUgraphExec g, CUstream stream) { return graph(CALL(cuGraphUpload_ptsz, g, stream)); }
-GM_EXPORT CUresult cuDeviceGraphMemTrim(CUdevice d) { return graph(CALL(cuDeviceGraphMemTrim, d)); }
+GM_WRAPPER(cuGraphUpload, (CUgraphExec g, CUstream stream)) { return graph(CALL(cuGraphUpload, g, stream)); }
+GM_WRAPPER(cuGraphUpload_ptsz, (CUgraphExec g, CUstream stream)) { return graph(CALL(cuGraphUpload_ptsz, g, stream)); }
+GM_WRAPPER(cuDeviceGraphMemTrim, (CUdevice d)) { return graph(CALL(cuDeviceGraphMemTrim, d)); }
 
 /* -- contexts: each costs what the agent measured on this GPU ------------------------------------------------------------------- */
 static uint64_t context_bytes(int gpu) { return gpu < 0 ? 0 : gm_process()->limits->gpu[gpu].context_bytes; }
@@ -400,12 +400,12 @@ static uint64_t context_bytes(int gpu) { return gpu < 0 ? 0 : gm_process()->limi
                 .key = (uint64_t)*(out), .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .context = *(out)}); \
         return result;                                                                                                             \
     } while (0)
-GM_EXPORT CUresult cuCtxCreate(CUcontext *c, uint flags, CUdevice d) { CREATE_CONTEXT(c, d, CALL(cuCtxCreate, c, flags, d)); }
-GM_EXPORT CUresult cuCtxCreate_v2(CUcontext *c, uint flags, CUdevice d) { CREATE_CONTEXT(c, d, CALL(cuCtxCreate_v2, c, flags, d)); }
-GM_EXPORT CUresult cuCtxCreate_v3(CUcontext *c, void *affinity, int n, uint flags, CUdevice d) {
+GM_WRAPPER(cuCtxCreate, (CUcontext *c, uint flags, CUdevice d)) { CREATE_CONTEXT(c, d, CALL(cuCtxCreate, c, flags, d)); }
+GM_WRAPPER(cuCtxCreate_v2, (CUcontext *c, uint flags, CUdevice d)) { CREATE_CONTEXT(c, d, CALL(cuCtxCreate_v2, c, flags, d)); }
+GM_WRAPPER(cuCtxCreate_v3, (CUcontext *c, void *affinity, int n, uint flags, CUdevice d)) {
     CREATE_CONTEXT(c, d, CALL(cuCtxCreate_v3, c, affinity, n, flags, d));
 }
-GM_EXPORT CUresult cuCtxCreate_v4(CUcontext *c, void *parameters, uint flags, CUdevice d) {
+GM_WRAPPER(cuCtxCreate_v4, (CUcontext *c, void *parameters, uint flags, CUdevice d)) {
     CREATE_CONTEXT(c, d, CALL(cuCtxCreate_v4, c, parameters, flags, d));
 }
 void gm_memory_context_ended(CUcontext context) { gm_records_end(context); }
@@ -418,7 +418,7 @@ static bool active(CUdevice d) {
     int on = 0;
     return state && state(d, &flags, &on) == CUDA_SUCCESS && on;
 }
-GM_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) {
+GM_WRAPPER(cuDevicePrimaryCtxRetain, (CUcontext *c, CUdevice d)) {
     int gpu = c && d >= 0 && d < 64 && gm_process() ? gm_gpu_of_device(d) : -1;
     if (gpu < 0 || __atomic_load_n(&primaries[d], __ATOMIC_ACQUIRE)) return CALL(cuDevicePrimaryCtxRetain, c, d);
     uint64_t bytes = active(d) ? 0 : context_bytes(gpu);

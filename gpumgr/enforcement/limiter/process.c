@@ -31,6 +31,22 @@ uint64_t gm_now(void) {
     return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
 }
 
+/* -- suspension ---------------------------------------------------------------------------------------------------------------- */
+enum { RESUME_LOOK_NS = 5000000 };
+static const uint32_t unknown = 1, never = 0;
+/* What stubs look at: `suspend` of the page, or `unknown` until the first call of a hook has looked for the page. */
+__attribute__((visibility("hidden"))) _Atomic(const uint32_t *) gm_suspend_word = &unknown;
+bool gm_suspended(void) {
+    const uint32_t *word = atomic_load_explicit(&gm_suspend_word, memory_order_relaxed);
+    return word != &unknown && __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+void gm_await_resume(void) {
+    const uint32_t *none = &unknown;
+    if (atomic_load(&gm_suspend_word) == &unknown && !gm_process()) atomic_compare_exchange_strong(&gm_suspend_word, &none, &never);
+    for (; gm_suspended(); gm_nap(RESUME_LOOK_NS))
+        if (!__atomic_load_n(&process.use->resume_requests, __ATOMIC_RELAXED)) __atomic_store_n(&process.use->resume_requests, 1, __ATOMIC_RELAXED);
+}
+
 /* What, where, and what to do. */
 static void say(const char *what, const char *where, const char *why, const char *remedy) {
     if (atomic_exchange(&said, true)) return;
@@ -157,6 +173,7 @@ static struct gm_process *start(void) {
         if (!process.slot && gm_reap_slots()) claim_slot();
         if (!process.slot)
             say("gets no GPU memory that is limited", PLACE "use" GM_SUFFIX, "all slots of the container are taken", "end other processes that use CUDA");
+        atomic_store(&gm_suspend_word, &process.limits->suspend);
         atomic_store(&state, GM_ACTIVE);
     }
     atomic_store(&starting, 0);

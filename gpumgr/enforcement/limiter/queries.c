@@ -13,8 +13,7 @@ enum { NVML_SUCCESS = 0, NVML_INVALID_ARGUMENT = 2, NVML_INSUFFICIENT_SIZE = 7 }
 static bool share(int gpu, uint64_t *total, uint64_t *used) {
     uint64_t limit = gm_memory_limit(gpu);
     if (!limit) return false;
-    gm_pools_settle(false);
-    gm_graph_memory();
+    if (!gm_suspended()) gm_pools_settle(false), gm_graph_memory(); /* NVML answers while the container is suspended, and CUDA does not */
     gm_ledger_settle(gpu); /* what processes held that died, once the agent or a reservation freed their slots */
     *used = gm_memory_used(gpu);
     if (limit < *total) *total = limit;
@@ -26,7 +25,7 @@ static int current_gpu(void) {
     return d < 0 ? -1 : gm_gpu_of_device(d);
 }
 
-GM_EXPORT CUresult cuMemGetInfo_v2(size_t *available, size_t *total) {
+GM_WRAPPER(cuMemGetInfo_v2, (size_t *available, size_t *total)) {
     CUresult r = CALL(cuMemGetInfo_v2, available, total);
     uint64_t all = r == CUDA_SUCCESS ? *total : 0, used;
     if (r != CUDA_SUCCESS || !share(current_gpu(), &all, &used)) return r;
@@ -35,7 +34,7 @@ GM_EXPORT CUresult cuMemGetInfo_v2(size_t *available, size_t *total) {
     return r;
 }
 static uint narrow(uint64_t n) { return n > UINT32_MAX ? UINT32_MAX : (uint)n; }
-GM_EXPORT CUresult cuMemGetInfo(uint *available, uint *total) {
+GM_WRAPPER(cuMemGetInfo, (uint *available, uint *total)) {
     CUresult r = CALL(cuMemGetInfo, available, total);
     uint64_t all = UINT64_MAX, used;
     if (r != CUDA_SUCCESS || !share(current_gpu(), &all, &used)) return r;
@@ -43,13 +42,13 @@ GM_EXPORT CUresult cuMemGetInfo(uint *available, uint *total) {
     *available = narrow(all - used);
     return r;
 }
-GM_EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice d) {
+GM_WRAPPER(cuDeviceTotalMem_v2, (size_t *bytes, CUdevice d)) {
     CUresult r = CALL(cuDeviceTotalMem_v2, bytes, d);
     uint64_t limit = r == CUDA_SUCCESS && gm_process() ? gm_memory_limit(gm_gpu_of_device(d)) : 0;
     if (limit && limit < *bytes) *bytes = limit;
     return r;
 }
-GM_EXPORT CUresult cuDeviceTotalMem(uint *bytes, CUdevice d) {
+GM_WRAPPER(cuDeviceTotalMem, (uint *bytes, CUdevice d)) {
     CUresult r = CALL(cuDeviceTotalMem, bytes, d);
     uint64_t limit = r == CUDA_SUCCESS && gm_process() ? gm_memory_limit(gm_gpu_of_device(d)) : 0;
     if (limit && limit < *bytes) *bytes = (uint)limit;
@@ -76,14 +75,14 @@ static int gpu_of_nvml(nvmlDevice device) {
 }
 struct memory_v1 { ull total, available, used; };
 struct memory_v2 { uint version; ull total, reserved, available, used; };
-GM_EXPORT int nvmlDeviceGetMemoryInfo(nvmlDevice device, struct memory_v1 *m) {
+GM_WRAPPER(nvmlDeviceGetMemoryInfo, (nvmlDevice device, struct memory_v1 *m)) {
     int r = CALL(nvmlDeviceGetMemoryInfo, device, m);
     uint64_t total = r == NVML_SUCCESS ? m->total : 0, used;
     if (r != NVML_SUCCESS || !share(gpu_of_nvml(device), &total, &used)) return r;
     *m = (struct memory_v1){total, total - used, used};
     return r;
 }
-GM_EXPORT int nvmlDeviceGetMemoryInfo_v2(nvmlDevice device, struct memory_v2 *m) {
+GM_WRAPPER(nvmlDeviceGetMemoryInfo_v2, (nvmlDevice device, struct memory_v2 *m)) {
     int r = CALL(nvmlDeviceGetMemoryInfo_v2, device, m);
     uint64_t total = r == NVML_SUCCESS ? m->total : 0, used;
     if (r != NVML_SUCCESS || !share(gpu_of_nvml(device), &total, &used)) return r;
@@ -112,7 +111,7 @@ static int processes(int gpu, uint *count, void *out, size_t size) {
     return n > room ? NVML_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 #define LIST(symbol, record)                                                                                                       \
-    GM_EXPORT int symbol(nvmlDevice device, uint *count, record *out) {                                                            \
+    GM_WRAPPER(symbol, (nvmlDevice device, uint *count, record *out)) {                                                            \
         int gpu = count ? gpu_of_nvml(device) : -1;                                                                                \
         return gm_memory_limit(gpu) ? processes(gpu, count, out, sizeof(record)) : CALL(symbol, device, count, out);               \
     }
@@ -121,7 +120,7 @@ LIST(nvmlDeviceGetComputeRunningProcesses_v2, struct process_v2)
 LIST(nvmlDeviceGetComputeRunningProcesses_v3, struct process_v2)
 /* Lists that would show processes of other containers are empty. */
 #define NONE(symbol, record)                                                                                                       \
-    GM_EXPORT int symbol(nvmlDevice device, uint *count, record *out) {                                                            \
+    GM_WRAPPER(symbol, (nvmlDevice device, uint *count, record *out)) {                                                            \
         if (!count || !gm_memory_limit(gpu_of_nvml(device))) return CALL(symbol, device, count, out);                              \
         *count = 0;                                                                                                                \
         return NVML_SUCCESS;                                                                                                       \

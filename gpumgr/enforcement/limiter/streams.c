@@ -116,7 +116,7 @@ void gm_stream_mark(struct gm_stream *s) {
         if (atomic_load(&s->state) == GM_LIVE) collect(s);
         done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
         let_go(s);
-        if (done || gm_now() - begun > patience) break;
+        if (done || gm_suspended() || gm_now() - begun > patience) break;
         gm_nap(NAP_NS);
     }
     gm_unrelax(mode);

@@ -22,6 +22,8 @@
  *   latency BURSTS              launches of kernels that take no time, in bursts within a turn; ns of each: p50 and p99
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
  *   step NAME PID TIMEOUT       a step of a checkpoint of another process: lock (TIMEOUT in ms; 0: none), checkpoint, restore, unlock, state; its state
+ *   suspend PID AFTER FOR N PAGES   what the agent does with a container of one process after AFTER ms, when N threads work, until FOR ms
+ *                               later (0: until it asks); whether it asked, and its state while it was suspended
  *   events N                    launches while N records of events fail; how many events there are
  *   forks N                     N of them, while four threads launch
  *   reduce NUMBER FIRST MILLISECONDS N [TOGETHER]   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first, or by one call;
@@ -33,12 +35,14 @@
 #include "clock.h"
 #include <dirent.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -248,7 +252,7 @@ static const struct job { const char *what, *kernel; N each; int batch, nodes; e
     {"long", "work_50000000", 50000000, 1, 1, KERNEL}, {"extended", "work_210000", 210000, 20, 1, EXTENDED},
     {"cooperative", "work_210000", 210000, 20, 1, COOPERATIVE}, {"several", "work_210000", 210000, 20, 1, SEVERAL},
     {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
-    {"endless", "work_1000000000000", 1000000000000, 1, 1, KERNEL}};
+    {"second", "work_1000000000", 1000000000, 1, 1, KERNEL}, {"endless", "work_1000000000000", 1000000000000, 1, 1, KERNEL}};
 struct launch_config { unsigned grid[3], block[3], shared; V stream, attributes; unsigned n; };
 struct cooperative { V f; unsigned grid[3], block[3], shared; V stream, *parameters; };
 static R launch(enum way way, V kernel, V stream) {
@@ -297,7 +301,7 @@ static R work(const char *what, N ms, int tenants, int threads, N *gpu_ns, N *ns
     struct worker workers[16] = {0};
     R r = 0;
     int k = 0;
-    while (k < 10 && strcmp(what, jobs[k].what)) k++;
+    while (k < 11 && strcmp(what, jobs[k].what)) k++;
     task.job = &jobs[k], task.ms = ms, task.tenants = tenants, task.threads = threads;
     if (threads < 2) work_in_thread(workers);
     else if (model_leave) model_leave();
@@ -464,6 +468,34 @@ static R step(const char *name, int pid, P timeout, N *state) {
     *state = now;
     return r ? r : s;
 }
+static volatile unsigned *page(const char *folder, const char *name) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/%s.1", folder, name);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    V at = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    return at;
+}
+static R suspend(const char *line, N *asked, N *state) {
+    int pid, tenants;
+    N after, how_long;
+    char folder[200];
+    sscanf(line, "%*s %d %lld %lld %d %199s", &pid, &after, &how_long, &tenants, folder);
+    volatile unsigned *word = page(folder, "limits") + 3, *request = page(folder, "use") + 3;
+    R r = cuInit(0);
+    if (model_enter) model_enter(tenants);
+    usleep((unsigned)after * 1000);
+    *request = 0, *word = 1;
+    usleep(100000);
+    r = r || step("lock", pid, 0, state) || step("checkpoint", pid, 0, state);
+    for (N i = 0; how_long ? i < how_long : !*request; i++) usleep(1000);
+    N last;
+    *asked = *request != 0;
+    r = r || step("restore", pid, 0, &last) || step("unlock", pid, 0, &last);
+    *word = 0;
+    if (model_leave) model_leave();
+    return r;
+}
 static V allocate(V out) {
     P at;
     R *r = out;
@@ -568,6 +600,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);
         else if (!strcmp(word, "step")) r = step(name, (int)b, (P)c, &x);
+        else if (!strcmp(word, "suspend")) r = suspend(line, &x, &y);
         else if (!strcmp(word, "reduce")) {
             int number, first, ms, tenants, together = 0;
             sscanf(line, "%*s %d %d %d %d %d", &number, &first, &ms, &tenants, &together);

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import struct
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.limiter import ARBITER, LIBRARY, SHARED, compile_library, compile_program
+from tools.limiter import ARBITER, LIBRARY, SHARED, SOURCES, compile_library, compile_program
 
 MIB = 1 << 20
 #: What a context of the fake GPU takes (gpu.h).
@@ -63,6 +64,13 @@ def preloaded(libraries: Sequence[Path], folder: Path, sanitizers: str = _SANITI
     return {"LD_PRELOAD": ":".join([found, *map(str, libraries)]), variable: options}
 
 
+def hooks() -> Sequence[tuple[str, str, bool]]:
+    """The hooked functions: symbol, name for cuGetProcAddress, and whether it has a wrapper."""
+    lines = ("-DHOOK(symbol, base, ...)=@symbol base 1", "-DPASS(symbol, base, ...)=@symbol base 0")
+    table = subprocess.run(["cc", "-E", "-P", *lines, SOURCES / "hooks.h"], check=True, capture_output=True, text=True).stdout
+    return [(symbol, base, wrapped == "1") for symbol, base, wrapped in re.findall(r'@(\w+) "(\w+)" ([01])', table)]
+
+
 @dataclass(frozen=True)
 class Target:
     """What compile_all made for one architecture. `command`: of its compiler; `runner`: the words before a program's own command."""
@@ -71,11 +79,13 @@ class Target:
     command: Sequence[str] | None = None
     runner: Sequence[str] = ()
 
-    def run(self, program: Path, preload: Sequence[Path], libraries: Path) -> "subprocess.CompletedProcess[str]":
-        """Runs a program with these libraries preloaded, and another folder of libraries."""
+    def run(
+        self, program: Path, preload: Sequence[Path], libraries: Path, folder: Path | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Runs a program in `folder` with these libraries preloaded, and another folder of libraries."""
         variables = [f"LD_PRELOAD={':'.join(map(str, preload))}", f"LD_LIBRARY_PATH={libraries}"]
         words = [*self.runner, *(word for each in variables for word in ("-E", each))] if self.runner else ["env", *variables]
-        return subprocess.run([*words, program], check=False, capture_output=True, text=True)
+        return subprocess.run([*words, program], check=False, capture_output=True, text=True, cwd=folder)
 
 
 @dataclass
@@ -228,6 +238,10 @@ class Container:
         """Is the turn page as the library expects it?"""
         page = self.page("turn").read_bytes()
         return struct.unpack_from("<II", page) == (_MAGIC, _VERSION) and len(page) == _HEAD + _GPUS * (64 + _SLOTS * 4)
+
+    def wants_or_has_work(self) -> bool:
+        """What its first process says to the arbiter."""
+        return bool(struct.unpack_from("<I", self.page("turn").read_bytes(), _HEAD + 64)[0] & 3)
 
     def turns(self) -> int:
         """The futex word that processes watch while they sleep."""

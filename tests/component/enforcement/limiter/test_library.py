@@ -10,8 +10,8 @@ import pytest
 
 from gpumgr.common.errors import InputError
 from gpumgr.enforcement.limiter.libraries import library_path
-from tests.component.enforcement.limiter.harness import Container, Node, Target, take_all_slots
-from tools.limiter import LIBRARY, SOURCES, compile_program
+from tests.component.enforcement.limiter.harness import Container, Node, Target, hooks, take_all_slots
+from tools.limiter import LIBRARY, compile_program
 
 
 def _readelf(option: str, library: Path) -> str:
@@ -52,8 +52,7 @@ def test_it_looks_for_each_function_in_the_library_where_old_glibcs_have_it(targ
 
 
 def test_it_exports_dlsym_and_the_hooked_functions_only(target: Target) -> None:
-    table = "".join((SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
-    hooked = set(re.findall(r"^HOOK\((\w+)", table, re.MULTILINE))
+    hooked = {symbol for symbol, _, _ in hooks()}
     defined = re.findall(r" GLOBAL +DEFAULT +\d+ (\S+)$", _readelf("--dyn-syms", target.programs / LIBRARY), re.MULTILINE)
     assert set(defined) == hooked | {"dlsym"}
 
@@ -160,9 +159,7 @@ int main(void) {
 
 def test_each_version_of_a_function_gets_the_wrapper_of_that_version(target: Target, tmp_path: Path) -> None:
     """Through both forms of cuGetProcAddress, with and without the flag for per-thread default streams."""
-    table = "".join((SOURCES / name).read_text() for name in ("hooks.h", "memory_hooks.h"))
-    hooks = re.findall(r"^HOOK\((\w+), \"(cu\w+)\", (\d+)", table, re.MULTILINE)
-    names = sorted({base for _, base, _ in hooks} | {"cuDriverGetVersion", "cuMemcpyHtoD", "cuNothing"})
+    names = sorted({base for _, base, _ in hooks()} | {"cuDriverGetVersion", "cuNothing"})
     (tmp_path / "main.c").write_text(_VERSIONS % ", ".join(f'"{name}"' for name in names))
     compile_program(tmp_path / "main", [tmp_path / "main.c"], (), target.command)
     with_library, without = (
@@ -171,9 +168,9 @@ def test_each_version_of_a_function_gets_the_wrapper_of_that_version(target: Tar
     )
     assert [line[:5] for line in with_library] == [line[:5] for line in without]
     assert len(without) == 36 * len(names)
-    wrapped = {symbol for symbol, _, _ in hooks}
+    hooked = {symbol for symbol, _, _ in hooks()}
     for *_, symbol, file in (line for line in with_library if len(line) > 4):
-        assert Path(file).name == (LIBRARY if symbol in wrapped else "libcuda.so.1"), symbol
+        assert Path(file).name == (LIBRARY if symbol in hooked else "libcuda.so.1"), symbol
 
 
 _DRIVERS = """
