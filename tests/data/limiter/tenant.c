@@ -14,7 +14,7 @@
  *   reset                       cuDevicePrimaryCtxReset
  *   trim                        cuDeviceGraphMemTrim
  *   capture                     allocations while another thread captures in global mode; the results
- *   work WHAT MILLISECONDS N [THREADS]   one of `jobs` (halt stops itself), as soon as N threads of all tenants work; the kernels' GPU time in ns, and the time
+ *   work WHAT MILLISECONDS N [THREADS]   one of `jobs` (halt stops itself, giant begins with a kernel of ten seconds that is not counted), as soon as N threads of all tenants work; the kernels' GPU time in ns, and the time
  *   crowd N                     N children that use CUDA and stay, without a context; how many had an answer
  *   close                       dlclose of the driver
  *   exec                        the program anew
@@ -252,7 +252,9 @@ static const struct job { const char *what, *kernel; N each; int batch, nodes; e
     {"long", "work_50000000", 50000000, 1, 1, KERNEL}, {"extended", "work_210000", 210000, 20, 1, EXTENDED},
     {"cooperative", "work_210000", 210000, 20, 1, COOPERATIVE}, {"several", "work_210000", 210000, 20, 1, SEVERAL},
     {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
-    {"second", "work_1000000000", 1000000000, 1, 1, KERNEL}, {"endless", "work_1000000000000", 1000000000000, 1, 1, KERNEL}};
+    {"slow", "work_200000000", 200000000, 1, 1, KERNEL}, {"giant", "work_210000", 210000, 20, 1, KERNEL},
+    {"deep", "work_210000", 210000, 1000, 1, KERNEL}, {"second", "work_1000000000", 1000000000, 1, 1, KERNEL},
+    {"endless", "work_1000000000000", 1000000000000, 1, 1, KERNEL}};
 struct launch_config { unsigned grid[3], block[3], shared; V stream, attributes; unsigned n; };
 struct cooperative { V f; unsigned grid[3], block[3], shared; V stream, *parameters; };
 static R launch(enum way way, V kernel, V stream) {
@@ -287,6 +289,7 @@ static V work_in_thread(V worker) {
         model_enter(task.tenants);
     }
     N begun = now(), rounds = 0;
+    if (!strcmp(j->what, "giant")) r = launch(KERNEL, launched("work_10000000000"), stream);
     for (; !r && now() - begun < task.ms * 1000000; w->gpu_ns += j->each * j->batch * j->nodes) {
         for (int i = 0; i < j->batch && !r; i++) r = launch(j->way, kernel, stream);
         if (!strcmp(j->what, "halt") && ++rounds == 100) model_stop();
@@ -301,7 +304,7 @@ static R work(const char *what, N ms, int tenants, int threads, N *gpu_ns, N *ns
     struct worker workers[16] = {0};
     R r = 0;
     int k = 0;
-    while (k < 11 && strcmp(what, jobs[k].what)) k++;
+    while (k < (int)(sizeof jobs / sizeof *jobs) - 1 && strcmp(what, jobs[k].what)) k++;
     task.job = &jobs[k], task.ms = ms, task.tenants = tenants, task.threads = threads;
     if (threads < 2) work_in_thread(workers);
     else if (model_leave) model_leave();

@@ -102,6 +102,67 @@ def test_a_free_gpu_is_used_up_to_the_ceiling(node: Node, tmp_path: Path) -> Non
     assert held == pytest.approx(60, abs=3)
 
 
+def test_tenants_that_leave_a_part_free_get_no_more_than_their_shares(node: Node, tmp_path: Path) -> None:
+    containers = _containers(tmp_path, [25, 50])
+    node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([25, 50], abs=3)
+
+
+def test_small_kernels_beside_products_hold_their_share(node: Node, tmp_path: Path) -> None:
+    """Their time held, in which the GPU waits for their launches."""
+    containers = _containers(tmp_path, [25, 75])
+    arbiter = node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    _gpu_time_percent(tenants, ["small", "products"], milliseconds=3_000)
+    assert [held_ns / 30e6 for held_ns, _, _ in arbiter.figures()] == pytest.approx([25, 75], abs=3)
+
+
+def test_a_kernel_that_is_longer_than_two_turns_is_paid_for_afterwards(node: Node, tmp_path: Path) -> None:
+    """The other tenant gets back what the driver's time slices took from it, if its ceiling allows it."""
+    containers = [Container(tmp_path / str(share), share_percent=share, ceiling_percent=100) for share in (25, 75)]
+    arbiter = node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    assert _gpu_time_percent(tenants, ["slow", "products"]) == pytest.approx([25, 75], abs=5)
+    assert arbiter.figures()[0][1] > 10
+
+
+@pytest.mark.parametrize(
+    ("shares", "ceiling", "seconds", "percent"),
+    [  # four seconds without a turn at half of the time; 18 at a tenth beside the other one, after 20 in which both had time slices
+        ((50,), 50, 20, 15),
+        ((10, 90), 100, 50, 2.4),
+    ],
+    ids=["alone", "two"],
+)
+def test_a_very_long_kernel_is_paid_for_with_two_seconds_at_most(
+    node: Node, tmp_path: Path, shares: Sequence[int], ceiling: int, seconds: int, percent: float
+) -> None:
+    """One kernel of ten seconds, then short ones, which alone count here."""
+    containers = [Container(tmp_path / str(share), share_percent=share, ceiling_percent=ceiling) for share in shares]
+    node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    works = ["giant", "products"][: len(shares)]
+    assert _gpu_time_percent(tenants, works, milliseconds=1000 * seconds)[0] == pytest.approx(percent, abs=1)
+
+
+def test_no_more_is_queued_than_a_turn_may_overrun(node: Node, tmp_path: Path) -> None:
+    """Each launches 210 ms of work without waiting for it."""
+    containers = _containers(tmp_path, [50, 50])
+    arbiter = node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    assert _gpu_time_percent(tenants, ["deep"] * 2) == pytest.approx([50, 50], abs=3)
+    assert [overruns for _, overruns, _ in arbiter.figures()] == [0, 0]
+
+
+def test_a_tenant_that_comes_back_has_no_claim_on_the_time_before(node: Node, tmp_path: Path) -> None:
+    containers = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(2)]
+    node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    assert tenants[0].ask(f"work products {_MS} 1")[0] == 0
+    assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([50, 50], abs=3)
+
+
 def test_processes_of_a_container_share_its_turn(node: Node, tmp_path: Path) -> None:
     containers = _containers(tmp_path, [40, 60])
     node.arbitrate(containers)
