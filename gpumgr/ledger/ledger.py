@@ -153,7 +153,7 @@ class Allocation:
 
     def limits_on(self, gpu: GpuName) -> Amounts:
         """What the container may use on this GPU."""
-        return self.limits.get(gpu) or self.gpus.get(gpu, Amounts())
+        return self.limits.get(gpu) or self.gpus.get(gpu) or Amounts()
 
     def held(self, resource: Resource) -> Masks:
         return self.device_ids.get(resource, NO_IDS)

@@ -119,6 +119,8 @@ class Bursts:
         for name in shares:
             allocation = ledger.allocations[name]
             view = find_pod(self._pods, allocation.pod, allocation.uid)
+            if view is not None and not (view.memory_limits or view.memory_limits_ignored or allocation.claim):
+                continue  # as most of them
             if view is None and self._why_not(allocation) is None:
                 unknown.add(name)
             ignored |= {(name, user): why for user, why in self._of_other_users(allocation)}

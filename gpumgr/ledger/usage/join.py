@@ -132,12 +132,12 @@ def _uses(
 ) -> dict[AllocationOnGpu, ContainerUse]:
     """The use of every granted GPU. `shared`: GPUs that have unattributed processes, too."""
     uses: dict[AllocationOnGpu, ContainerUse] = {}
+    seen_on = {each.name: sample.gpus.get(each.uuid) for each in ledger.gpu_registry.gpus}
     for allocation in ledger.allocations.values():
         for gpu, amounts in allocation.gpus.items():
             limits = allocation.limits_on(gpu)
             limit_bytes = None if amounts.whole else limits.memory_mebibytes << 20
-            uuid = ledger.gpu_registry.by_name[gpu].uuid
-            seen = sample.gpus.get(uuid)
+            seen = seen_on[gpu]
             processes = attributed.get((allocation.id, gpu), ())
             may_own = not processes and gpu in unknown and any(_may_own(allocation, container) for container in unknown[gpu])
             listed = seen is not None and seen.processes is not None and not may_own
@@ -151,7 +151,7 @@ def _uses(
                 pod_uid=allocation.uid,
                 container=allocation.container,
                 gpu=gpu,
-                uuid=uuid,
+                uuid=ledger.gpu_registry.by_name[gpu].uuid,
                 cores=limits.cores,
                 memory_request_bytes=limit_bytes,
                 memory_limit_bytes=limit_bytes,
