@@ -79,6 +79,9 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     held_ratio: float | None = None
     waited_ratio: float | None = None
     over: bool = False
+    #: suspending, suspended, resuming, failed; empty while it runs. `suspension_reason`: why a resume waits, or why it failed.
+    suspension: str = ""
+    suspension_reason: str = ""
     mechanisms: tuple[str, ...] = ()
     granted_at: float = 0.0
     why: str = ""

@@ -8,6 +8,7 @@ from gpumgr.agent.ports import Pods
 from gpumgr.common.units import BLOCK_BYTES, GpuName
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.suspension import Suspension
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 from gpumgr.placement.pods import PodKey
 
@@ -20,6 +21,7 @@ def container_row(
     pod: tuple[PodKey, str] | None = None,
     use: ContainerUse | None = None,
     over: bool = False,
+    suspension: Suspension | None = None,
 ) -> ContainerRow:
     """What the allocation holds on this GPU, and what it uses. `pod`, if given, replaces the pod that the allocation names."""
     key, uid = pod or (holder.pod, holder.uid)
@@ -43,6 +45,8 @@ def container_row(
         held_ratio=use.turns.held_ratio if use and use.turns else None,
         waited_ratio=use.turns.waited_ratio if use and use.turns else None,
         over=over,
+        suspension=suspension.state if suspension and suspension.state != "running" else "",
+        suspension_reason=suspension.reason if suspension else "",
         mechanisms=holder.mechanisms,
         granted_at=holder.granted_at,
         why=holder.why,

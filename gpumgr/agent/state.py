@@ -20,6 +20,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeView
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS, Quarantine
+from gpumgr.ledger.suspension import Suspension, SuspensionsById
 from gpumgr.placement.evaluators.select import Policy
 from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
 
@@ -30,6 +31,7 @@ OPEN_SECONDS = 5.0
 #: The kubelet reads a ListAndWatch message within milliseconds. Only a pod that would be refused waits for it.
 PUBLISH_SECONDS = 0.1
 QUARANTINE_NOTE = "quarantine"
+SUSPENSIONS_NOTE = "suspensions"
 #: "held" (in quarantine) or "unattributed" -> GPU -> processes.
 _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 
@@ -59,6 +61,8 @@ class AgentState:
         # The kubelet never got an answer about a reservation that a former process left.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
+        #: The containers that are suspended, or are being suspended or resumed. It is on disk, too.
+        self.suspensions: SuspensionsById = {}
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
         self._open: tuple[AllocationId, float] | None = None
@@ -204,6 +208,25 @@ class AgentState:
             async with self.lock:
                 self.inventory = replace(self.inventory, burst_mebibytes=mebibytes)
                 self.publish()
+
+    def restore_suspensions(self, notes: Mapping[str, str]) -> None:
+        """After a restart. Raises CheckpointError for a note that can't be read."""
+        try:
+            note = notes.get(SUSPENSIONS_NOTE)
+            self.suspensions = decode_json(note, dict[AllocationId, Suspension]) if note else {}
+        except UnreadableText as error:
+            raise CheckpointError(
+                f"the checkpoint's note of suspended containers can't be read ({error}): start the gpumgr that wrote it"
+            ) from error
+
+    async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
+        """Saves and applies the state of one allocation; None: it runs. Raises CheckpointError; then nothing has changed."""
+        async with self.lock:
+            changed = {name: each for name, each in self.suspensions.items() if name != allocation}
+            if suspension is not None:
+                changed[allocation] = suspension
+            await self._checkpoint.save_note(SUSPENSIONS_NOTE, msgspec.json.encode(changed, order="deterministic").decode())
+            self.suspensions = changed
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
         """The processes on each GPU. `started`: pid -> start time in clock ticks since boot, without processes that have ended."""

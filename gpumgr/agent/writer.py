@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 import structlog
@@ -33,6 +33,7 @@ from gpumgr.ledger.instances import choose_instances, grant_instances
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.node import NodeView
 from gpumgr.ledger.replicas import choose_replicas, grant_replicas
+from gpumgr.ledger.suspension import SuspensionsById
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +50,7 @@ class AgentView:
     ledger: Ledger
     inventory: Inventory
     node: NodeView
+    suspensions: SuspensionsById = field(default_factory=dict)
 
 
 class Agent:
@@ -79,7 +81,8 @@ class Agent:
         self._share_mode = share_mode
 
     def view(self) -> AgentView:
-        return AgentView(ledger=self.agent_state.ledger, inventory=self.agent_state.inventory, node=self.agent_state.node())
+        state = self.agent_state
+        return AgentView(ledger=state.ledger, inventory=state.inventory, node=state.node(), suspensions=state.suspensions)
 
     async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """GetPreferredAllocation: `size` ids to allocate. Raises Refusal, which fails the pod with its message."""

@@ -22,6 +22,8 @@ _COMMANDS: Final = {
     "claims": "Create claim templates, and keep quotas of DRA pods.",
     "usage": "Show what containers hold and use of this node's GPUs.",
     "why": "Explain why a pod has its GPUs, was refused, or waits.",
+    "suspend": "Move a pod's GPU memory to the host's memory.",
+    "resume": "Move a suspended pod's memory back to its GPU.",
     "history": "Show what happened on this node.",
     "gpu": "Take a GPU out of service for maintenance, and return it.",
     "doctor": "Check this node or the cluster, and name remedies.",

@@ -17,6 +17,10 @@ MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that was granted to no container.
 MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
+#: true: the GPU memory of the pod's containers is moved to the host until they ask for it; false: it stays on the GPU.
+SUSPEND_ANNOTATION: Final = "gpumgr.io/suspend"
+#: How long a container of the pod is idle before it is suspended: `10m`, `90s`, `1h`, or `never`.
+SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
 
 #: HAMi's resource, by the agent's internal name: a device id is one replica of a GPU. Adapters translate another name from the settings.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"

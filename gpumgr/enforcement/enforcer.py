@@ -220,6 +220,15 @@ class Enforcer:
             return f"the backend {fixed[0]} can't change the memory limit of a running container"
         return None if limiting else "no backend limits the container's memory"
 
+    def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
+        return any(backend.hold_calls(allocation, hold=hold) for backend in self.backends.values())
+
+    def holds_calls(self, allocation: AllocationId) -> bool:
+        return any(backend.holds_calls(allocation) for backend in self.backends.values())
+
+    def asks_for_resume(self, allocation: AllocationId) -> bool:
+        return any(backend.asks_for_resume(allocation) for backend in self.backends.values())
+
     def own_pids(self, started: Mapping[int, int]) -> frozenset[int]:
         return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids(started))
 

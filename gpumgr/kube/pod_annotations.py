@@ -8,6 +8,7 @@ response to Allocate.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from gpumgr.kube.cluster_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE
 from gpumgr.kube.hami_formats import MigAllocation, decode_allocations, encode_allocations
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, MigDevice
+from gpumgr.ledger.suspension import Suspension, SuspensionsById
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 
@@ -41,6 +43,7 @@ def pod_annotations(
     *,
     node: str,
     evaluators: Mapping[AllocationId, str],
+    suspensions: SuspensionsById = MappingProxyType({}),
 ) -> dict[str, str]:
     """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
 
@@ -51,7 +54,9 @@ def pod_annotations(
     if not mine:
         return {}
     return {
-        ALLOCATIONS: _bounded([_object(a, gpu_registry, gpus, evaluators.get(a.id)) for a in mine]),
+        ALLOCATIONS: _bounded(
+            [_object(a, gpu_registry, gpus, evaluators.get(a.id)) | _state(suspensions.get(a.id)) for a in mine]
+        ),
         ASSIGNED: "true",
         PREDICATE_NODE: node,
         PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
@@ -83,6 +88,12 @@ def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu
     if evaluator is not None:
         made["evaluator"] = evaluator
     return made | {"why": a.why}
+
+
+def _state(suspension: Suspension | None) -> dict[str, str]:
+    if suspension is None or suspension.state == "running":
+        return {}
+    return {"state": suspension.state} | ({"reason": suspension.reason} if suspension.reason else {})
 
 
 def _bounded(objects: Sequence[dict[str, Any]]) -> str:

@@ -10,7 +10,14 @@ from typing import Any, Final
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.foreign_text import UnreadableText, decode_json
-from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_LIMIT_ANNOTATION, MEMORY_RESOURCE
+from gpumgr.common.units import (
+    CORE_LIMIT_ANNOTATION,
+    CORE_RESOURCE,
+    MEMORY_LIMIT_ANNOTATION,
+    MEMORY_RESOURCE,
+    SUSPEND_ANNOTATION,
+    SUSPEND_WHEN_IDLE_ANNOTATION,
+)
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, HAMI_NODE, MIG_ALLOCATIONS, placed_by_hami, replica_request, slices_in
 from gpumgr.kube.selection import constraints_of
@@ -30,6 +37,8 @@ MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
 #: The annotation and the variable for two further fields of gpu-manager's /usage; tenants may write any text there.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
+_DURATION: Final = re.compile("([1-9][0-9]{0,5})([smh])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
 #: Limits in characters for a tenant's text and for a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
@@ -65,6 +74,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
         core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
         **_memory_limits(annotations.get(MEMORY_LIMIT_ANNOTATION), {container.name for container in containers}),
+        **_suspension(annotations),
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
@@ -233,6 +243,20 @@ def _memory_limits(text: object, containers: Collection[str]) -> dict[str, Any]:
     if unknown := sorted(limits.keys() - set(containers)):
         return {"memory_limits_ignored": f"it names container {unknown[0][:_MAX_WORD]}, which the pod does not have"}
     return {"memory_limits": tuple(limits.items())}
+
+
+def _suspension(annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """`suspend` and `suspend_when_idle_seconds`, or `suspend_ignored`."""
+    demand, idle = annotations.get(SUSPEND_ANNOTATION), annotations.get(SUSPEND_WHEN_IDLE_ANNOTATION)
+    if demand not in (None, "true", "false"):
+        return {"suspend_ignored": f'the annotation {SUSPEND_ANNOTATION} must be "true" or "false"'}
+    found = None if idle in (None, "never") else _DURATION.fullmatch(str(idle))
+    if idle is not None and idle != "never" and not found:
+        return {
+            "suspend_ignored": f'the annotation {SUSPEND_WHEN_IDLE_ANNOTATION} must be a time such as "90s", "10m" or "2h", or "never"'
+        }
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else None if idle is None else 0.0
+    return {"suspend": None if demand is None else demand == "true", "suspend_when_idle_seconds": seconds}
 
 
 def _submitter(spec: Mapping[str, Any]) -> str | None:

@@ -62,7 +62,7 @@ def limits_now(
     """The limits that all containers on one GPU have now, in bytes: whole MiB, and never below a request. `free_bytes`: memory that no
     process uses; None: not known. `granted_bytes`: the sum of all requests on the GPU. `starting`: a container is about to start on the
     GPU, so no container may burst further now."""
-    unused = _unused_bytes(memories.values(), granted_bytes)
+    unused = unused_bytes(memories.values(), granted_bytes)
     room = 0 if starting or free_bytes is None else max(0, free_bytes - unused) // _MEBIBYTE * _MEBIBYTE
     return {
         key: each.request_bytes + min(each.limit_bytes - each.request_bytes, -(-each.burst_bytes // _MEBIBYTE) * _MEBIBYTE + room)
@@ -70,7 +70,7 @@ def limits_now(
     }
 
 
-def _unused_bytes(memories: Iterable[ContainerMemory], granted_bytes: int) -> int:
+def unused_bytes(memories: Iterable[ContainerMemory], granted_bytes: int) -> int:
     """What was granted and is not used. An init container and the container that took over its memory were granted it once."""
     return max(0, granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in memories))
 
@@ -82,7 +82,7 @@ def obstacle_to_start(
     left for it, and the container that holds most above its request. `granted_bytes`: the sum of all requests on the GPU, its own
     included. Memory that was granted to others does not count as left. A container that holds at most `slack_bytes` above its
     request (contexts, rounding) is no obstacle."""
-    unused = _unused_bytes([own, *memories.values()], granted_bytes)
+    unused = unused_bytes([own, *memories.values()], granted_bytes)
     left = max(0, free_bytes - max(0, unused - own.unused_bytes))
     holder = max(memories, key=lambda key: memories[key].burst_bytes, default=None)
     if own.unused_bytes <= left or holder is None or memories[holder].burst_bytes <= slack_bytes:

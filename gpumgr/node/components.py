@@ -205,6 +205,7 @@ class Components:
             evictor=self.api_side.publisher,
             meter=self.metrics,
             over_limit=_over_limit(self.settings),
+            suspending=self.enforcement.suspend_parts(),
         )
 
     def _make_agent(self) -> Agent:
@@ -381,7 +382,13 @@ def _pod_wait_seconds(settings: Settings) -> float:
 def _over_limit(settings: Settings) -> OverLimit:
     rule = settings.enforcement
     slack_bytes = rule.over_limit_slack_mebibytes << 20
-    return OverLimit(samples=rule.over_limit_samples, slack_bytes=slack_bytes, evict=rule.evict, burst=rule.memory_burst)
+    return OverLimit(
+        samples=rule.over_limit_samples,
+        slack_bytes=slack_bytes,
+        evict=rule.evict,
+        burst=rule.memory_burst,
+        suspend_when_idle_seconds=rule.suspend_when_idle_seconds,
+    )
 
 
 def _health_rules(settings: Settings) -> HealthRules:

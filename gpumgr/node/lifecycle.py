@@ -22,6 +22,7 @@ from gpumgr import __version__
 from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
+from gpumgr.agent.state import SUSPENSIONS_NOTE
 from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, report_event_loop_lag, until_tick, wait_at_most
 from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.systemd import Notifier
@@ -103,7 +104,7 @@ async def _assembled(
     """Yields the agent with the content of the checkpoint, and closes it at the end. The caller holds the node's locks. `driver` None:
     mode plugin."""
     async with contextlib.AsyncExitStack() as stack:
-        checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
+        checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE, SUSPENSIONS_NOTE))
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
         _log_damage(loaded)
@@ -172,6 +173,7 @@ async def _reconcile(components: Components) -> None:
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
     components.agent_state.restore_quarantine(loaded.notes)
+    components.agent_state.restore_suspensions(loaded.notes)
     components.gone_gpus.restore(loaded.notes)
     entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
     if settings.node.mode == "dra" and entries:
@@ -223,6 +225,7 @@ def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: N
         group.create_task(forever("reconciler", components.reconciler.run), name="reconciler"),
         group.create_task(forever("enforcement", components.enforcement.run), name="enforcement"),
         group.create_task(forever("mig_devices", partial(_tend, components.agent.mig_devices)), name="mig_devices"),
+        group.create_task(forever("suspensions", components.memory_watcher.suspensions.run), name="suspensions"),
         group.create_task(components.link.run(), name="kubelet_link"),
         group.create_task(_report(components, notifier), name="report"),
         group.create_task(_evict_again(components.api_side, components.maintenance), name="evict_again"),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import platform
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -39,8 +40,10 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.checkpoints import Checkpoints
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
+from gpumgr.runtime.suspensions import LocalHost
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import hami_core_library
 
@@ -69,7 +72,8 @@ class NodeEnforcement:
 
     def __init__(self, settings: Settings, hardware: Hardware, pods: Pods, publisher: Publisher | None) -> None:
         self._settings, self._pods, self._publisher = settings, pods, publisher
-        self._processes, simulated = HostProcesses(hardware.proc_root), hardware.simulated
+        self._proc_root, simulated = hardware.proc_root, hardware.simulated
+        self._processes = HostProcesses(hardware.proc_root)
         nvml = Nvml(
             library_path=hardware.library_path,
             timeout_seconds=settings.nvml.call_timeout_seconds,
@@ -132,6 +136,14 @@ class NodeEnforcement:
             contexts=ContextSizes(nvml.processes, library=_libcuda(self._settings.nvml.library_path)),
             volumes=self._volumes,
         )
+
+    def suspend_parts(self) -> tuple[LocalHost, Checkpoints]:
+        """What suspends containers on this node."""
+        run_dir, root = self._settings.enforcement.run_dir, self._proc_root
+        mover = Checkpoints(
+            library=_libcuda(self._settings.nvml.library_path), proc_root=root, lock_file=run_dir / "suspend.lock"
+        )
+        return LocalHost(root, self._cgroups, platform.machine()), mover
 
     def _make_vcuda(self, proc_root: Path) -> VcudaBackend:
         return VcudaBackend(

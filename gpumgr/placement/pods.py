@@ -83,9 +83,10 @@ class PodView:
     `controlled`: a controller would replace the pod. `deleted`: the pod is being deleted, though its containers may still run. `ends_at`:
     when its grace period then ends, by the API server's clock, in unix seconds; `grace_seconds`: the length of that period. `core_limit`
     is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation `gpumgr.io/memory-limit`:
-    containers and MiB; `memory_limits_ignored`: why that is not used. `runtime_uid` is the UID of a static pod in the kubelet and the
-    runtime; a static pod's `uid` is the UID of its mirror pod. `submitter` (SUBMITTER in the environment of the first app container) and
-    `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
+    containers and MiB; `memory_limits_ignored`: why that is not used. `suspend` and `suspend_when_idle_seconds` are the annotations
+    `gpumgr.io/suspend` and `gpumgr.io/suspend-when-idle` (0.0: never); `suspend_ignored`: why one of them is not used. `runtime_uid` is
+    the UID of a static pod in the kubelet and the runtime; a static pod's `uid` is the UID of its mirror pod. `submitter` (SUBMITTER in
+    the environment of the first app container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
 
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
@@ -110,6 +111,9 @@ class PodView:
     core_limit: int | None = None
     memory_limits: tuple[tuple[str, int], ...] = ()
     memory_limits_ignored: str | None = None
+    suspend: bool | None = None
+    suspend_when_idle_seconds: float | None = None
+    suspend_ignored: str | None = None
     runtime_uid: str | None = None
     submitter: str | None = None
     cluster: str | None = None

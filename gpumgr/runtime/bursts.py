@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -13,9 +13,10 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.tenants import is_share
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
-from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, wanted_limits
+from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, unused_bytes, wanted_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.suspension import missing_bytes, waits_for
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
@@ -66,7 +67,9 @@ class Bursts:
         self._unknown: Collection[AllocationId] = ()
         self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
-        #: For each container that waits to start: its GPUs, on which no container may take more memory now.
+        #: Suspended containers, and what they had on each GPU. Others may use it until the resume.
+        self._away: Mapping[AllocationId, Mapping[GpuName, int]] = {}
+        #: For each container that waits to start or to be resumed: its GPUs, on which no container may take more memory now.
         self._starting: dict[object, Collection[GpuName]] = {}
         #: The number of the last evaluation that began.
         self.begun = 0
@@ -83,9 +86,11 @@ class Bursts:
             for place, each in use.containers.items()
             if place[0] in self._unknown and (each.memory_bytes or 0) > (each.memory_request_bytes or 0) and each.memory_bytes
         }
-        self._memories = _memories(ledger, use, limits) if limits or self._above or self._unknown else {}
+        self._away = {a: each.memory_bytes for a, each in self._records.suspensions.items() if each.away}
+        memories = _memories(ledger, use, limits, self._away) if limits or self._above or self._unknown or self._away else {}
+        self._memories = {gpu: {a: each for a, each in found.items() if a not in self._away} for gpu, found in memories.items()}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
-        held = {(a, gpu): each.burst_bytes for gpu, found in self._memories.items() for a, each in found.items()}
+        held = {(a, gpu): each.burst_bytes for gpu, found in memories.items() for a, each in found.items()}
         self._above = frozenset(place for place, size in held.items() if place in limits or (size and self._may_be_burst(place)))
         sums: dict[GpuName, int] = {}
         for allocation, gpu in self._above:
@@ -169,7 +174,7 @@ class Bursts:
             gpu: limits_now(
                 memories,
                 free_bytes=self._free_bytes.get(gpu),
-                granted_bytes=ledger.used(gpu).memory_mebibytes << 20,
+                granted_bytes=self._granted_bytes(ledger, gpu),
                 starting=gpu in starting,
             )
             for gpu, memories in self._memories.items()
@@ -177,7 +182,9 @@ class Bursts:
         limited = dict(shares)
         for name, share in shares.items():
             if any((name, gpu.name) in self._above for gpu in share.gpus):
-                parts = [replace(gpu, burst_bytes=now[gpu.name][name] - gpu.memory_bytes) for gpu in share.gpus]
+                # A suspended container keeps its burst, since it has the memory again when it is resumed.
+                limits = {gpu: found[name] for gpu, found in now.items() if name in found} or self._away[name]
+                parts = [replace(gpu, burst_bytes=max(0, limits[gpu.name] - gpu.memory_bytes)) for gpu in share.gpus]
                 limited[name] = replace(share, gpus=tuple(parts))
         return limited
 
@@ -186,16 +193,13 @@ class Bursts:
     async def make_room(self, allocation: Allocation) -> None:
         """Call it before a container with a share starts. Lowers the limits of others that may burst to what they use, and raises Refusal
         if the memory of the starting container is not free then."""
-        gpus = {gpu: found for gpu in allocation.gpus if is_share(allocation) and (found := self._others(allocation, gpu))}
-        if not gpus:
+        if not (gpus := self._contested(allocation)):
             return
-        key, begun = object(), self.begun
-        self._starting[key] = gpus
         others = {each.id: each for found in gpus.values() for each in found}
         try:
             async with asyncio.timeout(_ROOM_SECONDS):
-                while self._sampled.number <= begun or not others.keys().isdisjoint(self._sampled.obstacles):
-                    await self._news.wait()
+                with self.kept_free(gpus):
+                    await self._lowered(others)
         except TimeoutError:
             why = [f": {others[each].describe()}: {text}" for each, text in self._enforced.obstacles.items() if each in others]
             raise Refusal(
@@ -203,10 +207,64 @@ class Bursts:
                 f"the memory limits of containers that burst on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
                 f"{why[0] if why else ''}; the kubelet tries again by itself",
             ) from None
-        finally:
-            del self._starting[key]
         for gpu in gpus:
             self._refuse_full(allocation, gpu)
+
+    def _contested(self, allocation: Allocation) -> Mapping[GpuName, Sequence[Allocation]]:
+        """The GPUs of this share on which others may burst, with the others."""
+        return {gpu: found for gpu in allocation.gpus if is_share(allocation) and (found := self._others(allocation, gpu))}
+
+    @contextlib.contextmanager
+    def kept_free(self, gpus: Collection[GpuName]) -> Iterator[None]:
+        """While it is open, no container on these GPUs may take more memory for a burst."""
+        key = object()
+        self._starting[key] = gpus
+        try:
+            yield
+        finally:
+            del self._starting[key]
+
+    async def _lowered(self, others: Collection[AllocationId]) -> None:
+        """Returns once the limits of these containers, as they are from now on, are in force, and a sample was read after that."""
+        begun = self.begun
+        while self._sampled.number <= begun or not self._sampled.obstacles.keys().isdisjoint(others):
+            await self._news.wait()
+
+    async def measured(self) -> None:
+        """Returns once the next evaluation of a sample has begun."""
+        begun = self.begun
+        while self.begun <= begun:
+            await self._news.wait()
+
+    async def settled(self, allocation: Allocation) -> None:
+        """Returns once the limits of others on the GPUs of this share are lowered, as `kept_free` demands."""
+        if gpus := self._contested(allocation):
+            await self._lowered({each.id for found in gpus.values() for each in found})
+
+    def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int]) -> str | None:
+        """Which GPU has too little memory for a suspended container, and who uses it; None: it can be resumed. `needs`: GPU -> bytes."""
+        ledger = self._records.ledger
+        for gpu, need_bytes in needs.items():
+            if (free_bytes := self._free_bytes.get(gpu)) is None:
+                continue
+            memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in ledger.allocations}
+            others = {name: each for name, each in memories.items() if name != allocation.id}
+            granted, limit = allocation.gpus[gpu].memory_mebibytes << 20, allocation.limits_on(gpu).memory_mebibytes << 20
+            missing = missing_bytes(
+                need_bytes,
+                need_bytes if granted == limit else min(need_bytes, granted),
+                free_bytes=free_bytes,
+                unused_bytes=unused_bytes(others.values(), self._granted_bytes(ledger, gpu)),
+            )
+            if missing:
+                names = {ledger.allocations[name].describe(): each.used_bytes or 0 for name, each in others.items()}
+                return waits_for(missing, gpu, names)
+        return None
+
+    def _granted_bytes(self, ledger: Ledger, gpu: GpuName) -> int:
+        """The sum of all requests on the GPU, without suspended containers."""
+        lent = sum(a.amounts_on(gpu).memory_mebibytes for a in ledger.on(gpu) if a.id in self._away)
+        return (ledger.used(gpu).memory_mebibytes - lent) << 20
 
     def _others(self, allocation: Allocation, gpu: GpuName) -> list[Allocation]:
         """The other containers on this GPU that may burst."""
@@ -221,7 +279,7 @@ class Bursts:
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
         ledger, free_bytes = self._records.ledger, self._free_bytes.get(gpu)
-        known, granted_bytes = ledger.allocations, ledger.used(gpu).memory_mebibytes << 20
+        known, granted_bytes = ledger.allocations, self._granted_bytes(ledger, gpu)
         memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in known}
         request_bytes = allocation.limits_on(gpu).memory_mebibytes << 20
         own = memories.pop(allocation.id, None) or ContainerMemory(request_bytes=request_bytes, limit_bytes=request_bytes)
@@ -239,7 +297,10 @@ class Bursts:
 
 
 def _memories(
-    ledger: Ledger, use: NodeUse, limits: Mapping[AllocationOnGpu, int]
+    ledger: Ledger,
+    use: NodeUse,
+    limits: Mapping[AllocationOnGpu, int],
+    away: Mapping[AllocationId, Mapping[GpuName, int]],
 ) -> Mapping[GpuName, Mapping[AllocationId, ContainerMemory]]:
     found: dict[GpuName, dict[AllocationId, ContainerMemory]] = {}
     for (name, gpu), each in use.containers.items():
@@ -247,7 +308,9 @@ def _memories(
             request = each.memory_request_bytes or 0
             limit = max(request, limits.get((name, gpu), 0))
             found.setdefault(gpu, {})[name] = ContainerMemory(
-                request_bytes=request, limit_bytes=limit, used_bytes=each.memory_bytes
+                request_bytes=request,
+                limit_bytes=limit,
+                used_bytes=away[name].get(gpu, 0) if name in away else each.memory_bytes,
             )
     return found
 

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
@@ -17,6 +18,11 @@ from gpumgr.runtime.cgroup_path import memory_path, parse_nspid
 
 Mode = Literal["v1", "v2", "hybrid"]
 
+#: The files with a cgroup's limit and use of memory, and the name of the page cache in memory.stat.
+_MEMORY_FILES: Final = {
+    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "v2": ("memory.max", "memory.current", "inactive_file"),
+}
 #: The cgroup was removed while it was read (ENOENT, ENODEV), or it is threaded, so that its parent lists its processes (EOPNOTSUPP).
 _NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
 
@@ -111,6 +117,19 @@ class Cgroups:
                 f"can't read {error.filename}: {error.strerror}; run gpumgr as root, with the host's cgroups at cri.cgroup_root "
                 f"({self._cgroup_root})"
             ) from error
+
+    def memory_left(self, cgroup: str) -> int | None:
+        """How many bytes the limits of the cgroup and of those above it leave, without the page cache that the kernel can drop; None: there
+        is no limit. Raises CriError if there is no hierarchy."""
+        hierarchy, left = self.hierarchy(), list[int]()
+        limit, usage, cache = _MEMORY_FILES["v2" if hierarchy.mode == "v2" else "v1"]
+        folder = hierarchy.root / cgroup.lstrip("/")
+        while folder != hierarchy.root and folder.is_relative_to(hierarchy.root):
+            with suppress(OSError, ValueError):  # there is no limit, or the cgroup is gone
+                stat = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines())
+                left.append(int(_text(folder / limit)) - int(_text(folder / usage)) + int(stat.get(cache, "0")))
+            folder = folder.parent
+        return max(0, min(left)) if left else None
 
     def _of_process(self, pid: int, name: str) -> str | None:
         try:

@@ -13,6 +13,7 @@ from gpumgr.agent.ports import Finding, FindingCode
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.suspension import Suspension, SuspensionsById
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodKey
 
@@ -26,6 +27,13 @@ class AgentRecords(Protocol):
     async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
         """Sets what containers hold above their requests, as measured."""
         ...
+
+    async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
+        """Saves and applies a state; None: the container runs. Raises CheckpointError."""
+        ...
+
+    @property
+    def suspensions(self) -> SuspensionsById: ...
 
     @property
     def ledger(self) -> Ledger: ...

@@ -6,7 +6,6 @@ container was granted. What containers and the libraries in them report about th
 While nothing is allocated there is no limit to enforce, and an evaluation every 10 s is enough to find unattributed processes.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -29,6 +28,7 @@ from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.runtime.suspensions import Host, Mover, Pages, Parts, SuspendMeter, Suspensions
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +43,7 @@ TIMEOUT_SECONDS: Final = 0.5
 Mechanisms = tuple[str, ...]
 
 
-class Backends(Protocol):
+class Backends(Pages, Protocol):
     """All enforcement backends together (gpumgr.enforcement.enforcer.Enforcer)."""
 
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]: ...
@@ -55,7 +55,7 @@ class Backends(Protocol):
     def burst_obstacle(self, mechanisms: Mechanisms) -> str | None: ...
 
 
-class LimitMeter(Protocol):
+class LimitMeter(SuspendMeter, Protocol):
     """Metrics of this package (gpumgr.web.metrics.registry.Metrics)."""
 
     def went_over(self) -> None: ...
@@ -67,18 +67,19 @@ class LimitMeter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverLimit:
-    """When a container counts as over its limit, whether its pod is then evicted, and whether the annotation gpumgr.io/memory-limit counts:
-    settings of the section enforcement."""
+    """When a container counts as over its limit, whether its pod is then evicted, and whether the annotation gpumgr.io/memory-limit counts,
+    and after which time without work it is suspended (0.0: never): settings of the section enforcement."""
 
     samples: int
     slack_bytes: int
     evict: bool = False
     burst: bool = False
+    suspend_when_idle_seconds: float = 0.0
 
 
 class MemoryLimitWatcher:
-    """`evictor` is None without an API server. `clock` is monotonic, in seconds. An evaluation waits for the backends at most as long as
-    `owners` waits for the container runtime."""
+    """`evictor` is None without an API server. An evaluation waits for the backends at most as long as `owners` waits for the container
+    runtime; both use the same clock. `suspending`: what suspends containers."""
 
     def __init__(
         self,
@@ -90,9 +91,9 @@ class MemoryLimitWatcher:
         evictor: Evictor | None,
         meter: LimitMeter,
         over_limit: OverLimit,
-        clock: Callable[[], float] = time.monotonic,
+        suspending: tuple[Host, Mover],
     ) -> None:
-        self._records, self._owners, self._backends, self._clock = records, owners, backends, clock
+        self._records, self._owners, self._backends, self._clock = records, owners, backends, owners.clock
         self._events = ContainerEvents(records, containers=lambda: owners.latest.containers)
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter, self._rule = meter, over_limit
@@ -105,18 +106,29 @@ class MemoryLimitWatcher:
             allowed=over_limit.burst,
             slack_bytes=over_limit.slack_bytes,
         )
+        host, mover = suspending
+        self.suspensions = Suspensions(
+            records,
+            pods,
+            self._events,
+            self.bursts,
+            Parts(host=host, mover=mover, pages=backends, meter=meter),
+            when_idle_seconds=over_limit.suspend_when_idle_seconds,
+            clock=owners.clock,
+        )
         self._enforce = BackgroundCall("enforce_limits")
         self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
         self._limit_state = OverLimitState()
         self._unattributed: KnownProcesses = {}
         self._ended = EndedContainers()
-        self._findings = FindingsReporter(count=meter.found, add_event=self._events.add, clock=clock)
+        self._findings = FindingsReporter(count=meter.found, add_event=self._events.add, clock=owners.clock)
 
     def apply(self, over_limit: OverLimit) -> None:
         """Applies these settings from the next sample on."""
         self._rule = over_limit
         self.bursts.allowed, self.bursts.slack_bytes = over_limit.burst, over_limit.slack_bytes
+        self.suspensions.when_idle_seconds = over_limit.suspend_when_idle_seconds
 
     # -- what is shown -----------------------------------------------------------------------------------------------------
 
@@ -154,6 +166,7 @@ class MemoryLimitWatcher:
         shares, use = await self.bursts.apply(ledger, shares, use, sample)
         self._use = use
         number = self.bursts.begun
+        await self.suspensions.evaluate(shares, use, ownership)
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
@@ -162,11 +175,12 @@ class MemoryLimitWatcher:
         self.bursts.evaluated()
 
     async def close(self) -> None:
+        await self.suspensions.close()
         await self._enforce.close()
         await self._owners.close()
 
     def _running(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse) -> Iterator[RunningContainer]:
-        ownership = self._owners.latest
+        ownership, away = self._owners.latest, self._records.suspensions
         for allocation, tenant in shares.items():
             if not (containers := ownership.containers.get(allocation)):
                 continue
@@ -181,7 +195,8 @@ class MemoryLimitWatcher:
                 others=tuple(containers[1:]),
                 pids=pids,
                 gpu_pids=gpu_pids,
-                memory_bytes={gpu: each.memory_bytes for gpu, each in uses.items()},
+                # What the driver reports of a suspended container is not what it has.
+                memory_bytes={gpu: None if allocation in away else each.memory_bytes for gpu, each in uses.items()},
             )
 
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:

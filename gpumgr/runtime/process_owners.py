@@ -70,7 +70,7 @@ class ProcessOwners:
     """`latest` is the result of the last `find`. `clock` is monotonic, in seconds."""
 
     def __init__(self, runtime: RunningContainers, *, clock: Callable[[], float], timeout_seconds: float) -> None:
-        self._runtime, self._clock, self.timeout_seconds = runtime, clock, timeout_seconds
+        self._runtime, self.clock, self.timeout_seconds = runtime, clock, timeout_seconds
         self._list, self._look_up = BackgroundCall("list_containers"), BackgroundCall("look_up_processes")
         self._answers: dict[Process, tuple[Container | None, float]] = {}
         self._error = ""
@@ -83,7 +83,7 @@ class ProcessOwners:
 
         `started`: pid -> start time in clock ticks since boot, without processes that have ended.
         """
-        deadline = self._clock() + self.timeout_seconds
+        deadline = self.clock() + self.timeout_seconds
         if self._runtime.due:
             await self._list.start(self._runtime.tick, timeout_seconds=self.timeout_seconds)
         containers = self._containers(index, shares)
@@ -99,7 +99,7 @@ class ProcessOwners:
         others = [(pid, started[pid]) for pid in seen if pid in started and pid not in owners]
         due = [process for process in others if self._is_due(process)]
         if due:
-            await self._look_up.start(lambda: self._look_up_all(due), timeout_seconds=max(0.0, deadline - self._clock()))
+            await self._look_up.start(lambda: self._look_up_all(due), timeout_seconds=max(0.0, deadline - self.clock()))
         owners |= {process[0]: self._answers[process][0] for process in others if process in self._answers}
         self.latest = ProcessOwnership(owners=owners, containers=containers, pids=pids)
         return self.latest
@@ -140,7 +140,7 @@ class ProcessOwners:
         if process not in self._answers:
             return True
         container, answered_at = self._answers[process]
-        return (container is None or not container.name) and self._clock() - answered_at >= RETRY_SECONDS
+        return (container is None or not container.name) and self.clock() - answered_at >= RETRY_SECONDS
 
     async def _look_up_all(self, processes: Sequence[Process]) -> None:
         """Looks up all processes concurrently, so that one List call to the runtime serves all processes with unknown containers."""
@@ -150,4 +150,4 @@ class ProcessOwners:
         container = await self._runtime.container_of(*process)
         # A process that has ended since the driver listed it is not recorded: without a container it would be unattributed.
         if container is not None or self._runtime.runs(process):
-            self._answers[process] = (container, self._clock())
+            self._answers[process] = (container, self.clock())

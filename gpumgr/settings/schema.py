@@ -208,6 +208,9 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Containers may use more memory than they request, up to their pod's annotation gpumgr.io/memory-limit, while the GPU has memory
     #: that no container was granted.
     memory_burst: Annotated[bool, LIVE] = False
+    #: After how many seconds without work a container of the limiter is suspended, unless its pod's annotation
+    #: gpumgr.io/suspend-when-idle has another time. 0: never.
+    suspend_when_idle_seconds: Annotated[float, Meta(ge=0, le=604800), LIVE] = 0.0
 
 
 class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -83,7 +83,14 @@ def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> lis
     uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
     memory = {gpu: _memory_bytes(registered, shown) for gpu, (registered, shown) in _registered(report).items()}
     return [
-        container_row(allocation, gpu, memory[gpu], use=uses.get((allocation.id, gpu)), over=(allocation.id, gpu) in report.over)
+        container_row(
+            allocation,
+            gpu,
+            memory[gpu],
+            use=uses.get((allocation.id, gpu)),
+            over=(allocation.id, gpu) in report.over,
+            suspension=report.view.suspensions.get(allocation.id),
+        )
         for allocation in sorted(allocations, key=lambda a: (a.granted_at, a.id))
         for gpu in allocation.places
     ]

@@ -6,6 +6,7 @@ made here. Time is turned by hand: one second a sample, so that what is looked a
 
 import asyncio
 import json
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,10 +31,12 @@ from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample
+from gpumgr.runtime.checkpoints import Checkpoints
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.runtime.suspensions import LocalHost
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests import mps_control
@@ -93,7 +96,10 @@ class SharedNode:
             evictor=None,
             meter=self.metrics,
             over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
-            clock=self.clock,
+            suspending=(
+                LocalHost(self.places.proc, self.places.cgroups(), platform.machine()),
+                Checkpoints(library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"),
+            ),
         )
         self.hardware_events = HardwareEvents(
             self.agent_state,

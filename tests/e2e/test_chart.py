@@ -256,7 +256,13 @@ def test_settings_that_a_running_agent_takes_make_no_new_pods(tmp_path: Path) ->
         },
         "nvml": {"sample_period_seconds": 2.5, "ignored_xids": [13]},
         "placement": {"policy": "spread", "share_mode": False},
-        "enforcement": {"over_limit_samples": 6, "over_limit_slack_mebibytes": 128, "evict": True, "memory_burst": True},
+        "enforcement": {
+            "over_limit_samples": 6,
+            "over_limit_slack_mebibytes": 128,
+            "evict": True,
+            "memory_burst": True,
+            "suspend_when_idle_seconds": 600,
+        },
         "metrics": {"gpu_manager_names": False, "hami_names": True},
         "log": {"level": "debug"},
     }

@@ -7,7 +7,14 @@ from gpumgr.agent.maintenance import EVICTED as DRAINED
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
-from gpumgr.common.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_LIMIT_ANNOTATION, MEMORY_RESOURCE
+from gpumgr.common.units import (
+    CORE_LIMIT_ANNOTATION,
+    CORE_RESOURCE,
+    MEMORY_LIMIT_ANNOTATION,
+    MEMORY_RESOURCE,
+    SUSPEND_ANNOTATION,
+    SUSPEND_WHEN_IDLE_ANNOTATION,
+)
 from gpumgr.kube import cluster_annotations, pod_annotations
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, MIG_ALLOCATIONS, REGISTER, SCORES
 from gpumgr.kube.publisher import event_texts
@@ -18,12 +25,14 @@ from gpumgr.kube.publisher.objects import LABELS_ANNOTATION, TYPE
 from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
-from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
+from gpumgr.ledger.history import NOT_ENFORCED, RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.bursts import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.memory_limit_watcher import EVICTED
+from gpumgr.runtime.suspensions import FAILED, WAITS
+from gpumgr.runtime.suspensions import REFUSED as SUSPEND_REFUSED
 from tools.docs.markdown import code, table
 
 ANNOTATIONS: Final = (
@@ -80,6 +89,19 @@ ANNOTATIONS: Final = (
         "read",
         "A JSON object, container to MiB: how much memory of each of its GPUs a container may use while that is granted to no container "
         "([burst](enforcement.md#burst)).",
+    ),
+    (
+        "pod",
+        SUSPEND_ANNOTATION,
+        "read",
+        "`true`: the GPU memory of its containers is moved to the host's memory, until they ask for it or the annotation is removed. "
+        "`false`: never ([suspend](suspend.md)).",
+    ),
+    (
+        "pod",
+        SUSPEND_WHEN_IDLE_ANNOTATION,
+        "read",
+        "After which time without work its containers are suspended (`90s`, `10m`, `2h`), or `never`.",
     ),
     (
         "container",
@@ -183,6 +205,16 @@ EVENTS: Final = (
         True,
         f"The annotation `{MEMORY_LIMIT_ANNOTATION}` is not used, and the request stays the limit; the message has the reason.",
     ),
+    ("pod", SUSPENDED, False, "A container is suspended: its GPU memory is in the host's memory."),
+    ("pod", RESUMED, False, "The memory of a suspended container is on its GPU again."),
+    ("pod", SUSPEND_REFUSED, True, "A container is not suspended; the message has the reason, and what to do."),
+    (
+        "pod",
+        WAITS,
+        True,
+        "A suspended container asks to be resumed, and waits; the message says for what memory, and who uses it.",
+    ),
+    ("pod", FAILED, True, "A suspended container can't go on; delete its pod."),
     ("pod", OVER_LIMIT, True, "A container uses more memory than it was granted."),
     (
         "pod",
@@ -227,6 +259,11 @@ EVENTS: Final = (
             (_of_gpu("cordoned"), "An operator has cordoned a GPU, which takes no new containers."),
             (_of_gpu("draining"), "An operator drains a GPU."),
             (_of_gpu("uncordoned"), "An operator has uncordoned a GPU, which takes containers again."),
+            (
+                _of_gpu("overcommitted"),
+                "Memory is granted more than once (`hami.device_memory_scaling`), and the containers that work do not fit on the GPU; a "
+                "suspended one waits.",
+            ),
             (
                 _of_gpu("forgotten"),
                 "A GPU that is gone was forgotten: another one is at its PCI address, or an operator requested it.",

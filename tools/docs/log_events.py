@@ -35,6 +35,12 @@ _ROWS: Final = {
     "placement_ignored": "A pod's annotation `gpumgr.io/placement` is invalid or about another node; the agent chose its GPUs.",
     "memory_limit_ignored": "A pod's annotation `gpumgr.io/memory-limit` is not used; `reason` says why. Its request is "
     "enforced.",
+    "container_suspended": "The GPU memory of a container was moved to the host's memory.",
+    "container_resumed": "The memory of a suspended container is on its GPU again.",
+    "suspend_failed": "A container could not be suspended, and runs on; `reason` has the driver's answer. Tried again after a minute.",
+    "resume_failed": "The driver could not resume a container; `reason` has its answer. Retried with each sample.",
+    "suspension_failed": "A process of a suspended container can't go on. Delete its pod.",
+    "suspension_not_saved": "The checkpoint can't be written, so no container is suspended or resumed. Check the disk; retried.",
     "pod_resources_unavailable": "PodResources of the kubelet does not answer. Pods are identified by the order of calls.",
     "gpu_not_forgotten gpus_not_remembered name_not_remembered sweep_not_remembered": (
         "The checkpoint can't be written: pods' names, new and replaced GPUs, and ends of pods are not saved, and new GPUs "

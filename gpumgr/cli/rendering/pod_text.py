@@ -229,6 +229,8 @@ def _now(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> Iterator[str]:
             yield f"    why: {row.why}"
         explained.add(row.allocation)
         yield f"    {_limits(row)}"
+        if row.suspension:
+            yield f"    {row.suspension}{f': {row.suspension_reason}' if row.suspension_reason else ''}"
         if row.gpu in states and row.gpu not in described:
             yield from (f"    {sentence}" for sentence in gpu_sentences(states[row.gpu], gpus.label(row.gpu)))
         described.add(row.gpu)

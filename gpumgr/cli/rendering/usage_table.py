@@ -140,7 +140,9 @@ def _memory(row: ContainerRow) -> str:
 
 
 def limits_status(row: ContainerRow) -> str:
-    """Whether the container stays within its memory."""
+    """Whether the container stays within its memory, or is suspended."""
+    if row.suspension:
+        return row.suspension
     if row.over:
         return f"over{_excess(row)}"
     if row.whole:

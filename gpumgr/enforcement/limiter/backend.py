@@ -135,6 +135,16 @@ class Limiter(PreloadedBackend[PageMonitor]):
         """Adds the containers to the arbiter again; until then the library in each container limits it by itself."""
         await asyncio.to_thread(lambda: [self._monitor_of(tenant.allocation) for tenant in tenants])
 
+    def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
+        monitor = self._monitors.get(allocation)
+        return monitor is not None and monitor.hold_calls(hold=hold)
+
+    def holds_calls(self, allocation: AllocationId) -> bool:
+        return (monitor := self._monitors.get(allocation)) is not None and monitor.holds_calls()
+
+    def asks_for_resume(self, allocation: AllocationId) -> bool:
+        return (monitor := self._monitors.get(allocation)) is not None and monitor.asks_for_resume()
+
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
         return () if self._contexts is None else [pid for pid in self._contexts.own_pids() if pid in started]
 

@@ -5,6 +5,7 @@ the library what the driver uses beyond the library's count. Blocks: call it on 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -96,6 +97,27 @@ class PageMonitor:
         if self._clock() - self._checked_at < _STALE_SECONDS:
             return self._uses
         return {gpu: replace(use, held_ratio=None, waited_ratio=None) for gpu, use in self._uses.items()}
+
+    def hold_calls(self, *, hold: bool) -> bool:
+        """Makes the library hold the container's calls, or release them. False: the pages can't be used."""
+
+        def write(files: PageFiles) -> bool:
+            (files.suspend if hold else files.resume)()
+            return True
+
+        return self._on_pages(write)
+
+    def holds_calls(self) -> bool:
+        return self._on_pages(lambda files: files.suspended)
+
+    def asks_for_resume(self) -> bool:
+        """Whether a call that is held waits for the container's resume. The container writes it."""
+        return self._on_pages(lambda files: files.resume_requested)
+
+    def _on_pages(self, work: Callable[[PageFiles], bool]) -> bool:
+        with self._lock, suppress(OSError):  # a damaged page is reported by `check`
+            return not self._closed and isinstance(self._files, PageFiles) and work(self._files)
+        return False
 
     def check(self, running: RunningContainer, limits: Sequence[PageLimits]) -> Sequence[Finding]:
         """`limits`: the granted limits, in which the bytes that the library does not count are not set yet. Returns the new findings."""

@@ -28,6 +28,7 @@ from gpumgr.kube.publisher.hami import HamiBindings
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.suspension import SuspensionsById
 from gpumgr.placement.pods import PodKey, PodView
 
 #: The kubelet's calls for one pod arrive within milliseconds of each other.
@@ -61,6 +62,7 @@ class DecisionReporter:
         self._annotate_pods, self._write_events, self._clock = annotate_pods, write_events, clock
         self._granted = asyncio.Event()
         self._seen = Ledger()
+        self._suspensions: SuspensionsById = {}
         #: Allocation -> when its pod is to be reported.
         self._due: dict[AllocationId, float] = {}
         #: Pods that an allocation no longer belongs to.
@@ -158,6 +160,10 @@ class DecisionReporter:
 
     def _follow_ledger(self, now: float) -> None:
         ledger, before = self._agent_state.ledger, self._seen.allocations
+        suspensions, former = self._agent_state.suspensions, self._suspensions
+        self._suspensions = suspensions
+        changed = [name for name in suspensions.keys() | former.keys() if suspensions.get(name) != former.get(name)]
+        self._due |= {name: now for name in changed if name in ledger.allocations}
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             self._published.clear()
@@ -206,7 +212,15 @@ class DecisionReporter:
         if view is None or view.phase == "Failed":
             return
         gpus = self._agent_state.inventory.gpus(gpu_registry)
-        wanted = pod_annotations(view, allocations, gpu_registry, gpus, node=self._node, evaluators=self._evaluators)
+        wanted = pod_annotations(
+            view,
+            allocations,
+            gpu_registry,
+            gpus,
+            node=self._node,
+            evaluators=self._evaluators,
+            suspensions=self._agent_state.suspensions,
+        )
         self._annotate(view, {**wanted, **self._for_hami(view, allocations)})
         if fresh:
             self._record(event_texts.placement(_ref(view), fresh, self._agent_state.node().label))

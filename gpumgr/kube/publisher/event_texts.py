@@ -5,7 +5,7 @@ from typing import Final
 
 from gpumgr.common.units import CORES_PER_GPU, GpuName
 from gpumgr.kube.publisher.events import Event, ObjectRef, node_ref
-from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
+from gpumgr.ledger.history import DEMANDED, NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation
 
 PLACED: Final = "GpuPlaced"
@@ -23,6 +23,7 @@ _OF_GPUS: Final[Mapping[str, tuple[str, bool]]] = {
     "cordoned": ("GpuCordoned", False),
     "uncordoned": ("GpuUncordoned", False),
     "forgotten": ("GpuForgotten", False),
+    "overcommitted": ("GpuOvercommitted", True),
 }
 
 #: The name of a GPU for people.
@@ -46,8 +47,9 @@ def refusal(about: ObjectRef, entry: HistoryEntry) -> Event:
 
 
 def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
-    """The event of an entry of the kind "event". All such events are warnings."""
-    return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=True, allocations=_ids(entry))
+    """The event of an entry of the kind "event": a warning, except about what was demanded."""
+    warning = entry.code not in DEMANDED
+    return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=warning, allocations=_ids(entry))
 
 
 def gpu_event(node: str, entry: HistoryEntry, label: Label) -> Event:

@@ -109,7 +109,14 @@ _KINDS: Final = gauge(
     "kind",
 )
 
-FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, *(family for family, _, _ in _READINGS))
+_SUSPENSION: Final = gauge(
+    "container_suspension",
+    "1 for the state of a container that does not run on the GPU: suspending, suspended, resuming or failed.",
+    *CONTAINER_LABELS,
+    "state",
+)
+
+FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for family, _, _ in _READINGS))
 
 
 def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
@@ -123,6 +130,15 @@ def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[Rendere
     for family, read, merge in _READINGS:
         yield render(family, _merged(named, read, merge))
     yield render(_KINDS, _by_kind(named))
+    states = report.view.suspensions
+    yield render(
+        _SUSPENSION,
+        {
+            f'{labels},state="{known.state}"': 1.0
+            for labels, each in named
+            if (known := states.get(each.allocation)) and known.state != "running"
+        },
+    )
     over = report.over
     yield render(
         _OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else (use.allocation, use.gpu) in over, max)

@@ -28,6 +28,7 @@ Drift = Literal["freed", "renamed", "adopted", "rejected"]
 OUTCOMES: Final = ("ok", *get_args(RefusalCode), "cancelled")
 #: The first buckets are for answers from memory, the middle ones for the fsync of a commit, the last ones for a disk that hangs.
 _CALL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
+_SUSPENSION_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 #: XIDs above every number that NVIDIA has assigned are counted together.
 _LAST_XID: Final = 999
@@ -119,6 +120,15 @@ class Metrics:
         for backend in BACKENDS:
             for code in FINDINGS:
                 self._findings.labels(backend, code)
+        about = "How long it took to move a container's GPU memory to the host's (suspend) or back (resume)."
+        self._suspensions = self._histogram("suspension_seconds", about, "operation", buckets=_SUSPENSION_BUCKETS)
+        about = "GPU memory that was moved to the host's (suspend) or back (resume)."
+        self._moved_bytes = self._counter("suspension_moved_bytes_total", about, "operation")
+        for operation in ("suspend", "resume"):
+            self._suspensions.labels(operation)
+            self._moved_bytes.labels(operation)
+        about = "How long a suspended container waited from the demand for its resume to the end of it."
+        self._resume_waits = self._histogram("resume_wait_seconds", about, buckets=_SUSPENSION_BUCKETS)
         about = "How long one reading of the use and health of all GPUs took."
         self._batch = self._histogram("nvml_batch_duration_seconds", about, buckets=_CALL_BUCKETS)
         about = "How late the event loop ran a timer."
@@ -190,6 +200,15 @@ class Metrics:
     def went_over(self) -> None:
         """A container has gone over its memory limit."""
         self._over_limit.inc()
+
+    def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
+        """A container's memory was moved to the host's (suspend), or back (resume)."""
+        self._suspensions.labels(operation).observe(seconds)
+        self._moved_bytes.labels(operation).inc(memory_bytes)
+
+    def resumed(self, waited_seconds: float) -> None:
+        """A resume has ended, this time after it was asked for."""
+        self._resume_waits.observe(waited_seconds)
 
     def evicted(self) -> None:
         """The eviction of a pod was requested."""

@@ -232,6 +232,8 @@ def test_a_share_with_all_its_numbers() -> None:
         "held_ratio": None,
         "waited_ratio": None,
         "over": True,
+        "suspension": "",
+        "suspension_reason": "",
         "mechanisms": ["nvml-memory", "mps"],
         "granted_at": float(ord("a")),
         "why": "a test",

@@ -11,6 +11,7 @@ from gpumgr.common.errors import CriError
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, SuspensionsById
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import NodeSample
@@ -25,6 +26,15 @@ class MemoryState:
     ledger: Ledger
     inventory: Inventory
     history: History = field(default_factory=lambda: History(MemoryCheckpoint(), wall_clock=lambda: 7.0))
+
+    suspensions: SuspensionsById = field(default_factory=dict)
+    #: All states that were saved, in order.
+    saved: list[tuple[AllocationId, State | None]] = field(default_factory=list)
+
+    async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
+        others = {name: each for name, each in self.suspensions.items() if name != allocation}
+        self.suspensions = others if suspension is None else {**others, allocation: suspension}
+        self.saved.append((allocation, None if suspension is None else suspension.state))
 
     async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
         self.inventory = replace(self.inventory, burst_mebibytes=mebibytes)
@@ -79,6 +89,10 @@ class MemoryBackends:
     bug: Exception | None = None
     obstacles: Mapping[AllocationId, str] = field(default_factory=dict)
     by_turns: Mapping[AllocationOnGpu, TurnUse] = field(default_factory=dict)
+    #: Whether the containers have pages; the containers with held calls, and the ones that ask for their resume.
+    by_pages: bool = True
+    held: set[AllocationId] = field(default_factory=set)
+    asking: set[AllocationId] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ready.set()
@@ -93,6 +107,20 @@ class MemoryBackends:
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]:
         self.seen.append(("adjust", list(running)))
         return self.obstacles
+
+    def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
+        if not self.by_pages:
+            return False
+        (self.held.add if hold else self.held.discard)(allocation)
+        if hold:
+            self.asking.discard(allocation)
+        return True
+
+    def holds_calls(self, allocation: AllocationId) -> bool:
+        return allocation in self.held
+
+    def asks_for_resume(self, allocation: AllocationId) -> bool:
+        return allocation in self.asking
 
     def burst_obstacle(self, mechanisms: Mechanisms) -> str | None:
         return "the backend vcuda can't" if "vcuda" in mechanisms else None
@@ -122,6 +150,8 @@ class MemoryMeter:
     over: int = 0
     evictions: int = 0
     findings: list[tuple[str, str]] = field(default_factory=list)
+    moves: list[tuple[str, int]] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
 
     def went_over(self) -> None:
         self.over += 1
@@ -131,6 +161,52 @@ class MemoryMeter:
 
     def found(self, backend: str, code: str) -> None:
         self.findings.append((backend, code))
+
+    def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:  # noqa: ARG002
+        self.moves.append((operation, memory_bytes))
+
+    def resumed(self, waited_seconds: float) -> None:
+        self.waits.append(waited_seconds)
+
+
+@dataclass
+class MemoryHost:
+    """`ended`: processes that are gone. Every process' start time is its pid times 10."""
+
+    ended: set[int]
+    machine: str = "x86_64"
+    left: HostMemory = field(default_factory=HostMemory)
+
+    def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
+        return started({pid for pid in pids if pid not in self.ended})
+
+    def runs(self, process: Process, /) -> bool:
+        return process[0] not in self.ended
+
+    def memory(self, containers: Sequence[Container]) -> HostMemory:  # noqa: ARG002
+        return self.left
+
+
+@dataclass
+class MemoryMover:
+    """Records the operations. `answers`: what the next ones do; None: they do not end."""
+
+    done: list[tuple[str, AllocationId]] = field(default_factory=list)
+    answers: list[Moved | None] = field(default_factory=list)
+
+    async def suspend(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:  # noqa: ARG002
+        return await self._move("suspend", allocation, processes)
+
+    async def resume(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:  # noqa: ARG002
+        return await self._move("resume", allocation, processes)
+
+    async def _move(self, verb: str, allocation: AllocationId, processes: Sequence[Process]) -> Moved:
+        self.done.append((verb, allocation))
+        answer = self.answers.pop(0) if self.answers else Moved(pids=[pid for pid, _ in processes])
+        if answer is None:
+            await asyncio.Event().wait()
+        assert answer is not None
+        return answer
 
 
 class Node:
@@ -142,6 +218,7 @@ class Node:
         self.pods, self.runtime, self.backends = MemoryPods(), MemoryRuntime(), MemoryBackends()
         self.publisher, self.meter, self.clock = MemoryEvictor(), MemoryMeter(), Clock()
         publisher = None if standalone else self.publisher
+        self.host, self.mover = MemoryHost(self.runtime.ended), MemoryMover()
         self.owners = ProcessOwners(self.runtime, clock=self.clock, timeout_seconds=60.0)
         self.memory_watcher = MemoryLimitWatcher(
             records=self.agent_state,
@@ -151,7 +228,7 @@ class Node:
             evictor=publisher,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
-            clock=self.clock,
+            suspending=(self.host, self.mover),
         )
 
     def set_timeout(self, seconds: float) -> None:

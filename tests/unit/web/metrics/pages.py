@@ -11,6 +11,7 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.suspension import Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
@@ -83,6 +84,7 @@ def full_picture() -> NodeReport:
     """With one instance of each item that a report can contain."""
     share, train = allocation("a", ("team", "web"), cores={0: 0b11}, blocks={0: 0b11}), whole("t", ("team", "train"), 1)
     view = view_of(share, train, nvlinks=2, cordoned={uuid_of(0): "maintenance"})
+    view = replace(view, suspensions={"a": Suspension(state="suspended")})
     turns = TurnUse(held_seconds=2.5, waited_seconds=7.5, launches=9, overruns=1, memory_bytes_by_kind={"alloc": 700})
     owners = {11: container("a", ("team", "web")), 12: container("t", ("team", "train")), 99: None}
     use = used(view.ledger, sample({11: 700, 99: 5}, {12: 9}, ratios={11: 0.5}), owners)

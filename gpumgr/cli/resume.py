@@ -1,0 +1,5 @@
+"""`gpumgr resume`: the command that ends what `gpumgr suspend` began."""
+
+from gpumgr.cli.suspend import resume as command
+
+__all__ = ["command"]

@@ -1,0 +1,177 @@
+"""Suspension: the GPU memory of an idle container is moved to the host's memory, and back when the container needs it. Pure.
+
+The driver does both for one process at a time (cuCheckpointProcessLock, Checkpoint, Restore, Unlock). Each state is saved before the step
+that it names, so that another process of the agent can repeat the step: a step that was done already does nothing.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from gpumgr.common.units import GpuName, Process
+from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.placement.pods import PodView
+
+#: running: it was suspended, and resumed because it asked. failed: a process of it can't go on; only its end helps.
+State = Literal["running", "suspending", "suspended", "resuming", "failed"]
+_NEXT: Final[Mapping[State, Collection[State]]] = {
+    "running": {"suspending"},
+    "suspending": {"suspended", "running", "failed"},
+    "suspended": {"resuming"},
+    "resuming": {"running", "suspended", "failed"},
+    "failed": (),
+}
+#: The states in which an operation is in progress.
+IN_PROGRESS: Final = ("suspending", "resuming")
+#: The first driver with these functions, and the first one that also moves memory that processes share (several GPUs).
+_FIRST_DRIVER, _FIRST_DRIVER_SEVERAL_GPUS = 570, 610
+_MACHINE: Final = "x86_64"
+#: The host needs more than the GPU had: 4.8 GiB for 4 GiB and a context of 0.5 GiB (H200, driver 580).
+_HOST_FACTOR, _HOST_EXTRA_BYTES = 1.05, 256 << 20
+#: A container that was resumed on demand is suspended again after this time without work while gpumgr.io/suspend demands it.
+AGAIN_SECONDS: Final = 60.0
+#: The most containers that a reason names.
+_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspension:
+    """The state of one allocation; an allocation without one runs. `processes`: those of the container when its suspension began.
+    `memory_bytes`: what they had on each GPU. `since`: when the state began, `asked_at`: when the resume was asked for; both in unix
+    seconds. `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed."""
+
+    state: State
+    demanded: bool = False
+    processes: tuple[Process, ...] = ()
+    memory_bytes: Mapping[GpuName, int] = field(default_factory=dict)
+    since: float = 0.0
+    asked_at: float | None = None
+    reason: str = ""
+
+    @property
+    def away(self) -> bool:
+        """Whether its memory is in the host's memory, so that others may use the GPU's."""
+        return self.state == "suspended"
+
+    def to(self, state: State, now: float, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
+        """The next state. Raises ValueError for a state that does not follow this one, which is a bug."""
+        if state not in _NEXT[self.state]:
+            raise ValueError(f"{state} does not follow {self.state}")
+        return replace(self, state=state, since=now, reason=reason, asked_at=asked_at)
+
+    def asked(self, now: float) -> "Suspension":
+        """With the demand for its resume, which keeps its place if it was there before."""
+        return self if self.asked_at is not None else replace(self, asked_at=now)
+
+    def waiting(self, reason: str) -> "Suspension":
+        return replace(self, reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What an operation did. `pids`: the container's processes that use CUDA; `held`: those of them that do not run now; `failed`: those
+    that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory."""
+
+    pids: Collection[int] = ()
+    held: Collection[int] = ()
+    failed: Collection[int] = ()
+    error: str | None = None
+    out_of_memory: bool = False
+
+
+SuspensionsById = Mapping[AllocationId, Suspension]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Memory that is left, in bytes: on the node, and in the container's cgroup and those above it. None: not known, or no limit."""
+
+    node_bytes: int | None = None
+    cgroup_bytes: int | None = None
+
+
+def obstacle(
+    allocation: Allocation, uses: Sequence[ContainerUse], *, driver_version: str | None, machine: str, host: HostMemory, pods: int
+) -> str | None:
+    """Why the container can't be suspended now; None: it can. `uses`: one for each of its GPUs. `pods`: how many pods use the
+    allocation."""
+    driver = int((driver_version or "0").partition(".")[0])
+    shared = [kind for use in uses if use.turns for kind in use.turns.memory_bytes_by_kind if kind == "managed"]
+    if machine != _MACHINE:
+        return f"the driver can do it on {_MACHINE} only, and this node has {machine}"
+    if driver < _FIRST_DRIVER:
+        return f"it needs a driver of version {_FIRST_DRIVER} or newer, and this node has {driver_version or 'an unknown one'}"
+    if {"mps", "mps-open"} & set(allocation.mechanisms):
+        return "the driver can't do it for clients of MPS"
+    if len(uses) > 1 and driver < _FIRST_DRIVER_SEVERAL_GPUS:
+        return f"it has {len(uses)} GPUs, which needs a driver of version {_FIRST_DRIVER_SEVERAL_GPUS} or newer"
+    if pods > 1:
+        return "several pods use its claim"
+    if shared:
+        return "it has managed memory (UVM), which the driver can't move"
+    if any(use.memory_bytes is None for use in uses):
+        return "the driver does not report how much memory it uses"
+    needed_bytes = round(sum(use.memory_bytes or 0 for use in uses) * _HOST_FACTOR) + _HOST_EXTRA_BYTES
+    for left_bytes, place, remedy in (
+        (host.cgroup_bytes, "its memory limit leaves", "request more memory for the container"),
+        (host.node_bytes, "the node has", "free memory of the node"),
+    ):
+        if left_bytes is not None and left_bytes < needed_bytes:
+            return f"its GPU memory needs {needed_bytes >> 20} MiB of the host's memory, and {place} less: {remedy}"
+    return None
+
+
+def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, default_seconds: float) -> float | None:
+    """After how many idle seconds the container is to be suspended; None: never. `default_seconds`: the node's setting, 0: never."""
+    if view is None or view.deleted or view.ended:
+        return None
+    if view.suspend:
+        return AGAIN_SECONDS if known is not None else 0.0
+    return view.suspend_when_idle_seconds if view.suspend_when_idle_seconds is not None else default_seconds or None
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """`launches`: its count at the last look; `at`: when the container last worked, in monotonic seconds."""
+
+    launches: int
+    at: float
+
+
+def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) -> Activity:
+    """A container works while its launches increase, or its kernels run."""
+    uses = tuple(uses)
+    launches = sum(use.turns.launches for use in uses if use.turns)
+    works = before is None or launches != before.launches or any((use.utilization_ratio or 0) > 0 for use in uses)
+    return Activity(launches, now if works or before is None else before.at)
+
+
+def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | None:
+    """The allocation that this one's resume must wait for: an operation in progress on one of its GPUs, else the first of the resumes that
+    were asked for before; None: it is the next one."""
+    own = suspensions[name]
+    others = {
+        other: each for other, each in suspensions.items() if other != name and each.memory_bytes.keys() & own.memory_bytes.keys()
+    }
+    busy = [other for other, each in others.items() if each.state in IN_PROGRESS]
+    earlier = [
+        (each.asked_at, other)
+        for other, each in others.items()
+        if each.away and each.asked_at is not None and (each.asked_at, other) < (own.asked_at or 0.0, name)
+    ]
+    return busy[0] if busy else min(earlier)[1] if earlier else None
+
+
+def missing_bytes(need_bytes: int, guaranteed_bytes: int, *, free_bytes: int, unused_bytes: int) -> int:
+    """How much memory a GPU lacks for a resume; 0: it can begin. `guaranteed_bytes`: the part of the need that the ledger counts. Memory
+    that others were granted and do not use (`unused_bytes`) is left to them, except to the part above that: it exists where memory is
+    granted more than once, and goes to the first that needs it."""
+    return max(0, need_bytes - free_bytes, guaranteed_bytes - max(0, free_bytes - unused_bytes))
+
+
+def waits_for(missing: int, gpu: GpuName, holders: Mapping[str, int]) -> str:
+    """The reason of a resume that waits for memory. `holders`: the names of the others on the GPU, and what they use in bytes."""
+    most = sorted((name for name, size in holders.items() if size), key=lambda name: -holders[name])[:_NAMED]
+    used = ", ".join(f"{name} ({holders[name] >> 20} MiB)" for name in most)
+    return f"it waits for {-(-missing >> 20)} MiB of GPU {gpu}, used by {used or 'processes outside of containers'}"

@@ -1,0 +1,79 @@
+"""Runs the program that suspends and resumes processes (gpumgr.runtime.cuda_checkpoint), once for each operation."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.common.units import Process
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.suspension import Moved
+
+#: The agent does not import the program, which is a process of its own.
+PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
+_OUT_OF_MEMORY: Final = 2
+#: How long work that was submitted before a suspension may take.
+WORK_SECONDS: Final = 10.0
+#: The limit of one operation, and more for each GiB: an H200 moved 1.6 GiB/s or more.
+_LIMIT_SECONDS, _LIMIT_SECONDS_PER_GIB = 60.0, 10.0
+_END_SECONDS: Final = 2.0
+
+
+class Checkpoints:
+    """`library`: name or path of libcuda. `lock_file` is made if it is missing, in a folder that exists while containers run."""
+
+    def __init__(self, *, library: str, proc_root: Path, lock_file: Path) -> None:
+        self._library, self._proc_root, self._lock_file = library, proc_root, lock_file
+
+    async def suspend(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:
+        return await self._run("suspend", allocation, processes, memory_bytes)
+
+    async def resume(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:
+        return await self._run("resume", allocation, processes, memory_bytes)
+
+    async def _run(self, verb: str, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:
+        seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (memory_bytes / (1 << 30))
+        program = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            str(PROGRAM),
+            self._library,
+            str(self._proc_root),
+            verb,
+            str(self._lock_file),
+            allocation,
+            f"{WORK_SECONDS:g}",
+            *(f"{pid}:{started}" for pid, started in processes),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                said, errors = await program.communicate()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                program.kill()
+            with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end
+                async with asyncio.timeout(_END_SECONDS):
+                    await program.wait()
+            held = [pid for pid, _ in processes]
+            return Moved(held=held, error=f"the driver did not {verb} it within {seconds:g} s")
+        try:
+            answer = decode_json(said, dict[str, Any])
+        except UnreadableText:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            return Moved(
+                held=[pid for pid, _ in processes], error=f"the program that moves its memory ended: {last or 'it was killed'}"
+            )
+        return Moved(
+            pids=answer["pids"],
+            held=answer["held"],
+            failed=answer["failed"],
+            error=answer.get("error"),
+            out_of_memory=answer.get("code") == _OUT_OF_MEMORY,
+        )

@@ -1,0 +1,117 @@
+"""A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
+
+Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a file, a name, the seconds that submitted work may take, then
+the processes as PID:START. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the ones among them that do not run;
+`failed`: the ones that can't go on; `error` with `code` (a CUresult) if something failed. A process that has ended, or does not use CUDA,
+is left out.
+
+Everything depends on the driver's state of each process, so an interrupted run can be repeated. With a lock on the file, a run waits for
+an earlier one of this name, which a killed agent may have left. If one process can't be suspended, the others are restored and unlocked;
+if the GPU lacks memory for one in a resume, the others are moved back.
+"""
+
+import ctypes
+import fcntl
+import json
+import sys
+import time
+import zlib
+from pathlib import Path
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+#: CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_ILLEGAL_STATE
+OUT_OF_MEMORY, ILLEGAL_STATE = 2, 401
+_WAIT_SECONDS = 0.1
+
+
+class _Args(ctypes.Structure):
+    """Any of the functions' arguments: 64 bytes, and only that of Lock has a field that is used."""
+
+    _fields_ = (("timeout_milliseconds", ctypes.c_uint), ("reserved", ctypes.c_uint * 15))
+
+
+class _CudaError(Exception):
+    def __init__(self, function: str, pid: int, code: int) -> None:
+        super().__init__(f"{function} of process {pid}: CUDA error {code}")
+        self.code = code
+
+
+class _Processes:
+    def __init__(self, library: str, proc: Path, processes: list[str], work_seconds: float) -> None:
+        """Raises OSError if the library can't be loaded, _CudaError."""
+        self._cuda, self._proc = ctypes.CDLL(library), proc
+        if code := self._cuda.cuInit(0):
+            raise _CudaError("cuInit", 0, code)
+        self._milliseconds = round(work_seconds * 1000)
+        self._started = {int(pid): int(started) for pid, started in (each.split(":") for each in processes)}
+
+    def run(self, before: int, function: str, *, stop: bool = False) -> _CudaError | None:
+        """Calls the function for all processes in the state `before`, with `stop` until it fails. Returns the first error."""
+        name, first = f"cuCheckpointProcess{function}", None
+        for pid in [pid for pid, state in self.states().items() if state == before]:
+            arguments = _Args(timeout_milliseconds=self._milliseconds if function == "Lock" else 0)
+            # The driver may still do what an earlier run began.
+            while (code := getattr(self._cuda, name)(pid, ctypes.byref(arguments))) == ILLEGAL_STATE:
+                time.sleep(_WAIT_SECONDS)
+                if self.states().get(pid) != before:
+                    code = 0
+                    break
+            if code and self._runs(pid):
+                first = first or _CudaError(name, pid, code)
+                if stop:
+                    break
+        return first
+
+    def states(self) -> dict[int, int]:
+        found = {}
+        for pid in filter(self._runs, self._started):
+            state = ctypes.c_int()
+            if self._cuda.cuCheckpointProcessGetState(pid, ctypes.byref(state)) == 0:
+                found[pid] = state.value
+        return found
+
+    def _runs(self, pid: int) -> bool:
+        try:
+            fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            return False
+        return fields[0] not in b"XZ" and int(fields[19]) == self._started[pid]
+
+
+_LOCK, _CHECKPOINT, _RESTORE, _UNLOCK = (RUNNING, "Lock"), (LOCKED, "Checkpoint"), (CHECKPOINTED, "Restore"), (LOCKED, "Unlock")
+
+
+def _run(processes: _Processes, verb: str) -> dict[str, object]:
+    if verb == "suspend":
+        error = processes.run(*_LOCK, stop=True) or processes.run(*_CHECKPOINT, stop=True)
+        if error is not None:
+            processes.run(*_RESTORE)
+            processes.run(*_UNLOCK)
+    else:
+        error = processes.run(*_RESTORE)
+        if error is not None and error.code == OUT_OF_MEMORY:
+            processes.run(*_CHECKPOINT)
+        else:
+            error = processes.run(*_UNLOCK) or error
+    states = processes.states()
+    held = [pid for pid, state in states.items() if state in (LOCKED, CHECKPOINTED)]
+    answer: dict[str, object] = {
+        "pids": [*states],
+        "held": held,
+        "failed": [pid for pid, state in states.items() if state == FAILED],
+    }
+    return answer if error is None else {**answer, "error": str(error), "code": error.code}
+
+
+def main(library: str, proc: str, verb: str, file: str, name: str, work_seconds: str, *processes: str) -> None:
+    with open(file, "ab") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX, 1, zlib.crc32(name.encode()))
+        try:
+            answer = _run(_Processes(library, Path(proc), [*processes], float(work_seconds)), verb)
+        except (OSError, _CudaError) as error:
+            answer = {"pids": [], "held": [], "failed": [], "error": str(error), "code": getattr(error, "code", 0)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,391 @@
+"""Suspends idle containers, and resumes them: decides once a second, and drives each operation through its saved states. See
+`gpumgr.ledger.suspension`."""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import structlog
+
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.common.errors import CheckpointError
+from gpumgr.common.proc import HostProcesses
+from gpumgr.common.units import Process
+from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.history import RESUMED, SUSPENDED, HistoryEntry
+from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.suspension import (
+    IN_PROGRESS,
+    Activity,
+    HostMemory,
+    Moved,
+    Suspension,
+    activity,
+    ahead,
+    idle_seconds_to_suspend,
+    obstacle,
+)
+from gpumgr.ledger.usage.node_use import Container, ContainerUse, NodeUse
+from gpumgr.runtime.bursts import Bursts
+from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
+from gpumgr.runtime.process_owners import ProcessOwnership
+
+log = structlog.get_logger(__name__)
+
+_FIGURES: Final = re.compile("[0-9]+ MiB")
+#: Reasons of the pod's events.
+REFUSED: Final = "GpuSuspendRefused"
+WAITS: Final = "GpuResumeWaits"
+FAILED: Final = "GpuSuspendFailed"
+#: A thread that has passed the library's check is in the driver after this time.
+HOLD_SECONDS: Final = 0.1
+#: How often the pages of suspended containers are read.
+POLL_SECONDS: Final = 0.1
+#: A suspension that failed is tried again after this time, and a state that can't be saved.
+_AGAIN_SECONDS, _SAVE_AGAIN_SECONDS = 60.0, 1.0
+_NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
+_HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
+
+
+class Host(Protocol):
+    """The machine, its processes and memory. The methods read small files: call them on a thread."""
+
+    machine: str
+
+    def start_times(self, pids: Collection[int]) -> Mapping[int, int]: ...
+
+    def runs(self, process: Process, /) -> bool: ...
+
+    def memory(self, containers: Sequence[Container]) -> HostMemory:
+        """The memory that is left for what these containers have on the GPU."""
+        ...
+
+
+class LocalHost:
+    """This machine; implements Host."""
+
+    def __init__(self, proc_root: Path, cgroups: Cgroups, machine: str) -> None:
+        self.machine, self._proc_root, self._cgroups = machine, proc_root, cgroups
+        processes = HostProcesses(proc_root)
+        self.start_times, self.runs = processes.start_times, processes.runs
+
+    def memory(self, containers: Sequence[Container]) -> HostMemory:
+        found = [self._cgroups.memory_left(each.cgroup) for each in containers if each.cgroup is not None]
+        node_bytes = None
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            lines = (self._proc_root / "meminfo").read_text(encoding="ascii").splitlines()
+            node_bytes = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        return HostMemory(node_bytes=node_bytes, cgroup_bytes=min((left for left in found if left is not None), default=None))
+
+
+class Mover(Protocol):
+    """Starts the helper process (gpumgr.runtime.checkpoints.Checkpoints)."""
+
+    async def suspend(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved: ...
+
+    async def resume(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved: ...
+
+
+class Pages(Protocol):
+    """What the container's library reads, and what it asks (gpumgr.enforcement.enforcer.Enforcer)."""
+
+    def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
+        """Whether the container's calls are held outside of the driver from now on. False: its mechanisms can't do that."""
+        ...
+
+    def holds_calls(self, allocation: AllocationId) -> bool: ...
+
+    def asks_for_resume(self, allocation: AllocationId) -> bool: ...
+
+
+class SuspendMeter(Protocol):
+    def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
+        """`operation`: suspend or resume, which succeeded."""
+        ...
+
+    def resumed(self, waited_seconds: float) -> None:
+        """The time from the demand to the end of a resume."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    host: Host
+    mover: Mover
+    pages: Pages
+    meter: SuspendMeter
+
+
+class Suspensions:
+    """`when_idle_seconds`: the setting enforcement.suspend_when_idle_seconds. `clock` is monotonic, `wall_clock` in unix seconds."""
+
+    def __init__(
+        self,
+        records: AgentRecords,
+        pods: Pods,
+        events: ContainerEvents,
+        bursts: Bursts,
+        parts: Parts,
+        *,
+        when_idle_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._records, self._pods, self._events, self._bursts = records, pods, events, bursts
+        self._host, self._mover, self._pages, self._meter = parts.host, parts.mover, parts.pages, parts.meter
+        self.when_idle_seconds, self._clock, self._wall_clock = when_idle_seconds, clock, wall_clock
+        self._activity: dict[AllocationId, Activity] = {}
+        self._refused: dict[AllocationId, str] = {}
+        self._again_at: dict[AllocationId, float] = {}
+        self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
+        self._started = False
+
+    # -- once a sample -----------------------------------------------------------------------------------------------------
+
+    async def evaluate(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse, ownership: ProcessOwnership) -> None:
+        """Call it once for each evaluation, after the bursts. Raises what an operation raised, which is a bug."""
+        for name, task in [*self._tasks.items()]:
+            if task.done():
+                del self._tasks[name]
+                task.result()
+        await self._forget_ended()
+        if not self._started:
+            self._started = True
+            await self._adopt(shares, ownership)
+        now = self._clock()
+        self._activity = {
+            name: activity(self._activity.get(name), uses, now) for name in shares if (uses := _uses(shares[name], use))
+        }
+        refused = dict[AllocationId, str]()
+        for name in shares:
+            if name not in self._tasks and name in self._records.ledger.allocations:
+                await self._decide(name, _uses(shares[name], use), ownership, refused)
+        for name, why in refused.items():
+            if self._refused.get(name) != why:
+                self._events.add_once(name, REFUSED, f"the container is not suspended: {why}")
+        self._refused = refused
+
+    async def _adopt(self, shares: Mapping[AllocationId, GpuShare], ownership: ProcessOwnership) -> None:
+        """Resumes containers that are suspended by their pages, but have no state: the checkpoint was lost."""
+        for name in shares.keys() - self._records.suspensions.keys():
+            if self._pages.holds_calls(name):
+                started = await asyncio.to_thread(self._host.start_times, ownership.pids.get(name, ()))
+                lost = Suspension(state="suspended", processes=tuple(started.items()), since=self._wall_clock())
+                await self._save_once(name, lost.asked(lost.since))
+
+    async def run(self) -> None:
+        """Looks for containers that ask for their resume, until cancelled."""
+        while True:
+            for name, known in [*self._records.suspensions.items()]:
+                if known.away and name not in self._tasks and self._pages.asks_for_resume(name):
+                    self._ask(name, known)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def close(self) -> None:
+        """The operations in progress are continued by the next process of the agent."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _forget_ended(self) -> None:
+        """Drops the states of containers that have ended, or were started again."""
+        known = {name: each for name, each in self._records.suspensions.items() if name not in self._tasks}
+        over = await asyncio.to_thread(
+            lambda: [
+                name for name, each in known.items() if each.state != "running" and not any(map(self._host.runs, each.processes))
+            ]
+        )
+        for name in {*over, *(known.keys() - self._records.ledger.allocations.keys())} - self._tasks.keys():
+            await self._save_once(name, None)
+
+    async def _decide(
+        self, name: AllocationId, uses: Sequence[ContainerUse], ownership: ProcessOwnership, refused: dict[AllocationId, str]
+    ) -> None:
+        allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
+        view = find_pod(self._pods, allocation.pod, allocation.uid)
+        if known is not None and known.state in IN_PROGRESS:  # an earlier process of the agent began it
+            work = self._suspend(allocation, known) if known.state == "suspending" else self._resume(allocation, known)
+            self._tasks[name] = asyncio.create_task(work, name="suspension")
+        elif known is not None and known.away:
+            unwanted = view is not None and (view.suspend is False or (known.demanded and not view.suspend))
+            if known.asked_at is not None or unwanted:
+                self._ask(name, known)
+        elif known is None or known.state == "running":
+            after_seconds = idle_seconds_to_suspend(view, known, self.when_idle_seconds)
+            if view is not None and view.suspend_ignored:
+                refused[name] = view.suspend_ignored
+            if known is not None and not (view and view.suspend):
+                await self._save_once(name, None)
+            idle = after_seconds is not None and self._clock() - self._activity[name].at >= after_seconds
+            if idle and self._clock() >= self._again_at.get(name, 0.0) and any(use.memory_bytes != 0 for use in uses):
+                assert view is not None
+                demanded = bool(view.suspend)
+                why = await self._begin(allocation, uses, ownership, demanded=demanded)
+                if why is not None and (demanded or view.suspend_when_idle_seconds is not None):
+                    refused[name] = why
+
+    async def _begin(
+        self, allocation: Allocation, uses: Sequence[ContainerUse], ownership: ProcessOwnership, *, demanded: bool
+    ) -> str | None:
+        """Starts the suspension, or returns the reason why it is not possible."""
+        containers, pids = ownership.containers.get(allocation.id, ()), ownership.pids.get(allocation.id, ())
+        host, started = await asyncio.to_thread(lambda: (self._host.memory(containers), self._host.start_times(pids)))
+        why = obstacle(
+            allocation,
+            uses,
+            driver_version=self._records.inventory.snapshot.driver_version,
+            machine=self._host.machine,
+            host=host,
+            pods=len({container.pod_uid for container in containers}),
+        )
+        if why is None and not demanded and "limiter" not in allocation.mechanisms:
+            why = _NO_LIMITER
+        if why is None and not started:
+            why = "its processes are not known"
+        if why is None:
+            begun = Suspension(
+                state="suspending",
+                demanded=demanded,
+                processes=tuple(started.items()),
+                memory_bytes={use.gpu: use.memory_bytes or 0 for use in uses},
+                since=self._wall_clock(),
+            )
+            required = frozenset(pid for use in uses for pid in use.processes)
+            self._tasks[allocation.id] = asyncio.create_task(self._suspend(allocation, begun, required), name="suspension")
+        return why
+
+    def _ask(self, name: AllocationId, known: Suspension) -> None:
+        if allocation := self._records.ledger.allocations.get(name):
+            work = self._resume(allocation, known.asked(self._wall_clock()))
+            self._tasks[name] = asyncio.create_task(work, name="suspension")
+
+    # -- operations --------------------------------------------------------------------------------------------------------
+
+    async def _suspend(self, allocation: Allocation, begun: Suspension, required: Collection[int] = ()) -> None:
+        """`required`: the processes that have memory on the GPU."""
+        name, size, since = allocation.id, sum(begun.memory_bytes.values()), self._clock()
+        await self._save(name, begun)
+        if self._pages.hold_calls(name, hold=True):
+            await asyncio.sleep(HOLD_SECONDS)
+        moved = await self._mover.suspend(name, begun.processes, size)
+        missed = set(required) - set(moved.pids)
+        if moved.error is None and (missed or not moved.pids):
+            why = f"process {min(missed)} can't be suspended" if missed else "none of its processes uses CUDA"
+            undone = await self._mover.resume(name, begun.processes, size)
+            moved = Moved(pids=undone.pids, held=undone.held, failed=undone.failed, error=why)
+        now = self._wall_clock()
+        if moved.failed:
+            await self._fail(allocation, begun, moved)
+        elif moved.error is None:
+            await self._save(name, begun.to("suspended", now))
+            self._meter.moved("suspend", self._clock() - since, size)
+            log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=size)
+            message = f"the container is suspended: {size >> 20} MiB of its GPU memory are in the host's memory"
+            self._events.add(name, SUSPENDED, message)
+        elif moved.held:  # they could not be restored, so a resume tries that again
+            await self._save(name, begun.to("suspended", now, reason=moved.error, asked_at=now))
+        else:
+            self._pages.hold_calls(name, hold=False)
+            self._again_at[name] = self._clock() + _AGAIN_SECONDS
+            await self._save(name, None)
+            if await self._runs(begun):
+                log.warning("suspend_failed", allocation=name, holder=allocation.describe(), reason=moved.error)
+                message = f"the container is not suspended: {moved.error}; it runs on, and this is tried again"
+                self._events.add_once(name, REFUSED, message)
+
+    async def _resume(self, allocation: Allocation, known: Suspension) -> None:
+        """`known`: the container is suspended, or an earlier process of the agent began its resume."""
+        name, size = allocation.id, sum(known.memory_bytes.values())
+        await self._save(name, known)
+        while True:
+            with self._bursts.kept_free([*known.memory_bytes]):
+                if known.away and not await self._wait_for_room(allocation, known):
+                    await self._save(name, None)
+                    return
+                if known.away:
+                    known = known.to("resuming", self._wall_clock(), asked_at=known.asked_at)
+                    await self._save(name, known)
+                since = self._clock()
+                moved = await self._mover.resume(name, known.processes, size)
+            now = self._wall_clock()
+            if moved.failed:
+                await self._fail(allocation, known, moved)
+                return
+            if moved.error is None:
+                break
+            why = "the GPU has too little memory" if moved.out_of_memory else moved.error
+            log.warning("resume_failed", allocation=name, holder=allocation.describe(), reason=moved.error)
+            known = known.to("suspended", now, reason=why, asked_at=known.asked_at)
+            await self._save(name, known)
+            await self._bursts.measured()
+        self._pages.hold_calls(name, hold=False)
+        self._activity.pop(name, None)
+        await self._save(name, known.to("running", now) if known.demanded else None)
+        self._meter.moved("resume", self._clock() - since, size)
+        self._meter.resumed(max(0.0, now - (known.asked_at or now)))
+        log.info("container_resumed", allocation=name, holder=allocation.describe(), memory_bytes=size)
+        self._events.add(name, RESUMED, "the container is resumed: its memory is on the GPU again")
+
+    async def _runs(self, known: Suspension) -> bool:
+        """Whether any of the container's processes still runs."""
+        return await asyncio.to_thread(lambda: any(map(self._host.runs, known.processes)))
+
+    async def _wait_for_room(self, allocation: Allocation, known: Suspension) -> bool:
+        """Returns once the container is the next one, and its memory is free on the GPU. False: the container has ended."""
+        name, reported = allocation.id, ""
+        await self._bursts.settled(allocation)
+        while await self._runs(known):
+            others, allocations = self._records.suspensions, self._records.ledger.allocations
+            if name not in allocations:
+                return False
+            if (before := ahead(others, name)) is not None:
+                holder = allocations.get(before)
+                why: str | None = f"it waits for {holder.describe() if holder else before}, which is before it"
+            else:
+                why = self._bursts.obstacle_to_resume(allocation, known.memory_bytes)
+            if why is None:
+                return True
+            if (kind := _FIGURES.sub("", why)) != reported:  # each text once: the figures change with every sample
+                reported = kind
+                await self._save(name, known.waiting(why))
+                self._events.add_once(name, WAITS, f"the container asks to be resumed: {why}")
+                if any(allocation.limits_on(gpu) != amounts for gpu, amounts in allocation.gpus.items()):
+                    said = f"the containers that work on it do not fit at once: {allocation.describe()} waits ({why})"
+                    entry = HistoryEntry(what="gpu", code="overcommitted", gpus=tuple(known.memory_bytes), why=said)
+                    self._records.history.add_unless_repeated(entry)
+            await self._bursts.measured()
+        return False
+
+    async def _fail(self, allocation: Allocation, begun: Suspension, moved: Moved) -> None:
+        reason = f"{moved.error or 'the driver reports a failed state'}; {_HOPELESS}"
+        await self._save(allocation.id, begun.to("failed", self._wall_clock(), reason=reason))
+        self._pages.hold_calls(allocation.id, hold=False)
+        log.error("suspension_failed", allocation=allocation.id, holder=allocation.describe(), reason=reason)
+        self._events.add(allocation.id, FAILED, reason)
+
+    async def _save(self, name: AllocationId, suspension: Suspension | None) -> None:
+        """Saves a state. Tries until the disk takes it: the step that follows must be repeatable."""
+        while True:
+            await self._save_once(name, suspension)
+            if self._records.suspensions.get(name) == suspension:
+                return
+            await asyncio.sleep(_SAVE_AGAIN_SECONDS)
+
+    async def _save_once(self, name: AllocationId, suspension: Suspension | None) -> None:
+        """Saves a state that a later call would save again."""
+        try:
+            await self._records.set_suspension(name, suspension)
+        except CheckpointError as error:
+            log.error("suspension_not_saved", allocation=name, error=str(error))
+
+
+def _uses(share: GpuShare, use: NodeUse) -> list[ContainerUse]:
+    places = ((share.allocation, gpu.name) for gpu in share.gpus)
+    return [use.containers[place] for place in places if place in use.containers]
