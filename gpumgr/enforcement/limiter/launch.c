@@ -2,7 +2,7 @@
 #include "memory.h"
 
 typedef unsigned int uint;
-enum { SMALL_BYTES = 1 << 20 }; /* smaller copies and memsets pass */
+enum { SMALL_BYTES = 1 << 20 };
 
 #define GATED(stream, per_thread, call)                                                                                            \
     do {                                                                                                                           \
@@ -59,38 +59,95 @@ GM_WRAPPER(cuLaunchCooperativeKernelMultiDevice, (struct cooperative *list, uint
 GRAPH_LAUNCH(cuGraphLaunch, false)
 GRAPH_LAUNCH(cuGraphLaunch_ptsz, true)
 
-#define COPY(symbol, per_thread)                                                                                                   \
+GM_WRAPPER(cuLaunch, (CUfunction f)) { GATED(NULL, false, CALL(cuLaunch, f)); }
+GM_WRAPPER(cuLaunchGrid, (CUfunction f, int x, int y)) { GATED(NULL, false, CALL(cuLaunchGrid, f, x, y)); }
+GM_WRAPPER(cuLaunchGridAsync, (CUfunction f, int x, int y, CUstream s)) { GATED(s, false, CALL(cuLaunchGridAsync, f, x, y, s)); }
+
+/* -- copies and memsets inside device memory ------------------------------------------------------------------------------------- */
+/* Is it an address of device memory, or managed? */
+static bool on_device(CUdeviceptr at) {
+    CUresult (*ask)(uint *, int, CUdeviceptr) = (CUresult(*)(uint *, int, CUdeviceptr))gm_driver_function("cuPointerGetAttribute");
+    uint type = 0;
+    return ask && ask(&type, 2, at) == CUDA_SUCCESS && type == 2; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE */
+}
+/* Small ones pass, and those from or to the host. */
+#define MOVED(bytes, inside, stream, per_thread, call)                                                                             \
+    do {                                                                                                                           \
+        if ((bytes) < SMALL_BYTES || !(inside)) return call;                                                                       \
+        GATED(stream, per_thread, call);                                                                                           \
+    } while (0)
+#define COPY(symbol, per_thread, inside)                                                                                           \
     GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n)) {                                                             \
-        if (n < SMALL_BYTES) return CALL(symbol, to, from, n);                                                                     \
-        GATED(NULL, per_thread, CALL(symbol, to, from, n));                                                                        \
+        MOVED(n, inside, NULL, per_thread, CALL(symbol, to, from, n));                                                             \
     }
-#define COPY_ASYNC(symbol, per_thread)                                                                                             \
+#define COPY_ASYNC(symbol, per_thread, inside)                                                                                     \
     GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n, CUstream stream)) {                                            \
-        if (n < SMALL_BYTES) return CALL(symbol, to, from, n, stream);                                                             \
-        GATED(stream, per_thread, CALL(symbol, to, from, n, stream));                                                              \
+        MOVED(n, inside, stream, per_thread, CALL(symbol, to, from, n, stream));                                                   \
     }
-#define FILL(symbol, type, per_thread)                                                                                             \
+#define PEER(symbol, per_thread)                                                                                                   \
+    GM_WRAPPER(symbol, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n)) {                                   \
+        MOVED(n, true, NULL, per_thread, CALL(symbol, to, c, from, d, n));                                                         \
+    }
+#define PEER_ASYNC(symbol, per_thread)                                                                                             \
+    GM_WRAPPER(symbol, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n, CUstream stream)) {                  \
+        MOVED(n, true, stream, per_thread, CALL(symbol, to, c, from, d, n, stream));                                               \
+    }
+/* CUDA_MEMCPY2D and CUDA_MEMCPY3D */
+struct place2 { size_t x, y; int type; void *host; CUdeviceptr device; void *array; size_t pitch; };
+struct place3 { size_t x, y, z, level; int type; void *host; CUdeviceptr device; void *array, *unused; size_t pitch, height; };
+struct copy2 { struct place2 from, to; size_t width, height; };
+struct copy3 { struct place3 from, to; size_t width, height, depth; };
+static size_t copy2_bytes(const struct copy2 *c) { return c ? c->width * c->height : 0; }
+static size_t copy3_bytes(const struct copy3 *c) { return c ? c->width * c->height * c->depth : 0; }
+/* Types: 1 the host, 2 a device, 3 an array, 4 what the address says. */
+#define INSIDE(place) ((place).type == 2 || (place).type == 3 || ((place).type == 4 && on_device((place).device)))
+#define SHAPE(symbol, per_thread, type)                                                                                            \
+    GM_WRAPPER(symbol, (const struct type *c)) {                                                                                   \
+        MOVED(type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), NULL, per_thread, CALL(symbol, c));                               \
+    }
+#define SHAPE_ASYNC(symbol, per_thread, type)                                                                                      \
+    GM_WRAPPER(symbol, (const struct type *c, CUstream stream)) {                                                                  \
+        MOVED(type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), stream, per_thread, CALL(symbol, c, stream));                     \
+    }
+#define FILL(symbol, per_thread, type)                                                                                             \
     GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n)) {                                                                   \
-        if (n < SMALL_BYTES / sizeof(type)) return CALL(symbol, to, value, n);                                                     \
-        GATED(NULL, per_thread, CALL(symbol, to, value, n));                                                                       \
+        MOVED(n * sizeof(type), true, NULL, per_thread, CALL(symbol, to, value, n));                                               \
     }
-#define FILL_ASYNC(symbol, type, per_thread)                                                                                       \
+#define FILL_ASYNC(symbol, per_thread, type)                                                                                       \
     GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n, CUstream stream)) {                                                  \
-        if (n < SMALL_BYTES / sizeof(type)) return CALL(symbol, to, value, n, stream);                                             \
-        GATED(stream, per_thread, CALL(symbol, to, value, n, stream));                                                             \
+        MOVED(n * sizeof(type), true, stream, per_thread, CALL(symbol, to, value, n, stream));                                     \
     }
-COPY(cuMemcpyDtoD_v2, false)
-COPY(cuMemcpyDtoD_v2_ptds, true)
-COPY_ASYNC(cuMemcpyDtoDAsync_v2, false)
-COPY_ASYNC(cuMemcpyDtoDAsync_v2_ptsz, true)
-FILL(cuMemsetD8_v2, unsigned char, false)
-FILL(cuMemsetD8_v2_ptds, unsigned char, true)
-FILL(cuMemsetD32_v2, uint, false)
-FILL(cuMemsetD32_v2_ptds, uint, true)
-FILL_ASYNC(cuMemsetD8Async, unsigned char, false)
-FILL_ASYNC(cuMemsetD8Async_ptsz, unsigned char, true)
-FILL_ASYNC(cuMemsetD32Async, uint, false)
-FILL_ASYNC(cuMemsetD32Async_ptsz, uint, true)
+#define FILL2(symbol, per_thread, type)                                                                                            \
+    GM_WRAPPER(symbol, (CUdeviceptr to, size_t pitch, type value, size_t width, size_t rows)) {                                    \
+        MOVED(width * rows * sizeof(type), true, NULL, per_thread, CALL(symbol, to, pitch, value, width, rows));                   \
+    }
+#define FILL2_ASYNC(symbol, per_thread, type)                                                                                      \
+    GM_WRAPPER(symbol, (CUdeviceptr to, size_t pitch, type value, size_t width, size_t rows, CUstream stream)) {                   \
+        MOVED(width * rows * sizeof(type), true, stream, per_thread, CALL(symbol, to, pitch, value, width, rows, stream));         \
+    }
+COPY(cuMemcpyDtoD_v2, false, true) COPY(cuMemcpyDtoD_v2_ptds, true, true)
+COPY(cuMemcpy, false, on_device(to) && on_device(from)) COPY(cuMemcpy_ptds, true, on_device(to) && on_device(from))
+COPY_ASYNC(cuMemcpyDtoDAsync_v2, false, true) COPY_ASYNC(cuMemcpyDtoDAsync_v2_ptsz, true, true)
+COPY_ASYNC(cuMemcpyAsync, false, on_device(to) && on_device(from)) COPY_ASYNC(cuMemcpyAsync_ptsz, true, on_device(to) && on_device(from))
+PEER(cuMemcpyPeer, false) PEER(cuMemcpyPeer_ptds, true)
+PEER_ASYNC(cuMemcpyPeerAsync, false) PEER_ASYNC(cuMemcpyPeerAsync_ptsz, true)
+SHAPE(cuMemcpy2D_v2, false, copy2) SHAPE(cuMemcpy2D_v2_ptds, true, copy2)
+SHAPE(cuMemcpy2DUnaligned_v2, false, copy2) SHAPE(cuMemcpy2DUnaligned_v2_ptds, true, copy2)
+SHAPE(cuMemcpy3D_v2, false, copy3) SHAPE(cuMemcpy3D_v2_ptds, true, copy3)
+SHAPE_ASYNC(cuMemcpy2DAsync_v2, false, copy2) SHAPE_ASYNC(cuMemcpy2DAsync_v2_ptsz, true, copy2)
+SHAPE_ASYNC(cuMemcpy3DAsync_v2, false, copy3) SHAPE_ASYNC(cuMemcpy3DAsync_v2_ptsz, true, copy3)
+FILL(cuMemsetD8_v2, false, uint8_t) FILL(cuMemsetD8_v2_ptds, true, uint8_t)
+FILL_ASYNC(cuMemsetD8Async, false, uint8_t) FILL_ASYNC(cuMemsetD8Async_ptsz, true, uint8_t)
+FILL2(cuMemsetD2D8_v2, false, uint8_t) FILL2(cuMemsetD2D8_v2_ptds, true, uint8_t)
+FILL2_ASYNC(cuMemsetD2D8Async, false, uint8_t) FILL2_ASYNC(cuMemsetD2D8Async_ptsz, true, uint8_t)
+FILL(cuMemsetD16_v2, false, uint16_t) FILL(cuMemsetD16_v2_ptds, true, uint16_t)
+FILL_ASYNC(cuMemsetD16Async, false, uint16_t) FILL_ASYNC(cuMemsetD16Async_ptsz, true, uint16_t)
+FILL2(cuMemsetD2D16_v2, false, uint16_t) FILL2(cuMemsetD2D16_v2_ptds, true, uint16_t)
+FILL2_ASYNC(cuMemsetD2D16Async, false, uint16_t) FILL2_ASYNC(cuMemsetD2D16Async_ptsz, true, uint16_t)
+FILL(cuMemsetD32_v2, false, uint) FILL(cuMemsetD32_v2_ptds, true, uint)
+FILL_ASYNC(cuMemsetD32Async, false, uint) FILL_ASYNC(cuMemsetD32Async_ptsz, true, uint)
+FILL2(cuMemsetD2D32_v2, false, uint) FILL2(cuMemsetD2D32_v2_ptds, true, uint)
+FILL2_ASYNC(cuMemsetD2D32Async, false, uint) FILL2_ASYNC(cuMemsetD2D32Async_ptsz, true, uint)
 
 #define CAPTURING(stream, per_thread, call)                                                                                        \
     do {                                                                                                                           \

@@ -529,7 +529,24 @@ static R move(struct stream *s, uint64_t bytes, uint64_t bytes_per_us) {
 API_PTSZ(cuMemcpyDtoDAsync_v2, (P to, P from, size_t n, V stream), (to, from, n, S)) { (void)to, (void)from; return move(stream, n, COPY_BYTES_PER_US); }
 API(cuMemcpyDtoD_v2, (P to, P from, size_t n)) { (void)to, (void)from; return move(stream_of(NULL, 0), n, COPY_BYTES_PER_US); }
 API(cuMemcpyDtoD_v2_ptds, (P to, P from, size_t n)) { (void)to, (void)from; return move(stream_of(NULL, 1), n, COPY_BYTES_PER_US); }
-API_PTSZ(cuMemcpyAsync, (P to, P from, size_t n, V stream), (to, from, n, S)) { (void)to, (void)from; return move(stream, n, COPY_BYTES_PER_US); }
+static int is_host(P at) { return at < 0x7f0000000000ULL; }
+API(cuPointerGetAttribute, (V out, int attribute, P at)) {
+    if (attribute != 2 || is_host(at)) return INVALID; /* memory that the driver does not know */
+    *(U *)out = 2;
+    return OK;
+}
+API_PTSZ(cuMemcpyAsync, (P to, P from, size_t n, V stream), (to, from, n, S)) { return is_host(to) || is_host(from) ? OK : move(stream, n, COPY_BYTES_PER_US); }
+API_PTSZ(cuMemcpyPeerAsync, (P to, V c, P from, V d, size_t n, V stream), (to, c, from, d, n, S)) { (void)to, (void)c, (void)from, (void)d; return move(stream, n, COPY_BYTES_PER_US); }
+struct place2 { size_t x, y; int type; V host; P device; V array; size_t pitch; };
+struct place3 { size_t x, y, z, level; int type; V host; P device; V array, unused; size_t pitch, height; };
+struct copy2 { struct place2 from, to; size_t width, height; };
+struct copy3 { struct place3 from, to; size_t width, height, depth; };
+API_PTSZ(cuMemcpy2DAsync_v2, (const struct copy2 *c, V stream), (c, S)) { return move(stream, c->width * c->height, COPY_BYTES_PER_US); }
+API_PTSZ(cuMemcpy3DAsync_v2, (const struct copy3 *c, V stream), (c, S)) { return move(stream, c->width * c->height * c->depth, COPY_BYTES_PER_US); }
+API_PTSZ(cuMemsetD16Async, (P at, unsigned short value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n * 2, SET_BYTES_PER_US); }
+API_PTSZ(cuMemsetD2D8Async, (P at, size_t pitch, unsigned char value, size_t width, size_t rows, V stream), (at, pitch, value, width, rows, S)) { (void)at, (void)pitch, (void)value; return move(stream, width * rows, SET_BYTES_PER_US); }
+API_PTSZ(cuMemsetD2D32Async, (P at, size_t pitch, unsigned value, size_t width, size_t rows, V stream), (at, pitch, value, width, rows, S)) { (void)at, (void)pitch, (void)value; return move(stream, width * rows * 4, SET_BYTES_PER_US); }
+API(cuLaunchGridAsync, (V f, int x, int y, V stream)) { return x && y ? launch(f, stream_of(stream, 0)) : INVALID; }
 API(cuMemcpyHtoD_v2, (P to, const void *from, size_t n)) { UNSAFE(); (void)to, (void)from, (void)n; return OK; }
 API(cuMemcpyDtoH_v2, (void *to, P from, size_t n)) { UNSAFE(); (void)to, (void)from, (void)n; return OK; }
 API_PTSZ(cuMemsetD8Async, (P at, unsigned char value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n, SET_BYTES_PER_US); }

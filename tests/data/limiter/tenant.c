@@ -246,17 +246,25 @@ static int own_threads(void) {
     return n - !!getenv("TSAN_OPTIONS"); /* ThreadSanitizer's own thread */
 }
 /* PyTorch on an H200: a product of 4096 takes 210 us, a small kernel less than its launch, a graph has 50 products of 2048. */
-enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL };
+enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL, ANY, PEER, FLAT, BOX, HALVES, ROWS, WORDS, GRID };
 static const struct job { const char *what, *kernel; N each; int batch, nodes; enum way way; } jobs[] = {
     {"products", "work_210000", 210000, 20, 1, KERNEL}, {"small", "work_2500", 2500, 200, 1, KERNEL}, {"graph", "work_30000", 30000, 1, 50, GRAPH},
     {"long", "work_50000000", 50000000, 1, 1, KERNEL}, {"extended", "work_210000", 210000, 20, 1, EXTENDED},
     {"cooperative", "work_210000", 210000, 20, 1, COOPERATIVE}, {"several", "work_210000", 210000, 20, 1, SEVERAL},
-    {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
+    {"unified", "work", 201000, 20, 1, ANY}, {"peers", "work", 201000, 20, 1, PEER}, {"rectangles", "work", 201000, 20, 1, FLAT},
+    {"boxes", "work", 201000, 20, 1, BOX}, {"halves", "work", 201000, 20, 1, HALVES}, {"rows", "work", 201000, 20, 1, ROWS},
+    {"words", "work", 201000, 20, 1, WORDS}, {"grid", "work_210000", 210000, 20, 1, GRID}, {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
     {"slow", "work_200000000", 200000000, 1, 1, KERNEL}, {"giant", "work_210000", 210000, 20, 1, KERNEL},
     {"deep", "work_210000", 210000, 1000, 1, KERNEL}, {"second", "work_1000000000", 1000000000, 1, 1, KERNEL},
     {"endless", "work_1000000000000", 1000000000000, 1, 1, KERNEL}};
 struct launch_config { unsigned grid[3], block[3], shared; V stream, attributes; unsigned n; };
 struct cooperative { V f; unsigned grid[3], block[3], shared; V stream, *parameters; };
+struct place2 { size_t x, y; int type; V host; P device; V array; size_t pitch; };
+struct place3 { size_t x, y, z, level; int type; V host; P device; V array, unused; size_t pitch, height; };
+struct copy2 { struct place2 from, to; size_t width, height; };
+struct copy3 { struct place3 from, to; size_t width, height, depth; };
+#define DEVICE 0x7f0000000000ULL
+#define FOUND(name, arguments) ((R(*) arguments)dlsym(library, #name))
 static R launch(enum way way, V kernel, V stream) {
     switch (way) {
     case KERNEL: return cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
@@ -266,6 +274,14 @@ static R launch(enum way way, V kernel, V stream) {
     case SEVERAL: return cuLaunchCooperativeKernelMultiDevice(&(struct cooperative){.f = kernel, .grid = {1, 1, 1}, .stream = stream}, 1, 0);
     case COPY: return cuMemcpyDtoDAsync(0, 0, 440000000, stream);
     case FILL: return cuMemsetD8Async(0, 0, 800000000, stream);
+    case ANY: return FOUND(cuMemcpyAsync, (P, P, size_t, V))(DEVICE, DEVICE, 440000000, stream);
+    case PEER: return FOUND(cuMemcpyPeerAsync, (P, V, P, V, size_t, V))(DEVICE, NULL, DEVICE, NULL, 440000000, stream);
+    case FLAT: return FOUND(cuMemcpy2DAsync_v2, (const struct copy2 *, V))(&(struct copy2){{.type = 2}, {.type = 4, .device = DEVICE}, 20000, 22000}, stream);
+    case BOX: return FOUND(cuMemcpy3DAsync_v2, (const struct copy3 *, V))(&(struct copy3){{.type = 3}, {.type = 2}, 2000, 2200, 100}, stream);
+    case HALVES: return FOUND(cuMemsetD16Async, (P, unsigned short, size_t, V))(DEVICE, 0, 400000000, stream);
+    case ROWS: return FOUND(cuMemsetD2D8Async, (P, size_t, unsigned char, size_t, size_t, V))(DEVICE, 0, 0, 20000, 40000, stream);
+    case WORDS: return FOUND(cuMemsetD2D32Async, (P, size_t, unsigned, size_t, size_t, V))(DEVICE, 0, 0, 20000, 10000, stream);
+    case GRID: return FOUND(cuLaunchGridAsync, (V, int, int, V))(kernel, 1, 1, stream);
     }
     return 1;
 }

@@ -171,7 +171,11 @@ def test_processes_of_a_container_share_its_turn(node: Node, tmp_path: Path) -> 
     assert [sum(parts), other] == pytest.approx([40, 60], abs=3)
 
 
-@pytest.mark.parametrize("work", ["extended", "cooperative", "several", "copies", "fills"])
+_LAUNCHES = ("extended", "cooperative", "several", "grid")
+_COPIES = ("copies", "unified", "peers", "rectangles", "boxes", "fills", "halves", "rows", "words")
+
+
+@pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES])
 def test_every_kind_of_launch_waits_for_the_turn(node: Node, tmp_path: Path, work: str) -> None:
     containers = _containers(tmp_path, [25, 75])
     node.arbitrate(containers)
