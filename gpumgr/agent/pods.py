@@ -7,7 +7,7 @@ from typing import Final
 from gpumgr.agent.ports import Pods, Runtime
 from gpumgr.common.errors import CriError
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRequest
-from gpumgr.placement.pods import PodKey, PodSandbox, PodView, is_static_uid
+from gpumgr.placement.pods import NO_RESIZE, PodKey, PodSandbox, PodView, ResizeRequest, is_static_uid
 
 
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
@@ -20,6 +20,16 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
     if view is None and uid:
         view = next((each for each in pods.all() if each.runtime_uid == uid), None)
     return view if view is not None and uid in (None, view.uid, view.runtime_uid) else None
+
+
+def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
+    """The request to resize the container that is not decided yet; None: there is none, or the pod or what the container is granted is not
+    known yet."""
+    view = find_pod(pods, a.pod, a.uid)
+    if view is None or view.ended or a.reserved or (a.by_ids and not (a.held("core") and a.held("memory"))):
+        return None
+    asked = view.resize_of(a.container)
+    return asked if asked != (a.resize.asked if a.resize else NO_RESIZE) else None
 
 
 def pods_of(holder: Allocation, pods: Pods) -> Sequence[tuple[PodKey, str]]:

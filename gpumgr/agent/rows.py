@@ -26,7 +26,7 @@ def container_row(
     """What the allocation holds on this GPU, and what it uses. `pod`, if given, replaces the pod that the allocation names."""
     key, uid = pod or (holder.pod, holder.uid)
     namespace, name = key or (None, None)
-    amounts = holder.limits.get(gpu) or holder.amounts_on(gpu)
+    amounts = holder.resized.get(gpu) or holder.limits.get(gpu) or holder.amounts_on(gpu)
     return ContainerRow(
         allocation=holder.id,
         namespace=namespace,

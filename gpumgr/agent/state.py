@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -104,6 +104,13 @@ class AgentState:
         self._apply(ledger)
         for entry in numbered:
             self.history.add(entry, saved=True)
+
+    async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
+        """Commits what `decide` makes of the ledger, with the entries about it. Raises CheckpointError; then nothing has changed."""
+        async with self.lock:
+            ledger, entries = decide(self.ledger)
+            await self.commit(ledger, *entries)
+            self.publish()
 
     def put(self, ledger: Ledger) -> None:
         """Applies `ledger`, which the next commit makes durable. Raises LedgerError; then nothing has changed."""

@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "why": "Explain why a pod has its GPUs, was refused, or waits.",
     "suspend": "Move a pod's GPU memory to the host's memory.",
     "resume": "Move a suspended pod's memory back to its GPU.",
+    "resize": "Change how much of its GPU a running container may use.",
     "history": "Show what happened on this node.",
     "gpu": "Take a GPU out of service for maintenance, and return it.",
     "doctor": "Check this node or the cluster, and name remedies.",

@@ -21,6 +21,9 @@ MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
 SUSPEND_ANNOTATION: Final = "gpumgr.io/suspend"
 #: How long a container of the pod is idle before it is suspended: `10m`, `90s`, `1h`, or `never`.
 SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
+#: A JSON object: container -> {"cores": N, "memoryMiB": M}, what it may use of each of its GPUs; and the agent's answer to it.
+RESIZE_ANNOTATION: Final = "gpumgr.io/resize"
+RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 
 #: HAMi's resource, by the agent's internal name: a device id is one replica of a GPU. Adapters translate another name from the settings.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
@@ -70,6 +73,10 @@ class Amounts:
     def most(self, other: "Amounts") -> "Amounts":
         memory = max(self.memory_mebibytes, other.memory_mebibytes)
         return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas), self.slices | other.slices)
+
+    def beyond(self, other: "Amounts") -> "Amounts":
+        """How many more cores and how much more memory this is; 0 where it is not more."""
+        return Amounts(max(0, self.cores - other.cores), max(0, self.memory_mebibytes - other.memory_mebibytes))
 
     def __str__(self) -> str:
         return f"{self.cores} cores and {self.memory_mebibytes} MiB"

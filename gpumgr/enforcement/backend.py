@@ -24,12 +24,12 @@ BackendName = Literal["limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-
 class Backend:
     """One mechanism. A subclass overrides the methods that it needs. No method blocks the event loop for longer than reading or writing a
     small file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what
-    the mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `bursts`: `observe` or `adjust` can
-    change the memory limit of a running container."""
+    the mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `adjustable`: `observe` or `adjust`
+    can change the limits of a running container."""
 
     name: BackendName
     limits: Mapping[Resource, Strength]
-    bursts: bool = False
+    adjustable: bool = False
 
     async def unavailable(self) -> str | None:
         """Why this node can't use it and what to do; None if it can."""

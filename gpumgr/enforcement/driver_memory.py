@@ -98,7 +98,7 @@ class DriverMemory(Backend):
 
     name: BackendName = "nvml-memory"
     limits: Mapping[Resource, Strength] = {"memory": "hard"}
-    bursts = True
+    adjustable = True
 
     def __init__(
         self,

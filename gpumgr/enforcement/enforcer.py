@@ -212,13 +212,14 @@ class Enforcer:
         """How containers used their turns, as of the last `observe`."""
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
-    def burst_obstacle(self, mechanisms: Mechanisms) -> str | None:
-        """Why these mechanisms can't change the memory limit of a running container; None: they can."""
-        limiting = [name for name in mechanisms if name in self.backends and "memory" in self.backends[name].limits]
-        fixed = [name for name in limiting if not self.backends[name].bursts]
+    def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
+        """Why these mechanisms can't change this limit of a running container; None: they can."""
+        limiting = [name for name in mechanisms if name in self.backends and resource in self.backends[name].limits]
+        fixed = [name for name in limiting if not self.backends[name].adjustable]
+        what = "memory" if resource == "memory" else "cores"
         if fixed:
-            return f"the backend {fixed[0]} can't change the memory limit of a running container"
-        return None if limiting else "no backend limits the container's memory"
+            return f"the backend {fixed[0]} can't change the limit of {what} of a running container"
+        return None if limiting else f"no backend limits the container's {what}"
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
         return any(backend.hold_calls(allocation, hold=hold) for backend in self.backends.values())

@@ -42,7 +42,7 @@ class PreloadedBackend(Backend, Generic[_M]):
     It is on a tmpfs; without `volumes` the files of a container may fill the tmpfs."""
 
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
-    bursts = True
+    adjustable = True
 
     def __init__(self, path_in_container: Path, library_dir: Path, folder: Path, volumes: BoundedFolders | None) -> None:
         self._path_in_container, self._library_dir = path_in_container, library_dir

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gpumgr.common.units import GpuName
+from gpumgr.common.units import RESIZED_ANNOTATION, GpuName
 from gpumgr.kube.cluster_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.kube.hami_formats import MigAllocation, decode_allocations, encode_allocations
 from gpumgr.ledger.ids import GpuRegistry
@@ -32,7 +32,8 @@ MAX_ALLOCATIONS_BYTES: Final = 64 << 10
 
 def is_ours(key: str) -> bool:
     """Whether `pod_annotations` makes this key."""
-    return key in (ALLOCATIONS, ASSIGNED, PREDICATE_NODE, PREDICATE_TIME, HAMI_PHASE) or key.startswith(PREDICATE_INDEX)
+    mine = (ALLOCATIONS, RESIZED_ANNOTATION, ASSIGNED, PREDICATE_NODE, PREDICATE_TIME, HAMI_PHASE)
+    return key in mine or key.startswith(PREDICATE_INDEX)
 
 
 def pod_annotations(
@@ -61,6 +62,7 @@ def pod_annotations(
         PREDICATE_NODE: node,
         PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
         **dict(_indices(view, mine, gpus)),
+        **({RESIZED_ANNOTATION: _json(answers)} if (answers := dict(_resize_answers(mine))) else {}),
         **({HAMI_PHASE: "success"} if view.bound_by_hami else {}),
     }
 
@@ -73,6 +75,16 @@ def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[Gpu
         minors = [gpus[gpu].minor for gpu in a.gpus if gpu in gpus]
         if place is not None and len(minors) == len(a.gpus) and None not in minors:
             yield f"{PREDICATE_INDEX}{place}", ",".join(map(str, minors))
+
+
+def _resize_answers(allocations: Sequence[Allocation]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Container -> what it may use of each of its GPUs now, and why its last request was refused."""
+    for a in allocations:
+        if a.resize is not None and a.gpus:
+            limits = a.limits_on(next(iter(a.gpus)))
+            made: dict[str, Any] = {"cores": limits.cores, "memoryMiB": limits.memory_mebibytes}
+            texts = {"requestedAt": a.resize.asked.requested_at, "refused": a.resize.refused}
+            yield a.container or "", made | {key: text for key, text in texts.items() if text}
 
 
 def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], evaluator: str | None) -> dict[str, Any]:

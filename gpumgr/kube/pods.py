@@ -6,7 +6,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from math import ceil
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.foreign_text import UnreadableText, decode_json
@@ -15,6 +17,7 @@ from gpumgr.common.units import (
     CORE_RESOURCE,
     MEMORY_LIMIT_ANNOTATION,
     MEMORY_RESOURCE,
+    RESIZE_ANNOTATION,
     SUSPEND_ANNOTATION,
     SUSPEND_WHEN_IDLE_ANNOTATION,
 )
@@ -22,7 +25,7 @@ from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placeme
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, HAMI_NODE, MIG_ALLOCATIONS, placed_by_hami, replica_request, slices_in
 from gpumgr.kube.selection import constraints_of
 from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, NamedGpu, PodView
+from gpumgr.placement.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, NamedGpu, PodView, ResizeRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
 #: Source: Kubernetes' resource.Quantity.
@@ -42,6 +45,7 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
 #: Limits in characters for a tenant's text and for a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
+_RESIZE_EXAMPLE: Final = '{"main": {"cores": 40, "memoryMiB": 4096}}'
 #: A placement without a GPU for any container. The agent then refuses the containers: it never chooses GPUs that HAMi's scheduler does
 #: not count.
 _NO_GPUS: Final = (("", ()),)
@@ -75,6 +79,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
         core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
         **_memory_limits(annotations.get(MEMORY_LIMIT_ANNOTATION), {container.name for container in containers}),
         **_suspension(annotations),
+        resizes=_resizes(annotations.get(RESIZE_ANNOTATION), [container.name for container in containers]),
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
@@ -257,6 +262,28 @@ def _suspension(annotations: Mapping[str, Any]) -> dict[str, Any]:
         }
     seconds = float(found[1]) * _SECONDS[found[2]] if found else None if idle is None else 0.0
     return {"suspend": None if demand is None else demand == "true", "suspend_when_idle_seconds": seconds}
+
+
+class _Resize(
+    msgspec.Struct, rename={"memory_mebibytes": "memoryMiB", "requested_at": "requestedAt"}, forbid_unknown_fields=True
+):
+    cores: int | None = None
+    memory_mebibytes: int | None = None
+    requested_at: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+def _resizes(text: object, containers: Collection[str]) -> tuple[tuple[str, ResizeRequest], ...]:
+    """The request for each container that the annotation names; one that can't be used is a problem of all containers."""
+    if text is None:
+        return ()
+    try:
+        found = decode_json(str(text), dict[str, _Resize])
+        if unknown := sorted(found.keys() - set(containers)):
+            raise UnreadableText(f"it names container {unknown[0][:_MAX_WORD]}, which the pod does not have")
+    except UnreadableText as error:
+        problem = f"annotation {RESIZE_ANNOTATION}, such as {_RESIZE_EXAMPLE}: {str(error)[:_MAX_WORD]}"
+        return tuple((name, ResizeRequest(problem=problem)) for name in containers)
+    return tuple((name, ResizeRequest(**msgspec.structs.asdict(each))) for name, each in found.items())
 
 
 def _submitter(spec: Mapping[str, Any]) -> str | None:

@@ -46,14 +46,14 @@ def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes
     if (wanted := dict(view.memory_limits).get(allocation.container or "")) is None:
         return {}
     for gpu in allocation.gpus:
-        request, most = allocation.limits_on(gpu).memory_mebibytes, memory_mebibytes.get(gpu, wanted)
+        request, most = allocation.gpus[gpu].memory_mebibytes, memory_mebibytes.get(gpu, wanted)
+        if gpu in allocation.limits and allocation.limits[gpu].memory_mebibytes != request:
+            raise ValueError("the memory of this node is granted more than once (hami.device_memory_scaling)")
         if wanted < request:
             raise ValueError(f"it has {wanted} MiB for container {allocation.container}, which requests {request} MiB")
         if wanted > most:
             raise ValueError(f"it has {wanted} MiB for container {allocation.container}, and GPU {gpu} has {most} MiB")
-        if request != allocation.gpus[gpu].memory_mebibytes:
-            raise ValueError("the memory of this node is granted more than once (hami.device_memory_scaling)")
-    return dict.fromkeys(allocation.gpus, wanted)
+    return {gpu: max(wanted, allocation.limits_on(gpu).memory_mebibytes) for gpu in allocation.gpus}
 
 
 def limits_now(

@@ -71,6 +71,8 @@ class GpuShare:
     priority: int = USUAL_PRIORITY
     #: Whether the share belongs to a ResourceClaim, which several containers may use.
     claim: bool = False
+    #: Whether a resize was granted: an earlier process of the agent may have ended before it changed the limits.
+    resized: bool = False
 
     def only_gpu(self, mechanism: str) -> SharedGpu:
         """The container's only GPU, for a mechanism that limits on one GPU only. Raises Refusal if the container has several GPUs."""

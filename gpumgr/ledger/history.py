@@ -13,8 +13,8 @@ HISTORY_ENTRIES: Final = 1000
 NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 
 #: The codes of events that are no warnings: the pod's annotations, or the pod itself, demanded what they say.
-SUSPENDED, RESUMED = "GpuSuspended", "GpuResumed"
-DEMANDED: Final = (SUSPENDED, RESUMED)
+SUSPENDED, RESUMED, RESIZED = "GpuSuspended", "GpuResumed", "GpuResized"
+DEMANDED: Final = (SUSPENDED, RESUMED, RESIZED)
 
 #: "granted" and "refused" are decisions about a call of the kubelet; "freed" is the end of an allocation; "event" is another event of a
 #: pod (over its limit, evicted); "gpu" is a change of a GPU (lost, back, cordoned); "config" is a change of the settings file (reloaded,

@@ -11,7 +11,10 @@ Invariants (checked by `Ledger.violations`):
 3. Ids belong to registered GPUs and lie within their capacity.
 4. An allocation was granted at least one GPU.
 5. An allocation with admin access holds nothing, and may be on a GPU that another pod has whole.
-6. The amounts in use on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
+6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
+
+A resize changes what a container may use, and not what it was granted. What it has beyond its ids closes free ids of the GPU; what it has
+less serves resizes and bursts of others, never new containers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +24,7 @@ from functools import cached_property
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
-from gpumgr.placement.pods import PodKey
+from gpumgr.placement.pods import PodKey, ResizeRequest
 
 #: Random name of an allocation. Host folders carry it, so it never repeats and does not reveal the pod.
 AllocationId = str
@@ -74,6 +77,16 @@ class MigDevice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """The last request to resize a container, which was decided once. `amounts`: what it may use on each of its GPUs now; empty: what it
+    was granted. `refused`: why the request was refused; empty if it was not."""
+
+    asked: ResizeRequest
+    amounts: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
     """What one container holds, or what all containers hold together that use one request of a ResourceClaim.
 
@@ -85,7 +98,7 @@ class Allocation:
     `exemption` is the namespace or namespace/serviceaccount that has other mechanisms than the node; `cdi`: the answer to its container
     names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container then name one of its users. `limits` has what
     the container may use where that differs from what counts on the GPU, because memory or cores are oversubscribed. `mig_devices`: the MIG
-    devices that were created for it; then nothing else limits it.
+    devices that were created for it; then nothing else limits it. `resize`: see Resize.
     """
 
     id: AllocationId
@@ -104,6 +117,7 @@ class Allocation:
     claim: ClaimRequest | None = None
     limits: Mapping[GpuName, Amounts] = field(default_factory=dict)
     mig_devices: tuple[MigDevice, ...] = ()
+    resize: Resize | None = None
 
     @property
     def by_ids(self) -> bool:
@@ -145,7 +159,17 @@ class Allocation:
         return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
-        """What counts for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids."""
+        """What counts for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids. More if it was
+        resized to more."""
+        held = self._held_on(gpu)
+        return held.most(self.resized[gpu]) if gpu in self.resized else held
+
+    @property
+    def resized(self) -> Mapping[GpuName, Amounts]:
+        """What it may use on its GPUs since it was resized; empty: what it was granted."""
+        return self.resize.amounts if self.resize else {}
+
+    def _held_on(self, gpu: GpuName) -> Amounts:
         granted = self.gpus.get(gpu, Amounts())
         if granted.whole or not self.by_ids:
             return granted
@@ -153,7 +177,15 @@ class Allocation:
 
     def limits_on(self, gpu: GpuName) -> Amounts:
         """What the container may use on this GPU."""
-        return self.limits.get(gpu) or self.gpus.get(gpu) or Amounts()
+        return self.resized.get(gpu) or self.limits.get(gpu) or self.gpus.get(gpu) or Amounts()
+
+    def grown_on(self, gpu: GpuName) -> Amounts:
+        """What it may use beyond what it holds."""
+        return self.resized[gpu].beyond(self._held_on(gpu)) if gpu in self.resized else Amounts()
+
+    def shrunk_on(self, gpu: GpuName) -> Amounts:
+        """What it holds and may not use."""
+        return self._held_on(gpu).beyond(self.resized[gpu]) if gpu in self.resized else Amounts()
 
     def held(self, resource: Resource) -> Masks:
         return self.device_ids.get(resource, NO_IDS)
@@ -219,8 +251,9 @@ class Ledger:
 
     @cached_property
     def by_amount(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> amounts of the allocations without ids of cores and memory. Init containers and the other containers of a pod do not run
-        at the same time: the most that they hold at one time counts, in the order of their grants."""
+        """GPU -> amounts of the allocations without ids of cores and memory, and what resized containers have beyond what they hold. Init
+        containers and the other containers of a pod do not run at the same time: the most that they hold at one time counts, in the order
+        of their grants."""
         running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
         for a in self.allocations.values():
             for gpu, amounts in a.gpus.items() if not a.by_ids else ():
@@ -230,27 +263,40 @@ class Ledger:
                 if not a.init or a.claim is not None:
                     running[key] = now
         sums: dict[GpuName, Amounts] = {}
-        for (gpu, _), amounts in most.items():
+        resized = ((gpu, a.grown_on(gpu)) for a in self.allocations.values() for gpu in a.resized)
+        for gpu, amounts in (*((gpu, amounts) for (gpu, _), amounts in most.items()), *resized):
             sums[gpu] = sums.get(gpu, Amounts()) + amounts
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """What is in use on this GPU: the ids that are held, and the amounts of the other allocations."""
+        """What is in use on this GPU: the ids that are held, and the amounts without ids. It is more than the GPU has if a container
+        grew by what others may not use."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
         return held + self.by_amount.get(gpu, Amounts())
 
+    def in_force(self, gpu: GpuName) -> Amounts:
+        """What containers may use of this GPU together. An init container that runs again may use all that its pod holds."""
+        left = self.used(gpu)
+        for a in self.on(gpu):
+            if a.resized and not any(other.init and other.same_pod(a) for other in self.on(gpu)):
+                left -= a.shrunk_on(gpu)
+        return left
+
     def exceeded(self, gpu: GpuName, burst_mebibytes: int = 0) -> bool:
         """Whether more is in use than the GPU has, if `burst_mebibytes` are added."""
-        used, registered = self.used(gpu) + Amounts(0, burst_mebibytes), self.gpu_registry.by_name.get(gpu)
-        return used.cores > CORES_PER_GPU or used.memory_mebibytes > (registered.memory_mebibytes if registered else 0)
+        return self.excess(gpu, self.used(gpu) + Amounts(0, burst_mebibytes)) != Amounts()
+
+    def excess(self, gpu: GpuName, amounts: Amounts) -> Amounts:
+        """By how much these amounts exceed the GPU."""
+        registered = self.gpu_registry.by_name.get(gpu)
+        return amounts.beyond(Amounts(CORES_PER_GPU, registered.memory_mebibytes if registered else 0))
 
     def available(self, gpu: GpuName) -> Amounts:
         """What is left on this GPU for other pods: nothing of a GPU that is granted whole."""
         if gpu in self.exclusive:
             return Amounts()
-        used = self.used(gpu)
-        return Amounts(CORES_PER_GPU - used.cores, self.gpu_registry.by_name[gpu].memory_mebibytes - used.memory_mebibytes)
+        return Amounts(CORES_PER_GPU, self.gpu_registry.by_name[gpu].memory_mebibytes).beyond(self.used(gpu))
 
     def on(self, gpu: GpuName) -> list[Allocation]:
         """Allocations on this GPU, oldest first."""
@@ -340,7 +386,9 @@ class Ledger:
         for resource in ALL_RESOURCES:
             violated += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
         violated += [
-            f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)
+            f"{self.in_force(gpu)} of GPU {gpu} are in use"
+            for gpu in {g for a in suspects for g in a.places}
+            if self.excess(gpu, self.in_force(gpu)) != Amounts()
         ]
         for a in suspects:
             for gpu, owner in ((gpu, self.exclusive[gpu]) for gpu in a.places if gpu in self.exclusive):

@@ -28,6 +28,7 @@ from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
+from gpumgr.common.units import Amounts
 from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver.hardware import Hardware
@@ -388,6 +389,7 @@ def _over_limit(settings: Settings) -> OverLimit:
         evict=rule.evict,
         burst=rule.memory_burst,
         suspend_when_idle_seconds=rule.suspend_when_idle_seconds,
+        most=Amounts(rule.max_growth_cores, rule.max_growth_memory_mebibytes),
     )
 
 

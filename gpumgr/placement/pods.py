@@ -76,6 +76,20 @@ class ClaimUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequest:
+    """What the annotation `gpumgr.io/resize` demands for a container, on each of its GPUs; None: what the container requests.
+    `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
+
+    cores: int | None = None
+    memory_mebibytes: int | None = None
+    requested_at: str = ""
+    problem: str = ""
+
+
+NO_RESIZE: Final = ResizeRequest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
@@ -83,10 +97,11 @@ class PodView:
     `controlled`: a controller would replace the pod. `deleted`: the pod is being deleted, though its containers may still run. `ends_at`:
     when its grace period then ends, by the API server's clock, in unix seconds; `grace_seconds`: the length of that period. `core_limit`
     is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation `gpumgr.io/memory-limit`:
-    containers and MiB; `memory_limits_ignored`: why that is not used. `suspend` and `suspend_when_idle_seconds` are the annotations
-    `gpumgr.io/suspend` and `gpumgr.io/suspend-when-idle` (0.0: never); `suspend_ignored`: why one of them is not used. `runtime_uid` is
-    the UID of a static pod in the kubelet and the runtime; a static pod's `uid` is the UID of its mirror pod. `submitter` (SUBMITTER in
-    the environment of the first app container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
+    containers and MiB; `memory_limits_ignored`: why that is not used. `resizes`: the annotation `gpumgr.io/resize`. `suspend` and
+    `suspend_when_idle_seconds` are the annotations `gpumgr.io/suspend` and `gpumgr.io/suspend-when-idle` (0.0: never); `suspend_ignored`:
+    why one of them is not used. `runtime_uid` is the UID of a static pod in the kubelet and the runtime; a static pod's `uid` is the UID
+    of its mirror pod. `submitter` (SUBMITTER in the environment of the first app container) and `cluster` (the annotation `clusterName`)
+    are only shown in gpu-manager's /usage.
 
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
     chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
@@ -114,6 +129,7 @@ class PodView:
     suspend: bool | None = None
     suspend_when_idle_seconds: float | None = None
     suspend_ignored: str | None = None
+    resizes: tuple[tuple[str, ResizeRequest], ...] = ()
     runtime_uid: str | None = None
     submitter: str | None = None
     cluster: str | None = None
@@ -141,6 +157,9 @@ class PodView:
     @property
     def wants_gpu(self) -> bool:
         return any(c.wants_gpu for c in self.containers)
+
+    def resize_of(self, container: str | None) -> ResizeRequest:
+        return dict(self.resizes).get(container or "", NO_RESIZE)
 
     def container(self, name: str | None) -> ContainerSpec | None:
         return next((c for c in self.containers if c.name == name), None)

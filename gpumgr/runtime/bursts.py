@@ -12,7 +12,7 @@ from gpumgr.agent.pods import find_pod, users
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.tenants import is_share
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
+from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName, Resource
 from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, unused_bytes, wanted_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
@@ -36,7 +36,7 @@ _Place = tuple[AllocationId, User | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Enforced:
+class Enforced:
     """The limits of the evaluation with this number are in force, except for the containers in `obstacles`, with the reason."""
 
     number: int = 0
@@ -44,7 +44,7 @@ class _Enforced:
 
 
 class Bursts:
-    """`obstacle` returns why these mechanisms can't change the memory limit of a running container; None: they can. `allowed`: the setting
+    """`obstacle` returns why these mechanisms can't change a limit of a running container; None: they can. `allowed`: the setting
     enforcement.memory_burst. `slack_bytes`: a container that holds at most this above its request prevents no start."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Bursts:
         pods: Pods,
         events: ContainerEvents,
         *,
-        obstacle: Callable[[tuple[str, ...]], str | None],
+        obstacle: Callable[[tuple[str, ...], Resource], str | None],
         allowed: bool,
         slack_bytes: int,
     ) -> None:
@@ -74,7 +74,7 @@ class Bursts:
         #: The number of the last evaluation that began.
         self.begun = 0
         #: What is in force now, what was at the end of the last evaluation, and what was when the present sample was read.
-        self._enforced = self._evaluated = self._sampled = _Enforced()
+        self._enforced = self._evaluated = self._sampled = Enforced()
         self._news = asyncio.Event()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
@@ -109,9 +109,14 @@ class Bursts:
         known (the agent has restarted, and the API server does not answer)."""
         return place in self._above or place[0] in self._unknown
 
+    @property
+    def before_sample(self) -> Enforced:
+        """What was in force when the present sample was read; to be called before `apply`."""
+        return self._evaluated
+
     def enforced(self, number: int, obstacles: Mapping[AllocationId, str]) -> None:
         """To be called when the limits of this evaluation are in force, except for the containers in `obstacles`, with the reason."""
-        self._enforced = _Enforced(number, obstacles)
+        self._enforced = Enforced(number, obstacles)
 
     def evaluated(self) -> None:
         """To be called at the end of each evaluation: the next sample has not been read yet."""
@@ -159,7 +164,7 @@ class Bursts:
 
     def _why_not(self, allocation: Allocation) -> str | None:
         """Why this allocation can't have a burst for any annotation of its pod; None: it can."""
-        return self._obstacle(allocation.mechanisms) if self.allowed else _OFF
+        return self._obstacle(allocation.mechanisms, "memory") if self.allowed else _OFF
 
     def _wanted(self, allocation: Allocation, view: PodView | None, sizes: Mapping[GpuName, int]) -> Mapping[GpuName, int]:
         """As wanted_limits; also raises ValueError if this allocation can't have a burst."""
@@ -262,9 +267,9 @@ class Bursts:
         return None
 
     def _granted_bytes(self, ledger: Ledger, gpu: GpuName) -> int:
-        """The sum of all requests on the GPU, without suspended containers."""
-        lent = sum(a.amounts_on(gpu).memory_mebibytes for a in ledger.on(gpu) if a.id in self._away)
-        return (ledger.used(gpu).memory_mebibytes - lent) << 20
+        """What all containers on the GPU may use, without suspended containers."""
+        away = (a.amounts_on(gpu) - a.shrunk_on(gpu) for a in ledger.on(gpu) if a.id in self._away)
+        return (ledger.in_force(gpu).memory_mebibytes - sum(each.memory_mebibytes for each in away)) << 20
 
     def _others(self, allocation: Allocation, gpu: GpuName) -> list[Allocation]:
         """The other containers on this GPU that may burst."""

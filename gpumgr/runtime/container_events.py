@@ -35,6 +35,10 @@ class AgentRecords(Protocol):
     @property
     def suspensions(self) -> SuspensionsById: ...
 
+    async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
+        """Commits what `decide` makes of the ledger, with the entries about it. Raises CheckpointError; then nothing has changed."""
+        ...
+
     @property
     def ledger(self) -> Ledger: ...
 

@@ -7,15 +7,16 @@ While nothing is allocated there is no limit to enforce, and an evaluation every
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from gpumgr.agent.pods import find_pod
+from gpumgr.agent.pods import find_pod, undecided_resize
 from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
 from gpumgr.agent.tenants import is_share, tenant_of
-from gpumgr.common.units import MEMORY_RESOURCE
+from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.usage.join import AllocationIndex, join
@@ -29,6 +30,9 @@ from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspensions import Host, Mover, Pages, Parts, SuspendMeter, Suspensions
+
+if TYPE_CHECKING:
+    from gpumgr.runtime.resizes import Resizes
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +56,7 @@ class Backends(Pages, Protocol):
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]: ...
 
-    def burst_obstacle(self, mechanisms: Mechanisms) -> str | None: ...
+    def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None: ...
 
 
 class LimitMeter(SuspendMeter, Protocol):
@@ -68,13 +72,15 @@ class LimitMeter(SuspendMeter, Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverLimit:
     """When a container counts as over its limit, whether its pod is then evicted, and whether the annotation gpumgr.io/memory-limit counts,
-    and after which time without work it is suspended (0.0: never): settings of the section enforcement."""
+    how much a pod may have above its requests, and after which time without work it is suspended (0.0: never): settings of the section
+    enforcement."""
 
     samples: int
     slack_bytes: int
     evict: bool = False
     burst: bool = False
     suspend_when_idle_seconds: float = 0.0
+    most: Amounts = field(default_factory=Amounts)
 
 
 class MemoryLimitWatcher:
@@ -102,7 +108,7 @@ class MemoryLimitWatcher:
             records,
             pods,
             self._events,
-            obstacle=backends.burst_obstacle,
+            obstacle=backends.obstacle_to_change,
             allowed=over_limit.burst,
             slack_bytes=over_limit.slack_bytes,
         )
@@ -162,7 +168,12 @@ class MemoryLimitWatcher:
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
-        use = _with_turns(join(ledger, sample, ownership.owners, index=index, taken_at=now), self._backends.turns())
+        use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
+        if await self._resize(ledger, use):
+            ledger = self._records.ledger
+            shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
+            use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
+        use = _with_turns(use, self._backends.turns())
         shares, use = await self.bursts.apply(ledger, shares, use, sample)
         self._use = use
         number = self.bursts.begun
@@ -173,6 +184,22 @@ class MemoryLimitWatcher:
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
         await self._enforce.start(lambda: self._observe_and_adjust(running, number), timeout_seconds=self._owners.timeout_seconds)
         self.bursts.evaluated()
+
+    async def _resize(self, ledger: Ledger, use: NodeUse) -> bool:
+        """Decides the new requests to resize containers; returns whether the ledger has changed."""
+        if not any(undecided_resize(a, self._pods) for a in ledger.allocations.values()):
+            return False
+        limits = self.bursts
+        return await self._resizes.decide(
+            ledger, use, most=self._rule.most, number=limits.begun + 1, enforced=limits.before_sample
+        )
+
+    @cached_property
+    def _resizes(self) -> "Resizes":
+        """Imported when a container is to be resized: most agents never load the module."""
+        from gpumgr.runtime.resizes import Resizes
+
+        return Resizes(self._records, self._pods, obstacle=self._backends.obstacle_to_change)
 
     async def close(self) -> None:
         await self.suspensions.close()

@@ -211,6 +211,11 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: After how many seconds without work a container of the limiter is suspended, unless its pod's annotation
     #: gpumgr.io/suspend-when-idle has another time. 0: never.
     suspend_when_idle_seconds: Annotated[float, Meta(ge=0, le=604800), LIVE] = 0.0
+    #: How many cores above their requests the containers of a pod may get together by `gpumgr resize`; 0: none.
+    max_growth_cores: Annotated[int, Meta(ge=0, le=1600), LIVE] = 0
+    #: How much memory above their requests the containers of a pod may have together, by `gpumgr resize` and bursts. 0: none by resize,
+    #: and no maximum for bursts.
+    max_growth_memory_mebibytes: Annotated[int, Meta(ge=0, le=16777216), LIVE] = 0
 
 
 class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):

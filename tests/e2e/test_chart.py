@@ -262,6 +262,8 @@ def test_settings_that_a_running_agent_takes_make_no_new_pods(tmp_path: Path) ->
             "evict": True,
             "memory_burst": True,
             "suspend_when_idle_seconds": 600,
+            "max_growth_cores": 10,
+            "max_growth_memory_mebibytes": 1024,
         },
         "metrics": {"gpu_manager_names": False, "hami_names": True},
         "log": {"level": "debug"},

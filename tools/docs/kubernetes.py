@@ -12,6 +12,8 @@ from gpumgr.common.units import (
     CORE_RESOURCE,
     MEMORY_LIMIT_ANNOTATION,
     MEMORY_RESOURCE,
+    RESIZE_ANNOTATION,
+    RESIZED_ANNOTATION,
     SUSPEND_ANNOTATION,
     SUSPEND_WHEN_IDLE_ANNOTATION,
 )
@@ -25,12 +27,13 @@ from gpumgr.kube.publisher.objects import LABELS_ANNOTATION, TYPE
 from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
-from gpumgr.ledger.history import NOT_ENFORCED, RESUMED, SUSPENDED, HistoryEntry
+from gpumgr.ledger.history import NOT_ENFORCED, RESIZED, RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.bursts import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.memory_limit_watcher import EVICTED
+from gpumgr.runtime.resizes import REFUSED
 from gpumgr.runtime.suspensions import FAILED, WAITS
 from gpumgr.runtime.suspensions import REFUSED as SUSPEND_REFUSED
 from tools.docs.markdown import code, table
@@ -89,6 +92,13 @@ ANNOTATIONS: Final = (
         "read",
         "A JSON object, container to MiB: how much memory of each of its GPUs a container may use while that is granted to no container "
         "([burst](enforcement.md#burst)).",
+    ),
+    ("pod", RESIZE_ANNOTATION, "read", "What containers may use from now on ([resize](enforcement.md#resize))."),
+    (
+        "pod",
+        RESIZED_ANNOTATION,
+        "written",
+        "JSON, for each container with a decided resize: what it may use, and why the last request was refused.",
     ),
     (
         "pod",
@@ -215,6 +225,8 @@ EVENTS: Final = (
         "A suspended container asks to be resumed, and waits; the message says for what memory, and who uses it.",
     ),
     ("pod", FAILED, True, "A suspended container can't go on; delete its pod."),
+    ("pod", RESIZED, False, "A container may use other amounts of its GPUs from now on."),
+    ("pod", REFUSED, True, "A request to resize a container was refused; the message has the reason."),
     ("pod", OVER_LIMIT, True, "A container uses more memory than it was granted."),
     (
         "pod",

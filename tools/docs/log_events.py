@@ -41,6 +41,8 @@ _ROWS: Final = {
     "resume_failed": "The driver could not resume a container; `reason` has its answer. Retried with each sample.",
     "suspension_failed": "A process of a suspended container can't go on. Delete its pod.",
     "suspension_not_saved": "The checkpoint can't be written, so no container is suspended or resumed. Check the disk; retried.",
+    "resize_decided": "A request to resize a container was granted or refused; `code` is the event's reason, `reason` its message.",
+    "resize_not_saved": "The checkpoint can't be written, so a container is not resized. Check the disk; retried.",
     "pod_resources_unavailable": "PodResources of the kubelet does not answer. Pods are identified by the order of calls.",
     "gpu_not_forgotten gpus_not_remembered name_not_remembered sweep_not_remembered": (
         "The checkpoint can't be written: pods' names, new and replaced GPUs, and ends of pods are not saved, and new GPUs "

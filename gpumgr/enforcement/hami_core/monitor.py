@@ -155,10 +155,12 @@ class RegionMonitor:
             if expected is None:
                 expected = content.limits(tenant.gpus)
                 memory_bytes = [
-                    found if index < len(tenant.gpus) and _possible(tenant.gpus[index], found) else limit
+                    found if index < len(tenant.gpus) and (tenant.resized or _possible(tenant.gpus[index], found)) else limit
                     for index, (found, limit) in enumerate(zip(seen.limits_bytes, expected.memory_bytes, strict=True))
                 ]
                 expected = replace(expected, memory_bytes=tuple(memory_bytes))
+                if tenant.resized:
+                    expected = replace(expected, core_percent=seen.core_limits_percent)
         except ValueError:
             return []
         return [each for each in repairs.drifted(seen, expected) if each.code in repairs.TAMPERING]

@@ -18,6 +18,8 @@ OTHER: Mapping[str, Any] = {
     "enforcement.over_limit_samples": 7,
     "enforcement.over_limit_slack_mebibytes": 7,
     "enforcement.suspend_when_idle_seconds": 7,
+    "enforcement.max_growth_cores": 7,
+    "enforcement.max_growth_memory_mebibytes": 7,
     "log.level": "debug",
 }
 
@@ -32,7 +34,7 @@ LIVE = [f"{section}.{key}" for section, keys in sections().items() for key, kind
 
 
 def test_a_setting_says_itself_whether_it_is_live() -> None:
-    assert len(LIVE) == 17
+    assert len(LIVE) == 19
     assert {"placement.policy", "nvml.sample_period_seconds", "log.level"} < set(LIVE) < set(flat(Settings()))
 
 

@@ -1,14 +1,14 @@
 """MemoryLimitWatcher and in-memory implementations of its ports."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Eviction, Finding, RunningContainer
 from gpumgr.common.errors import CriError
-from gpumgr.common.units import GpuName, Process
+from gpumgr.common.units import GpuName, Process, Resource
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, SuspensionsById
@@ -26,6 +26,7 @@ class MemoryState:
     ledger: Ledger
     inventory: Inventory
     history: History = field(default_factory=lambda: History(MemoryCheckpoint(), wall_clock=lambda: 7.0))
+    before_change: Callable[[], None] = lambda: None
 
     suspensions: SuspensionsById = field(default_factory=dict)
     #: All states that were saved, in order.
@@ -38,6 +39,14 @@ class MemoryState:
 
     async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
         self.inventory = replace(self.inventory, burst_mebibytes=mebibytes)
+
+    async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
+        """`before_change` may raise, as a checkpoint does."""
+        ledger, entries = decide(self.ledger)
+        self.before_change()
+        self.ledger = ledger.check()
+        for entry in entries:
+            self.history.add(entry)
 
 
 @dataclass
@@ -122,7 +131,9 @@ class MemoryBackends:
     def asks_for_resume(self, allocation: AllocationId) -> bool:
         return allocation in self.asking
 
-    def burst_obstacle(self, mechanisms: Mechanisms) -> str | None:
+    def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
+        if resource == "core" and mechanisms == ("nvml-memory",):
+            return "no backend limits the container's cores"
         return "the backend vcuda can't" if "vcuda" in mechanisms else None
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:

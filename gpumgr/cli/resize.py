@@ -1,0 +1,152 @@
+"""`gpumgr resize`: changes how much of its GPU a running container may use."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import click
+
+from gpumgr.cli.options import DEFAULT_NAMESPACE, ExitingCommand, PodName, default_kubeconfig, sendable
+from gpumgr.cli.rendering.formats import printable
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.common.units import CORES_PER_GPU, RESIZE_ANNOTATION, RESIZED_ANNOTATION
+from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kube.pod_annotations import ALLOCATIONS
+
+#: An agent decides with its next sample, and then writes the answer.
+_ANSWER_SECONDS: Final = 20.0
+_POLL_SECONDS: Final = 0.3
+#: How often the request is written again after another writer changed the pod.
+_TRIES: Final = 5
+_ENDED: Final = ("Succeeded", "Failed")
+_EPILOG = """
+\b
+Examples:
+  gpumgr resize team/notebook-0 --memory 20480
+  gpumgr resize team/train-0 --container main --cores 30 --memory 8192
+"""
+
+
+@click.command(
+    "resize",
+    cls=ExitingCommand,
+    epilog=_EPILOG,
+    exit_codes={0: "resized", 1: "refused, or the agent did not answer", 2: "wrong usage or input"},
+)
+@click.argument("pod_name", metavar="NAMESPACE/POD", callback=sendable)
+@click.option("--container", callback=lambda c, p, text: text and sendable(c, p, text), help="[default: the only one with GPUs]")
+@click.option("--cores", type=click.IntRange(1, CORES_PER_GPU - 1), metavar="N", help="Percent of each of its GPUs, 1 to 99.")
+@click.option("--memory", type=click.IntRange(1), metavar="MIB", help="MiB of memory of each of its GPUs.")
+@click.option("--kubeconfig", type=click.Path(path_type=Path), help="[default: $KUBECONFIG, ~/.kube/config]")
+def command(pod_name: str, container: str | None, cores: int | None, memory: int | None, kubeconfig: Path | None) -> None:
+    """Change how much of its GPUs a container of NAMESPACE/POD may use while it runs. What is not given stays as it is.
+
+    The command writes the annotation gpumgr.io/resize, and waits for the answer of the node's agent. Without the annotation the container
+    may use what it requests.
+    """
+    name = PodName.of(pod_name)
+    if cores is None and memory is None:
+        raise InputError("nothing to change: give --cores N, --memory MIB, or both")
+    if (file := kubeconfig or default_kubeconfig()) is None:
+        raise InputError("there is no kubeconfig: give --kubeconfig FILE")
+    given = {key: value for key, value in (("cores", cores), ("memoryMiB", memory)) if value is not None}
+    click.echo(asyncio.run(_resize(file, name, container, given)))
+
+
+async def _resize(kubeconfig: Path, name: PodName, container: str | None, given: Mapping[str, int]) -> str:
+    """The text about the resized container. Raises GpumgrError."""
+    server = await ApiServer.connect(kubeconfig, remedy="give another --kubeconfig")
+    pod = f"/api/v1/namespaces/{quote(name.namespace or DEFAULT_NAMESPACE, safe='')}/pods/{quote(name.name, safe='')}"
+    at = datetime.now(UTC).isoformat()
+    try:
+        for tried in range(1, _TRIES + 1):
+            container, patch = _request(await _read(server, pod, name), container, given, at)
+            try:
+                await server.read("PATCH", pod, patch)
+                break
+            except AnswerError as error:
+                if error.status != 409 or tried == _TRIES:
+                    raise GpumgrError(f"the annotation {RESIZE_ANNOTATION} can't be written: {error}") from error
+        return await _answer(server, pod, name, container or "", at)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise GpumgrError(f"the API server of {kubeconfig} did not answer: {error or type(error).__name__}") from error
+    finally:
+        await server.close()
+
+
+async def _read(server: ApiServer, path: str, name: PodName) -> dict[str, Any]:
+    try:
+        if (found := await server.find(path)) is not None:
+            return found
+    except AnswerError as error:
+        raise GpumgrError(f"pod {printable(str(name))} can't be read: {error}") from error
+    raise GpumgrError(f"there is no pod {printable(str(name))}; name it as NAMESPACE/POD")
+
+
+def _request(pod: Mapping[str, Any], container: str | None, given: Mapping[str, int], at: str) -> tuple[str, Mapping[str, Any]]:
+    """The container, and the patch that requests its resize. Raises GpumgrError."""
+    metadata = pod["metadata"]
+    annotations = metadata.get("annotations") or {}
+    if (pod.get("status") or {}).get("phase") in _ENDED:
+        raise GpumgrError("the pod has ended")
+    try:
+        found = decode_json(annotations.get(ALLOCATIONS, "[]"), list[dict[str, Any]])
+    except UnreadableText as error:
+        raise GpumgrError(f"annotation {ALLOCATIONS} can't be read: {error}") from error
+    names = [str(each["container"]) for each in found if each.get("container")]
+    by_claim = {each["name"] for each in pod["spec"].get("containers") or () if (each.get("resources") or {}).get("claims")}
+    if container is None and len(names) > 1:
+        raise InputError(f"several containers of the pod have GPUs: give --container with one of {printable(', '.join(names))}")
+    chosen = container or next(iter(names or sorted(by_claim)), None)
+    if chosen is not None and chosen in by_claim:
+        raise GpumgrError(
+            f"container {printable(chosen)} uses a ResourceClaim, and the capacity of a claim is fixed by the API: create a pod with "
+            "another claim"
+        )
+    if chosen not in names or chosen is None:
+        held = f"these have: {printable(', '.join(names))}" if names else "no container of the pod has"
+        raise GpumgrError(
+            f"container {printable(chosen or '?')} has no share of a GPU by gpumgr (annotation {ALLOCATIONS}); {held}"
+        )
+    now = {key: value for key, value in _object(annotations, RESIZED_ANNOTATION, chosen).items() if key in ("cores", "memoryMiB")}
+    text = {**_objects(annotations, RESIZE_ANNOTATION), chosen: {**now, **given, "requestedAt": at}}
+    version = {key: metadata[key] for key in ("uid", "resourceVersion") if key in metadata}
+    return chosen, {"metadata": {**version, "annotations": {RESIZE_ANNOTATION: json.dumps(text)}}}
+
+
+async def _answer(server: ApiServer, path: str, name: PodName, container: str, at: str) -> str:
+    """Waits for the agent's answer. Raises GpumgrError for a refusal."""
+    last = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < last:
+        annotations = (await _read(server, path, name))["metadata"].get("annotations") or {}
+        answer = _object(annotations, RESIZED_ANNOTATION, container)
+        if answer.get("requestedAt") == at:
+            text = f"{answer.get('cores')} cores and {answer.get('memoryMiB')} MiB of each of its GPUs"
+            if why := answer.get("refused"):
+                raise GpumgrError(f"not resized: {printable(str(why))}; container {printable(container)} has {text}")
+            return f"container {printable(container)} has {text}"
+        await asyncio.sleep(_POLL_SECONDS)
+    raise GpumgrError(
+        f"the agent of the pod's node has not answered within {_ANSWER_SECONDS:g} s; the request stays in the annotation "
+        f"{RESIZE_ANNOTATION}, and the answer becomes an event of the pod"
+    )
+
+
+def _objects(annotations: Mapping[str, str], key: str) -> dict[str, Any]:
+    """The object in the annotation; an unreadable one counts as empty."""
+    try:
+        return decode_json(annotations.get(key, "{}"), dict[str, Any])
+    except UnreadableText:
+        return {}
+
+
+def _object(annotations: Mapping[str, str], key: str, container: str) -> Mapping[str, Any]:
+    found = _objects(annotations, key).get(container)
+    return found if isinstance(found, dict) else {}

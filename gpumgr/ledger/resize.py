@@ -1,0 +1,146 @@
+"""Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
+
+A request is decided once, by what its GPUs have left then. More than the container holds is taken from what is free there, and after that
+from what other containers were resized to less than they hold.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, Resize
+from gpumgr.placement.pods import ResizeRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a decision depends on beside the ledger. `used_bytes`: what containers use on their GPUs; None: not known. `memory_mebibytes`:
+    the memory that each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why these mechanisms can't change
+    the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is not in force yet."""
+
+    used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
+    memory_mebibytes: Mapping[GpuName, int]
+    most: Amounts
+    obstacle: Callable[[tuple[str, ...], Resource], str | None]
+    lowered: Set[GpuName] = field(default_factory=frozenset)
+
+    def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
+        """The MiB that the container uses there above its limit, as a burst does."""
+        used_bytes = self.used_bytes.get((allocation.id, gpu)) or 0
+        return max(0, -(-used_bytes >> 20) - allocation.limits_on(gpu).memory_mebibytes)
+
+
+def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around: Surroundings) -> Allocation | None:
+    """The allocation with the decision; None: the decision must wait until a limit is in force."""
+    former = allocation.resized
+    try:
+        _refuse_fixed(allocation, asked)
+        resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))
+        _refuse_used(allocation, resized, around)
+        grows = {gpu for gpu in allocation.gpus if _more(allocation, resized, gpu).memory_mebibytes}
+        if grows & around.lowered:
+            return None
+        _refuse_above_most(ledger, allocation, resized, around.most)
+        for gpu in allocation.gpus:
+            _refuse_full(ledger, allocation, resized, gpu, around)
+    except ValueError as error:
+        return replace(allocation, resize=Resize(asked=asked, amounts=former, refused=str(error)))
+    return resized
+
+
+def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int]) -> Amounts:
+    """What these containers of a pod may have above their requests together. `limits`: container -> the limit in MiB of a burst."""
+    sums = Amounts()
+    for a in allocations:
+        for gpu, granted in a.gpus.items() if a.resized or a.container in limits else ():
+            most = a.limits_on(gpu).most(Amounts(0, limits.get(a.container or "", 0)))
+            sums += most.beyond(granted)
+    return sums
+
+
+def _refuse_fixed(allocation: Allocation, asked: ResizeRequest) -> None:
+    if asked.problem:
+        raise ValueError(asked.problem)
+    if allocation.claim is not None:
+        raise ValueError("the capacity of a ResourceClaim is fixed by the API; create a pod with another claim")
+    if allocation.by_mig:
+        raise ValueError("the sizes of MIG devices are fixed")
+    if allocation.whole or allocation.anonymous:
+        raise ValueError("only a container with a share of a GPU can be resized, and it has whole GPUs")
+    if allocation.init:
+        raise ValueError("an init container can't be resized")
+    if allocation.limits:
+        raise ValueError("this node grants cores or memory more than once (hami.device_core_scaling, hami.device_memory_scaling)")
+    if asked.cores is not None and not 1 <= asked.cores < CORES_PER_GPU:
+        raise ValueError(f"a share of a GPU has 1 to {CORES_PER_GPU - 1} cores, not {asked.cores}")
+    if asked.memory_mebibytes is not None and asked.memory_mebibytes < 1:
+        raise ValueError(f"a share of a GPU has 1 MiB of memory or more, not {asked.memory_mebibytes}")
+
+
+def _wanted(allocation: Allocation, asked: ResizeRequest) -> Mapping[GpuName, Amounts]:
+    wanted = {
+        gpu: Amounts(
+            granted.cores if asked.cores is None else asked.cores,
+            granted.memory_mebibytes if asked.memory_mebibytes is None else asked.memory_mebibytes,
+        )
+        for gpu, granted in allocation.gpus.items()
+    }
+    return {} if wanted == allocation.gpus else wanted
+
+
+def _more(allocation: Allocation, resized: Allocation, gpu: GpuName) -> Amounts:
+    return resized.limits_on(gpu).beyond(allocation.limits_on(gpu))
+
+
+def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundings) -> None:
+    """Refuses what the mechanisms can't do, and less memory than is in use."""
+    for gpu in allocation.gpus:
+        before, after = allocation.limits_on(gpu), resized.limits_on(gpu)
+        changed: dict[Resource, bool] = {
+            "core": before.cores != after.cores,
+            "memory": before.memory_mebibytes != after.memory_mebibytes,
+        }
+        for resource in (each for each, differs in changed.items() if differs):
+            if why := around.obstacle(allocation.mechanisms, resource):
+                raise ValueError(why)
+        if after.memory_mebibytes >= before.memory_mebibytes:
+            continue
+        used_bytes = around.used_bytes.get((allocation.id, gpu))
+        if used_bytes is None:
+            raise ValueError(f"how much memory it uses on GPU {gpu} is not known, so it can't get less")
+        if used_bytes > after.memory_mebibytes << 20:
+            raise ValueError(
+                f"it uses {-(-used_bytes >> 20)} MiB of GPU {gpu}, more than {after.memory_mebibytes} MiB; free memory in it first"
+            )
+
+
+def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocation, most: Amounts) -> None:
+    more = sum((_more(allocation, resized, gpu) for gpu in allocation.gpus), Amounts())
+    others = [a for a in ledger.of(allocation.pod, allocation.uid) if a.id != allocation.id and not a.init]
+    above = above_requests([resized, *others], {})
+    own = above_requests([resized], {})
+    for name, unit, setting in (("cores", "cores", "cores"), ("memory_mebibytes", "MiB", "memory_mebibytes")):
+        if getattr(more, name) and getattr(own, name) and getattr(above, name) > getattr(most, name):
+            raise ValueError(
+                f"the pod would have {getattr(above, name)} {unit} above its requests, and this node allows {getattr(most, name)} "
+                f"(enforcement.max_growth_{setting})"
+            )
+
+
+def _refuse_full(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuName, around: Surroundings) -> None:
+    more, after = _more(allocation, resized, gpu), ledger.occupy(resized)
+    others = [a for a in ledger.on(gpu) if a.id != allocation.id]
+    bursts = sum(around.beyond(a, gpu) for a in (*others, resized))
+    size = min(ledger.gpu_registry.by_name[gpu].memory_mebibytes, around.memory_mebibytes.get(gpu, 1 << 62))
+    excess = (after.in_force(gpu) + Amounts(0, bursts)).beyond(Amounts(CORES_PER_GPU, size))
+    if more.cores and excess.cores:
+        needed, left, unit = more.cores, more.cores - excess.cores, "cores"
+        held = {a.describe(): a.grown_on(gpu).cores for a in others}
+    elif more.memory_mebibytes and excess.memory_mebibytes:
+        needed, left, unit = more.memory_mebibytes, more.memory_mebibytes - excess.memory_mebibytes, "MiB"
+        held = {a.describe(): a.grown_on(gpu).memory_mebibytes + around.beyond(a, gpu) for a in others}
+    else:
+        return
+    holder = max(held, key=lambda name: held[name], default="")
+    by = f"; {holder} has {held[holder]} {unit} above its request there" if held.get(holder) else ""
+    raise ValueError(f"GPU {gpu} has {max(0, left)} {unit} left for it, and it needs {needed} more{by}")

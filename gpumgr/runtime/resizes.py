@@ -1,0 +1,90 @@
+"""Resizes of running containers: decides requests, saves the decisions, and reports them. See `gpumgr.ledger.resize`.
+
+The decision is on disk before any limit changes: the limits of an evaluation are those of the ledger. A request is kept with its
+allocation, so that neither a crash nor a restart decides it again.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.history import about
+from gpumgr.agent.pods import undecided_resize
+from gpumgr.agent.ports import Pods
+from gpumgr.common.errors import CheckpointError
+from gpumgr.common.units import Amounts, Resource
+from gpumgr.ledger.history import RESIZED, HistoryEntry
+from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.resize import Surroundings, decide
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.runtime.bursts import Enforced
+from gpumgr.runtime.container_events import AgentRecords
+
+log = structlog.get_logger(__name__)
+
+#: Reason of the event of a pod with a container that is not resized.
+REFUSED: Final = "GpuResizeRefused"
+
+
+class Resizes:
+    """`obstacle`: see Surroundings."""
+
+    def __init__(self, records: AgentRecords, pods: Pods, *, obstacle: Callable[[tuple[str, ...], Resource], str | None]) -> None:
+        self._records, self._pods, self._obstacle = records, pods, obstacle
+        #: (container, GPU) -> the number of the evaluation that lowers its memory there. Nothing grows there before that is in force.
+        self._lowered: dict[AllocationOnGpu, int] = {}
+
+    async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts, number: int, enforced: Enforced) -> bool:
+        """Decides the new requests; returns whether the ledger has changed. `use`: what the containers of `ledger` use. `most`: see
+        Surroundings. `number`: the next evaluation of limits; `enforced`: what was in force when this sample was read."""
+        self._lowered = {
+            place: since
+            for place, since in self._lowered.items()
+            if place[0] in ledger.allocations and (since > enforced.number or place[0] in enforced.obstacles)
+        }
+        lowered = {gpu for _, gpu in self._lowered}
+        gpus = self._records.inventory.gpus(ledger.gpu_registry)
+        around = Surroundings(
+            # What the driver reports of a suspended container is not what it has.
+            used_bytes={
+                place: None if place[0] in self._records.suspensions else each.memory_bytes
+                for place, each in use.containers.items()
+            },
+            memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
+            most=most,
+            obstacle=self._obstacle,
+            lowered=lowered,
+        )
+        entries: list[HistoryEntry] = []
+
+        def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
+            for a in [each for name, each in now.allocations.items() if name in ledger.allocations]:
+                asked = undecided_resize(a, self._pods)
+                after = decide(now, a, asked, around) if asked is not None else None
+                if after is not None:
+                    for gpu in a.gpus:
+                        if after.limits_on(gpu).memory_mebibytes < a.limits_on(gpu).memory_mebibytes:
+                            self._lowered[a.id, gpu] = number
+                            lowered.add(gpu)
+                    entries.append(about(a, _entry(a, after)))
+                    now = now.occupy(after)
+            return now, entries
+
+        try:
+            await self._records.change(decided)
+        except CheckpointError as error:
+            log.error("resize_not_saved", error=str(error), consequence="the limits stay; it is tried again with the next sample")
+            return False
+        for entry in entries:
+            write = log.info if entry.code == RESIZED else log.warning
+            write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)
+        return bool(entries)
+
+
+def _entry(before: Allocation, after: Allocation) -> HistoryEntry:
+    assert after.resize is not None
+    if why := after.resize.refused:
+        return HistoryEntry(what="event", code=REFUSED, why=f"container {after.container or '?'} is not resized: {why}")
+    changes = [f"{after.limits_on(gpu)} of GPU {gpu}, before {before.limits_on(gpu)}" for gpu in after.gpus]
+    return HistoryEntry(what="event", code=RESIZED, why=f"container {after.container or '?'} may use {'; '.join(changes)}")

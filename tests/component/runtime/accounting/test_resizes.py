@@ -1,0 +1,258 @@
+"""Resizes on a node of two GPUs with 2 GiB each: decisions, the limits that reach the mechanisms, and what is left for others."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.common.errors import CheckpointError
+from gpumgr.common.units import Amounts
+from gpumgr.ledger.ledger import Allocation, ClaimRequest
+from gpumgr.ledger.node import node_devices
+from gpumgr.placement.pods import NO_RESIZE, PodKey, PodView, ResizeRequest
+from gpumgr.runtime.memory_limit_watcher import OverLimit
+from tests.unit.web.metrics.pictures import allocation, name_of
+
+from .node import Node, breathe
+from .test_bursts import GPU, PIDS, TRAIN, WEB, uses
+
+from tests.unit.ledger.usage.samples import container  # isort: skip
+
+
+def share(letter: str, pod: PodKey, cores: int, blocks: int, mechanism: str = "limiter") -> Allocation:
+    """Cores and blocks as masks."""
+    return replace(allocation(letter, pod, cores={0: cores}, blocks={0: blocks}), mechanisms=(mechanism,))
+
+
+#: 50 cores and 512 MiB; 30 cores and 1024 MiB.
+A, T = share("a", WEB, (1 << 50) - 1, 0b11), share("t", TRAIN, ((1 << 30) - 1) << 50, 0b111100)
+MOST = Amounts(100, 2048)
+
+
+def node_with(*allocations: Allocation, most: Amounts = MOST, burst: bool = False) -> Node:
+    node = Node(*allocations)
+    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, burst=burst, most=most))
+    for each in allocations:
+        assert each.pod is not None
+        ask(node, each.id, each.pod)
+        node.runs(container(each.id, each.pod), PIDS[each.id])
+    return node
+
+
+def ask(node: Node, letter: str, pod: PodKey, asked: ResizeRequest = NO_RESIZE, **others: object) -> None:
+    view = PodView(namespace=pod[0], name=pod[1], uid=f"uid-{letter}", resizes=(("main", asked),) if asked != NO_RESIZE else ())
+    node.pods.views[pod] = replace(view, **others)  # type: ignore[arg-type]
+
+
+def wants(cores: int | None = None, mebibytes: int | None = None, at: str = "") -> ResizeRequest:
+    return ResizeRequest(cores=cores, memory_mebibytes=mebibytes, requested_at=at)
+
+
+def limits(node: Node) -> dict[str, tuple[int, int]]:
+    """By allocation, the cores and the MiB that the mechanisms got last."""
+    _, running = node.backends.seen[-1]
+    return {each.tenant.allocation: (each.tenant.gpus[0].cores, each.tenant.gpus[0].limit_bytes >> 20) for each, _ in running}
+
+
+def offered(node: Node) -> tuple[int, int]:
+    """How many cores and blocks of GPU 0 the kubelet may still assign."""
+    state = node.agent_state
+    first, _ = node_devices(state.ledger, state.inventory.view(state.ledger.gpu_registry), failed=())
+    cores, blocks = state.ledger.held("core").get(GPU, 0), state.ledger.held("memory").get(GPU, 0)
+    return (first.healthy_cores & ~cores).bit_count(), (first.healthy_blocks & ~blocks).bit_count()
+
+
+def told(node: Node) -> list[str]:
+    return [f"{entry.code}: {entry.why}" for entry in node.told]
+
+
+async def test_growth_closes_free_ids_and_they_go_back_at_the_end() -> None:
+    node = node_with(A, T)
+    await node.sampled(uses(a=100, t=0))
+    assert (limits(node), offered(node)) == ({"a": (50, 512), "t": (30, 1024)}, (20, 2))
+    ask(node, "a", WEB, wants(60, 700))
+    await node.sampled(uses(a=100, t=0))
+    assert (limits(node)["a"], offered(node)) == ((60, 700), (10, 1)), "188 MiB close one block"
+    (entry,) = told(node)
+    assert entry == f"GpuResized: container main may use 60 cores and 700 MiB of GPU {GPU}, before 50 cores and 512 MiB"
+    await node.sampled(uses(a=700, t=0))
+    assert not node.memory_watcher.over
+    ask(node, "a", WEB)
+    await node.sampled(uses(a=100, t=0))
+    assert (limits(node)["a"], offered(node)) == ((50, 512), (20, 2)), "without the annotation it has what it requests"
+    ask(node, "a", WEB, wants(60))
+    await node.sampled(uses(a=100, t=0))
+    node.frees("a")
+    assert offered(node) == (70, 4)
+
+
+async def test_what_was_shrunk_serves_others_and_never_the_kubelet() -> None:
+    node = node_with(A, T)
+    ask(node, "a", WEB, wants(10, 256))
+    await node.sampled(uses(a=256, t=0))
+    assert (limits(node)["a"], offered(node)) == ((10, 256), (20, 2))
+    ask(node, "t", TRAIN, wants(90, 1792))
+    for _ in range(3):
+        await node.sampled(uses(a=256, t=0))
+    assert (limits(node), offered(node)) == ({"a": (10, 256), "t": (90, 1792)}, (0, 0))
+    ask(node, "a", WEB, wants(50, 256))
+    await node.sampled(uses(a=256, t=0))
+    assert (
+        "GpuResizeRefused: container main is not resized: GPU 00000000 has 0 cores left for it, and it needs 40 more; "
+        in told(node)[-1]
+    )
+    assert "team/train (main) has 60 cores above its request there" in told(node)[-1]
+    assert limits(node)["a"] == (10, 256)
+    node.frees("t")
+    ask(node, "a", WEB, wants(50, 512, at="again"))
+    await node.sampled(uses(a=256))
+    assert limits(node)["a"] == (50, 512)
+
+
+async def test_growth_waits_until_a_lower_limit_of_memory_is_in_force() -> None:
+    node = node_with(A, T)
+    node.set_timeout(0.01)
+    await node.sampled(uses(a=0, t=1024))
+    node.backends.ready.clear()
+    ask(node, "t", TRAIN, wants(mebibytes=1024 + 256))
+    ask(node, "a", WEB, wants(mebibytes=256))
+
+    def granted() -> int:
+        return node.agent_state.ledger.allocations["t"].limits_on(GPU).memory_mebibytes
+
+    await node.sampled(uses(a=0, t=1024))
+    before = granted()
+    ask(node, "t", TRAIN, wants(mebibytes=1792))
+    for _ in range(3):
+        await node.sampled(uses(a=0, t=1024))
+    assert granted() == before, "the mechanism has not lowered the limit of the other yet"
+    node.backends.ready.set()
+    await breathe()
+    for _ in range(4):
+        await node.sampled(uses(a=0, t=1024))
+        await breathe()
+    assert granted() == 1792
+
+
+async def test_a_request_is_decided_once() -> None:
+    node = node_with(A, T)
+    ask(node, "a", WEB, wants(99))
+    for _ in range(3):
+        await node.sampled(uses(a=1, t=0))
+    assert len(told(node)) == 1
+    node.frees("t")
+    await node.sampled(uses(a=1))
+    assert limits(node)["a"] == (50, 512), "the refusal stays, although the GPU has the cores now"
+    ask(node, "a", WEB, wants(99, at="now"))
+    await node.sampled(uses(a=1))
+    assert limits(node)["a"] == (99, 512)
+    assert len(told(node)) == 2
+
+
+async def test_a_decision_that_is_not_saved_changes_no_limit() -> None:
+    node = node_with(A)
+
+    def full() -> None:
+        raise CheckpointError("the disk is full")
+
+    node.agent_state.before_change = full
+    ask(node, "a", WEB, wants(20))
+    await node.sampled(uses(a=1))
+    assert (limits(node), told(node)) == ({"a": (50, 512)}, [])
+    node.agent_state.before_change = lambda: None
+    await node.sampled(uses(a=1))
+    assert limits(node) == {"a": (20, 512)}
+
+
+def whole() -> Allocation:
+    return allocation("a", WEB, cores={0: (1 << 100) - 1}, blocks={0: 0b11})
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "why"),
+    [
+        (lambda: node_with(A), wants(100), "a share of a GPU has 1 to 99 cores, not 100"),
+        (lambda: node_with(A), wants(0), "1 to 99 cores, not 0"),
+        (lambda: node_with(A), wants(mebibytes=0), "1 MiB of memory or more, not 0"),
+        (
+            lambda: node_with(A),
+            wants(mebibytes=299),
+            "it uses 300 MiB of GPU 00000000, more than 299 MiB; free memory in it first",
+        ),
+        (lambda: node_with(A), wants(mebibytes=2049), "GPU 00000000 has 1536 MiB left for it, and it needs 1537 more"),
+        (lambda: node_with(A, most=Amounts()), wants(51), "would have 1 cores above its requests, and this node allows 0"),
+        (
+            lambda: node_with(A, most=Amounts(0, 99)),
+            wants(mebibytes=612),
+            "have 100 MiB above its requests, and this node allows 99",
+        ),
+        (lambda: node_with(whole()), wants(50), "only a container with a share of a GPU can be resized"),
+        (lambda: node_with(replace(A, init=True)), wants(40), "an init container can't be resized"),
+        (lambda: node_with(share("a", WEB, 0b1, 0b11, "vcuda")), wants(mebibytes=300), "the backend vcuda can't"),
+        (lambda: node_with(share("a", WEB, 0b1, 0b11, "nvml-memory")), wants(2), "no backend limits the container's cores"),
+        (lambda: node_with(replace(A, limits={GPU: Amounts(99, 512)})), wants(40), "grants cores or memory more than once"),
+        (lambda: node_with(A), ResizeRequest(problem="it is no JSON"), "it is no JSON"),
+        (
+            lambda: node_with(
+                replace(A, device_ids={}, claim=ClaimRequest(namespace="team", name="c", uid="c", request="gpu", share_ids={}))
+            ),
+            wants(40),
+            "the capacity of a ResourceClaim is fixed by the API",
+        ),
+    ],
+)
+async def test_refusals_have_the_reason_and_change_nothing(made: Callable[[], Node], asked: ResizeRequest, why: str) -> None:
+    node = made()
+    await node.sampled(uses(a=300))
+    before = limits(node)
+    ask(node, "a", WEB, asked)
+    await node.sampled(uses(a=300))
+    assert limits(node) == before
+    (entry,) = told(node)
+    assert entry.startswith("GpuResizeRefused: container main is not resized: ")
+    assert why in entry
+    (a,) = node.agent_state.ledger.allocations.values()
+    assert a.resize is not None
+    assert why in a.resize.refused
+
+
+async def test_memory_that_is_not_known_can_not_be_taken_away() -> None:
+    node = node_with(A)
+    ask(node, "a", WEB, wants(mebibytes=256))
+    await node.sampled(replace(uses(a=1), gpus={}))
+    assert "how much memory it uses on GPU 00000000 is not known" in told(node)[0]
+
+
+async def test_the_most_counts_for_all_containers_of_a_pod_together() -> None:
+    b = replace(share("t", WEB, ((1 << 30) - 1) << 50, 0b1111_00), uid="uid-a", container="side")
+    node = node_with(A, b, most=Amounts(10, 100))
+    resizes = (("main", wants(56)), ("side", wants(35)))
+    ask(node, "a", WEB, resizes=resizes)
+    await node.sampled(uses(a=1, t=1))
+    assert sorted(each.split(":")[0] for each in told(node)) == ["GpuResizeRefused", "GpuResized"]
+    assert "the pod would have 11 cores above its requests" in " ".join(told(node))
+
+
+async def test_a_burst_uses_what_was_shrunk_and_prevents_growth() -> None:
+    full = share("t", TRAIN, 0b11 << 50, 0b1111_1100)
+    node = node_with(A, full, burst=True)
+    node.pods.views[TRAIN] = replace(node.pods.views[TRAIN], memory_limits=(("main", 2048),))
+    ask(node, "a", WEB, wants(mebibytes=100))
+    await node.sampled(uses(a=100, t=1536))
+    assert limits(node)["t"][1] == 1536 + 412
+    await node.sampled(uses(a=100, t=1836))
+    ask(node, "a", WEB, wants(mebibytes=300))
+    await node.sampled(uses(a=100, t=1836))
+    assert (
+        "has 112 MiB left for it, and it needs 200 more; team/train (main) has 300 MiB above its request there" in told(node)[-1]
+    )
+
+
+async def test_the_quarantine_and_other_gpus_are_as_before() -> None:
+    node = node_with(A)
+    ask(node, "a", WEB, wants(60))
+    await node.sampled(uses(a=1))
+    ledger = node.agent_state.ledger
+    assert ledger.available(name_of(1)) == Amounts(100, 2048)
+    assert ledger.available(GPU) == Amounts(40, 1536)
+    assert ledger.in_force(GPU) == Amounts(60, 512)
