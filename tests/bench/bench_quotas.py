@@ -9,8 +9,7 @@ import time
 from typing import NoReturn
 
 from gpumgr.cluster.core.quota import Quotas
-from gpumgr.cluster.scheduler.quota_objects import parse_resource_quota
-from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
+from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts, parse_resource_quota
 from gpumgr.cluster.simulation.tables import read_pods
 from gpumgr.settings.hami_resources import ReplicaResources
 from tests.bench.figures import Stopwatch, log_to_stderr

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from gpumgr.cluster.claims.objects import UnboundPod
-from gpumgr.cluster.core.quota import NONE_HELD, GpuKind, Held, Quotas, uniform_holding
+from gpumgr.cluster.core.quota import NONE_HELD, GpuKind, Held, Quotas, on_equal_gpus
 from gpumgr.cluster.core.request import ContainerRequest
 
 #: Kinds of GPUs with their memory in MiB.
@@ -83,7 +83,7 @@ class _Sums:
     def more(self, demand: Demand, kind: GpuKind, memory: int) -> Mapping[GpuKind, Held]:
         """What the demand adds to the sums: its claims that are not counted yet."""
         uncounted = [each for uid, each in demand.claims.items() if (uid, kind, memory) not in self._counted]
-        return uniform_holding(kind, memory, tuple(one for each in uncounted for one in each))
+        return on_equal_gpus((kind, memory, None), tuple(one for each in uncounted for one in each))
 
 
 def _refusal(demand: Demand, quotas: Quotas, sums: _Sums) -> str | None:

@@ -2,7 +2,6 @@
 set of values."""
 
 import asyncio
-import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,28 +10,18 @@ from typing import Final
 
 from aiohttp import web
 
-import gpumgr
 from gpumgr.cluster.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.lifecycle import connections, run_together, this_replica
+from gpumgr.cluster.scheduler.metrics import process_families, process_values
 from gpumgr.cluster.scheduler.pages import Routes, page_server, serve_pages
 from gpumgr.common.aio import persistently, run_until
 from gpumgr.common.prometheus_text import Family, counter, gauge, page, render_all
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
 
-_BUILD: Final = gauge("claims_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
-_LEADER: Final = gauge("claims_leader", "1 on the replica that writes.")
-_SYNCED: Final = gauge("claims_synced", "1 once all objects have been read.")
-_UNREADABLE: Final = gauge(
-    "claims_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
-)
-_SILENCE: Final = gauge(
-    "claims_api_silence_seconds",
-    "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
-    "resource",
-)
+_PROCESS: Final = process_families("claims", "writes")
 _TEMPLATES: Final = gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces.")
 _GATED: Final = gauge("claims_gated_pods", "Pods with the scheduling gate gpumgr.io/quota.")
 _REFUSED: Final = gauge("claims_refused_pods", "Pods with the gate that the quota of their namespace does not allow.")
@@ -42,7 +31,7 @@ _WRITES: Final = counter(
     "object",
     "outcome",
 )
-FAMILIES: Final = (_BUILD, _LEADER, _SYNCED, _UNREADABLE, _SILENCE, _TEMPLATES, _GATED, _REFUSED, _WRITES)
+FAMILIES: Final = (*_PROCESS, _TEMPLATES, _GATED, _REFUSED, _WRITES)
 
 
 class ClaimsPages:
@@ -58,11 +47,7 @@ class ClaimsPages:
 
     async def _scrape(self, _: web.Request) -> web.Response:
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
-            _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
-            _LEADER: {(): self._controller.leads},
-            _SYNCED: {(): self._watches.synced},
-            _UNREADABLE: {(): self._watches.unreadable},
-            _SILENCE: {(resource,): round(seconds, 1) for resource, seconds in self._watches.silences.items()},
+            **process_values(_PROCESS, self._watches, leads=self._controller.leads),
             _TEMPLATES: {(): sum(each.managed for each in self._watches.templates.values())},
             _GATED: {(): sum(each.gate is not None for each in self._watches.pods.values())},
             _REFUSED: {(): self._controller.refused},

@@ -354,7 +354,7 @@ class ClusterIndex:
     def used_without(self, name: str, uid: str) -> Used:
         """What `used` would be without this pod."""
         node = self._nodes[name]
-        return used_on(node.state, _but(node.pods, uid)) if uid in node.pods else self.used(name)
+        return used_on(node.state, [pod for pod in node.pods.values() if pod.uid != uid]) if uid in node.pods else self.used(name)
 
     # -- inside ------------------------------------------------------------------------------------------------------------
 
@@ -407,8 +407,9 @@ class ClusterIndex:
         return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
 
 
-def placed_pod(pod: Asking, node: NodeState, choice: NodeChoice) -> PlacedPod:
+def placed_pod(pod: Asking, node: NodeState | None, choice: NodeChoice) -> PlacedPod:
     """The pod on the GPUs of this choice."""
+    assert node is not None, "a node with a choice is in the index"
     shares = named_shares(node, choice)
     return PlacedPod(
         uid=pod.uid, node=node.name, request=pod.request, shares=shares, namespace=pod.namespace, priority=pod.priority
@@ -477,7 +478,3 @@ def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
     """A whole GPU has all its memory; the largest MIG device has its own."""
     whole = amounts.whole and not amounts.slices
     return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts
-
-
-def _but(pods: Mapping[str, PlacedPod], uid: str) -> Iterable[PlacedPod]:
-    return (pod for pod in pods.values() if pod.uid != uid)

@@ -233,7 +233,7 @@ class Quotas:
             return reasons
         for each in self._classes.values():
             if each.uniform is not None:
-                refusal = self.refusal(namespace, _on_equal_gpus(each.uniform, request.containers))
+                refusal = self.refusal(namespace, on_equal_gpus(each.uniform, request.containers))
             else:
                 closed = self.closed(namespace, each.gpus, request)
                 refusal = min(closed.values()) if len(closed) == len(each.gpus) else None
@@ -246,8 +246,8 @@ class Quotas:
         parts = {replace(each, gpus=1) for each in request.containers}
         found = {}
         for gpu in gpus:
-            if all(self.refusal(namespace, _on_equal_gpus(gpu, (part,))) for part in parts):
-                found[gpu] = str(self.refusal(namespace, _on_equal_gpus(gpu, request.containers)))
+            if all(self.refusal(namespace, on_equal_gpus(gpu, (part,))) for part in parts):
+                found[gpu] = str(self.refusal(namespace, on_equal_gpus(gpu, request.containers)))
         return found
 
     def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
@@ -315,7 +315,7 @@ class Quotas:
         known = self._class_of.get(node.name)
         uniform = (GpuKind(), 0, None) if known is None else known.uniform
         if uniform is not None:
-            return _on_equal_gpus(uniform, pod.request.containers)
+            return on_equal_gpus(uniform, pod.request.containers)
         positions = node.positions
         places = [[gpu if isinstance(gpu, int) else positions.get(gpu, -1) for gpu, _ in each] for each in pod.shares or ()]
         if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
@@ -372,13 +372,8 @@ def gpus_of(node: NodeState) -> list[CountedGpu]:
     return gpus or [(GpuKind("", node.model_label, node.pool), 0, None)]
 
 
-def uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs."""
-    return _on_equal_gpus((kind, memory_mebibytes, None), containers)
-
-
 @lru_cache(maxsize=4096)
-def _on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
+def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
     """What containers hold on equal GPUs, whichever GPUs they get: the kubelet reuses devices of init containers in any case."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 

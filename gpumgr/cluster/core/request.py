@@ -110,6 +110,17 @@ class PodRequest:
         """For each container with replicas: it and the containers that use the same GPUs."""
         return [SameGpus(_on_the_same_gpus(self.containers[place:])) for place in range(len(self.containers))]
 
+    @property
+    def in_total(self) -> Amounts:
+        """What kube-scheduler subtracts from a node's sums for the pod: of cores and of memory, the sum of its containers, or the largest
+        init container if that is larger. Sidecars count in both."""
+        return _in_total((each, Amounts(each.cores, each.memory_mebibytes)) for each in self.containers)
+
+    def least_in_total(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
+        """What the pod takes at least of such GPUs, however its containers reuse what init containers leave."""
+        on = ((each, each.on(gpu_mebibytes, scaling)) for each in self.containers)
+        return _in_total((each, Amounts(each.gpus * of.cores, each.gpus * of.memory_mebibytes)) for each, of in on)
+
 
 NO_REQUEST: Final = PodRequest()
 _Container = TypeVar("_Container")
@@ -214,6 +225,16 @@ def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerReques
             same.append(each)
             replicas -= 0 if each.kind == "init" else each.gpus
     return same
+
+
+def _in_total(containers: Iterable[tuple[ContainerRequest, Amounts]]) -> Amounts:
+    running = largest = NOTHING
+    for container, amounts in containers:
+        if container.kind == "init":
+            largest = largest.most(running + amounts)
+        else:
+            running = running + amounts
+    return largest.most(running)
 
 
 def _check_gpus(name: str, gpus: int) -> None:

@@ -40,7 +40,6 @@ from gpumgr.cluster.core.profiles import (
     usable_cores,
 )
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, Policy
-from gpumgr.cluster.core.summary import least_in_total
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
@@ -219,7 +218,7 @@ class Shape:
         decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
         number = _number_of((replace(self._gpu_request, constraints=decisive), allowed, self.policy))
         kinds = {(gpu.memory_mebibytes, gpu.scaling) for gpu in gpus}
-        sums = [NOTHING] if any(gpu.mig for gpu in gpus) else [least_in_total(self.request, *kind) for kind in kinds]
+        sums = [NOTHING] if any(gpu.mig for gpu in gpus) else [self.request.least_in_total(*kind) for kind in kinds]
         least = Amounts(min(each.cores for each in sums), min(each.memory_mebibytes for each in sums)) if sums else NOTHING
         return self._states.setdefault(id(state), (state, number, least))
 
@@ -372,18 +371,21 @@ class Shape:
             apart = self._apart
             yield from self._without_room(self._share, with_gpus & ~apart)
             with_gpus &= apart
-        kinds: dict[tuple[object, ...], tuple[int, Misfit, int]] = {}
+        kinds: dict[tuple[object, ...], tuple[int, float, int]] = {}
         nearest, others = self._nearest(with_gpus)
         for profile in nearest:
             found, nodes = self.examined(profile), (profile.nodes[0] | profile.nodes[1]) & with_gpus
             assert isinstance(found, Misfit), "no node fits"
-            count, best, there = kinds.get(found.reason, (0, found, 0))
-            if found.distance <= best.distance:
-                there = nodes | (there if found.distance == best.distance else 0)
-                best = found
-            kinds[found.reason] = count + nodes.bit_count(), best, there
-        for count, best, there in kinds.values():
-            yield count, self._first_name(there), replace(best, constraints=self.request.constraints)
+            count, distance, there = kinds.get(found.reason, (0, found.distance, 0))
+            if found.distance <= distance:
+                there = nodes | (there if found.distance == distance else 0)
+                distance = found.distance
+            kinds[found.reason] = count + nodes.bit_count(), distance, there
+        for count, _, there in kinds.values():
+            place = next(self._profiles.in_order(there))
+            found = self.examined(place.profile.idle if self._whole else place.profile)
+            assert isinstance(found, Misfit), "no node fits"
+            yield count, place.name, replace(found, constraints=self.request.constraints)
         if rest := reduce(or_, (each.nodes[0] | each.nodes[1] for each in others), 0) & with_gpus:
             yield rest.bit_count(), self._first_name(rest), Misfit(container=None, less=True, distance=float("inf"))
 

@@ -2,14 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from gpumgr.cluster.core.node import GpuState, NodeState, Used
-from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest
+from gpumgr.cluster.core.request import NOTHING
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.mig import has_place
-from gpumgr.placement.evaluators.replicas import Scaling
 
 #: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
 Totals = Counter[tuple[str, str, str]]
@@ -21,15 +19,8 @@ PARTS: Final = ("used", "free", "partial", "stranded", "closed")
 GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSummary:
-    """`sums`: what is free on all offered GPUs together, which is what kube-scheduler alone would count."""
-
-    totals: Totals
-    sums: Amounts
-
-
-def summarize(node: NodeState, used: Used) -> NodeSummary:
+def summarize(node: NodeState, used: Used) -> tuple[Totals, Amounts]:
+    """The totals, and what is free on all offered GPUs together, which is what kube-scheduler alone would count."""
     totals = Totals()
     for gpu, held in zip(node.gpus, used, strict=True):
         free = _free(gpu, held)
@@ -38,7 +29,7 @@ def summarize(node: NodeState, used: Used) -> NodeSummary:
         for each, amounts in (("used", held), ("stranded" if part == "full" else part, free)):
             totals["cores", gpu.model, each] += amounts.cores
             totals["memory", gpu.model, each] += amounts.memory_mebibytes
-    return NodeSummary(totals=totals, sums=free_sum(zip(node.gpus, used, strict=True)))
+    return totals, free_sum(zip(node.gpus, used, strict=True))
 
 
 def free_sum(gpus: Iterable[tuple[GpuState, Amounts]]) -> Amounts:
@@ -58,28 +49,6 @@ def _part(gpu: GpuState, held: Amounts, free: Amounts) -> str:
     if gpu.mig and not has_place(gpu.mig, held.slices):
         return "full"
     return "partial" if free.cores and free.memory_mebibytes else "full"
-
-
-def in_total(request: PodRequest) -> Amounts:
-    """What kube-scheduler subtracts from a node's sums for the pod: of cores and of memory, the sum of its containers, or the largest
-    init container if that is larger. Sidecars count in both."""
-    return _in_total((each, Amounts(each.cores, each.memory_mebibytes)) for each in request.containers)
-
-
-def least_in_total(request: PodRequest, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
-    """What the pod takes at least of GPUs with this memory and scaling, however its containers reuse what init containers leave."""
-    on = ((each, each.on(gpu_mebibytes, scaling)) for each in request.containers)
-    return _in_total((each, Amounts(each.gpus * amounts.cores, each.gpus * amounts.memory_mebibytes)) for each, amounts in on)
-
-
-def _in_total(containers: Iterable[tuple[ContainerRequest, Amounts]]) -> Amounts:
-    running = largest = NOTHING
-    for container, amounts in containers:
-        if container.kind == "init":
-            largest = largest.most(running + amounts)
-        else:
-            running = running + amounts
-    return largest.most(running)
 
 
 def covers(sums: Amounts, wanted: Amounts) -> bool:

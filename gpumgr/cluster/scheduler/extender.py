@@ -168,11 +168,10 @@ class Extender:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
                 return FilterResult(node_names=[], failed_nodes={first: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={first: ranked.text})
-        if pod.uid in self._rejections.pods:
-            self._rejections.remove(pod.uid)
+        self._rejections.pods.pop(pod.uid, None)
         if self._settings.candidates == 1:
             name, choice = ranked[0]
-            self._place(pod, self._placed_on(pod, name, choice))
+            self._place(pod, placed_pod(pod, self._index.node(name), choice))
         elif self._preemption.kept:
             self._preemption.restore(pod.uid)
         return FilterResult(node_names=[name for name, _ in ranked])
@@ -194,7 +193,7 @@ class Extender:
         written = bound or pod.uid in self._sending | self._unsettled
         if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
             return PreemptResult()
-        if not self._preemption.keeps(pod.uid):
+        if pod.uid not in self._preemption.kept:
             self._forget(pod.uid)
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
@@ -381,7 +380,7 @@ class Extender:
             raise BindingError(choice.text)
         if isinstance(choice, Misfit):
             raise BindingError(f"node {node} {explain([(node, choice)])}")
-        return self._placed_on(pod, node, choice)
+        return placed_pod(pod, state, choice)
 
     async def _read_pod(self, namespace: str, name: str, uid: str) -> WatchedPod:
         """Raises BindingError, which is `uncertain` unless this pod has ended or does not exist."""
@@ -398,11 +397,6 @@ class Extender:
         if phase in TERMINAL_PHASES:
             raise BindingError(f"the pod has ended ({phase})")
         return pod
-
-    def _placed_on(self, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:
-        node = self._index.node(name)
-        assert node is not None, "a node with a choice is in the index"
-        return placed_pod(pod, node, choice)
 
     def _place(self, pod: WatchedPod, placed: PlacedPod) -> None:
         self._assume(pod, placed)

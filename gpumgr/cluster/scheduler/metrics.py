@@ -19,6 +19,7 @@ from gpumgr.cluster.core.summary import GPU_PARTS, PARTS, Totals
 from gpumgr.cluster.scheduler.api import KINDS, Kind
 from gpumgr.cluster.scheduler.objects import Inventory
 from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.cluster.scheduler.wire import FilterResult, PreemptResult
 from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, render_all, render_metric
 
@@ -37,17 +38,6 @@ _SECONDS: Final = Family(
     about="How long the extender took to answer a call of kube-scheduler. A rejection names no node.",
     kind="histogram",
     labels=("verb", "outcome"),
-)
-_BUILD: Final = gauge("scheduler_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
-_LEADER: Final = gauge("scheduler_leader", "1 on the replica that answers kube-scheduler.")
-_SYNCED: Final = gauge("scheduler_synced", "1 once all nodes and pods have been read.")
-_UNREADABLE: Final = gauge(
-    "scheduler_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
-)
-_SILENCE: Final = gauge(
-    "scheduler_api_silence_seconds",
-    "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
-    "resource",
 )
 _NODES: Final = gauge(
     "scheduler_nodes",
@@ -85,36 +75,47 @@ _MEMORY: Final = gauge(
     "model",
     "part",
 )
-FAMILIES: Final = (
-    _SECONDS,
-    _BUILD,
-    _LEADER,
-    _SYNCED,
-    _UNREADABLE,
-    _SILENCE,
-    _NODES,
-    _PLACED,
-    _ASSUMED,
-    _WAITING,
-    _GPUS,
-    _CORES,
-    _MEMORY,
-)
+
+
+def process_families(process: str, leader: str) -> tuple[Family, ...]:
+    """The gauges of a process with watches and a Lease, for `process_values`. `leader`: what the leader does."""
+    return (
+        gauge(f"{process}_build_info", "Version of gpumgr and of Python; always 1.", "version", "python"),
+        gauge(f"{process}_leader", f"1 on the replica that {leader}."),
+        gauge(f"{process}_synced", "1 once all objects have been read."),
+        gauge(
+            f"{process}_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
+        ),
+        gauge(
+            f"{process}_api_silence_seconds",
+            "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
+            "resource",
+        ),
+    )
+
+
+def process_values(
+    families: tuple[Family, ...], watches: ClusterWatches, *, leads: bool
+) -> dict[Family, Mapping[tuple[str, ...], float]]:
+    values: list[Mapping[tuple[str, ...], float]] = [
+        {(gpumgr.__version__, platform.python_version()): 1},
+        {(): leads},
+        {(): watches.synced},
+        {(): watches.unreadable},
+        {(resource,): round(seconds, 1) for resource, seconds in watches.silences.items()},
+    ]
+    return dict(zip(families, values, strict=True))
+
+
+_PROCESS: Final = process_families("scheduler", "answers kube-scheduler")
+FAMILIES: Final = (_SECONDS, *_PROCESS, _NODES, _PLACED, _ASSUMED, _WAITING, _GPUS, _CORES, _MEMORY)
 
 
 class SchedulerMetrics:
     def __init__(
-        self,
-        index: ClusterIndex,
-        overview: ClusterOverview,
-        *,
-        leader: Callable[[], bool],
-        synced: Callable[[], bool],
-        unreadable: Callable[[], int],
-        silences: Callable[[], Mapping[str, float]],
+        self, index: ClusterIndex, overview: ClusterOverview, watches: ClusterWatches, *, leader: Callable[[], bool]
     ) -> None:
-        self._index, self._overview, self._leader, self._synced = index, overview, leader, synced
-        self._unreadable, self._silences = unreadable, silences
+        self._index, self._overview, self._watches, self._leader = index, overview, watches, leader
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
@@ -152,11 +153,7 @@ class SchedulerMetrics:
             sizes[model] += count if what == "gpus" else 0
         shown = {model for model, _ in sizes.most_common(MAX_MODELS)}
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
-            _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
-            _LEADER: {(): self._leader()},
-            _SYNCED: {(): self._synced()},
-            _UNREADABLE: {(): self._unreadable()},
-            _SILENCE: {(resource,): round(seconds, 1) for resource, seconds in self._silences().items()},
+            **process_values(_PROCESS, self._watches, leads=self._leader()),
             _NODES: {(kind,): self._overview.inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
             _ASSUMED: {(): self._index.assumed_pods},

@@ -202,14 +202,8 @@ class WatchedPod:
         """The pod on its node; None if it is not bound, or can hold no GPU."""
         if self.node is None or not self.request.containers:
             return None
-        return PlacedPod(
-            uid=self.uid,
-            node=self.node,
-            request=self.request,
-            shares=self.shares,
-            namespace=self.namespace,
-            priority=self.priority,
-        )
+        named = {"uid": self.uid, "namespace": self.namespace}
+        return PlacedPod(**named, node=self.node, request=self.request, shares=self.shares, priority=self.priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import msgspec
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import NOTHING
-from gpumgr.cluster.core.summary import NodeSummary, Totals, frontier, summarize
+from gpumgr.cluster.core.summary import Totals, frontier, summarize
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.common.units import Amounts
 
@@ -31,7 +31,8 @@ class _Node(msgspec.Struct, frozen=True):
 
     version: int
     row: msgspec.Raw
-    summary: NodeSummary
+    totals: Totals
+    sums: Amounts
     inventory: str
 
 
@@ -70,13 +71,13 @@ class ClusterOverview:
             return
         used = self._index.used(name)
         after = _Node(
-            self.version, msgspec.Raw(msgspec.json.encode(_row(state, used, watched))), summarize(state, used), watched.inventory
+            self.version, msgspec.Raw(msgspec.json.encode(_row(state, used, watched))), *summarize(state, used), watched.inventory
         )
         self._nodes[name] = after
         self._count(after, 1)
 
     def _count(self, node: _Node, sign: int) -> None:
-        for key, amount in node.summary.totals.items():
+        for key, amount in node.totals.items():
             self.totals[key] += sign * amount
             if not self.totals[key]:
                 del self.totals[key]
@@ -92,13 +93,13 @@ class ClusterOverview:
     def sums(self, name: str) -> Amounts:
         """What is free on the node's GPUs together."""
         node = self._nodes.get(name)
-        return node.summary.sums if node is not None else NOTHING
+        return node.sums if node is not None else NOTHING
 
     @property
     def largest_sums(self) -> tuple[Amounts, ...]:
         """A request that none of these covers is too large for each node."""
         if self._frontier[0] != self.version:
-            self._frontier = self.version, frontier(node.summary.sums for node in self._nodes.values())
+            self._frontier = self.version, frontier(node.sums for node in self._nodes.values())
         return self._frontier[1]
 
     def since(self, version: int) -> dict[str, Any]:

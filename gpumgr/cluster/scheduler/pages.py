@@ -239,12 +239,5 @@ def make_pages(
 ) -> tuple[ClusterPages, SchedulerMetrics]:
     overview = ClusterOverview(index, watches.nodes)
     reasons = Reasons(index, overview, settings.scheduler.policy, quotas)
-    metrics = SchedulerMetrics(
-        index,
-        overview,
-        leader=leader,
-        synced=lambda: watches.synced,
-        unreadable=lambda: watches.unreadable,
-        silences=lambda: watches.silences,
-    )
+    metrics = SchedulerMetrics(index, overview, watches, leader=leader)
     return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

@@ -83,7 +83,7 @@ class Preemption:
                 self._seen.add(uid)
                 if eviction is not None and self._index.placement(uid) is None:
                     until = self._clock() + self._settings.nomination_seconds
-                    self._keep(self._chosen(pod, name, eviction), until, nominated=True)
+                    self._keep(placed_pod(pod, self._index.node(name), eviction.choice), until, nominated=True)
 
     def refresh(self) -> None:
         """Releases GPUs that are kept for a pod that was placed, lost its nomination, or waited too long."""
@@ -157,19 +157,12 @@ class Preemption:
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         for violations, _, _, name, eviction, there in sorted(found, key=lambda each: each[:-2]):
             if not bound and self._there(name) == there:
-                self._keep(self._chosen(pod, name, eviction), self._clock() + self._settings.assume_seconds)
+                until = self._clock() + self._settings.assume_seconds
+                self._keep(placed_pod(pod, self._index.node(name), eviction.choice), until)
                 uids = eviction.victims
                 _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(uids))
                 return PreemptResult({name: Victims([{"UID": uid} for uid in sorted(uids)], violations)})
         return PreemptResult()
-
-    def keeps(self, uid: str) -> bool:
-        return uid in self.kept
-
-    def _chosen(self, pod: WatchedPod, name: str, eviction: Eviction) -> PlacedPod:
-        node = self._index.node(name)
-        assert node is not None, "a node with an eviction is in the index"
-        return placed_pod(pod, node, eviction.choice)
 
     def _there(self, name: str) -> _There:
         return self._index.node(name), dict(self._index.pods_on(name))

@@ -11,7 +11,7 @@ from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.quota import Denied, Quotas, RankWithinQuota
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection, Shape
-from gpumgr.cluster.core.summary import covers, free_sum, in_total
+from gpumgr.cluster.core.summary import covers, free_sum
 from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.overview import ClusterOverview
@@ -61,7 +61,7 @@ class Reasons:
         """The kind of reason without the quota. The index examines only a request that may fit by its sums: most waiting pods lack
         resources in total, and kube-scheduler never passes them to the verbs."""
         await asyncio.sleep(0)
-        wanted = in_total(request)
+        wanted = request.in_total
         if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
             return "resources"
         names, shape = await self._examined(request, policy)
@@ -79,7 +79,7 @@ class Reasons:
         """Whether a node has enough in total on the GPUs that the constraints allow."""
         if request.constraints == UNCONSTRAINED:
             return True
-        wanted = in_total(request)
+        wanted = request.in_total
         for number, name in enumerate(list(self._overview.names)):
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
@@ -128,7 +128,7 @@ class Reasons:
 
     def _on(self, name: str, pod: WatchedPod) -> tuple[str, str, float]:
         """The reason, what the node has, and a number that is lower the less the node lacks."""
-        sums, wanted = self._overview.sums(name), in_total(pod.request)
+        sums, wanted = self._overview.sums(name), pod.request.in_total
         if not covers(sums, wanted):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
             return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack

@@ -73,9 +73,6 @@ class Rejections:
         due = self._clock() + _FIRST_PAUSE_SECONDS
         self.pods[pod.uid] = _Rejected(pod, policy, offered, self._looks, self._quotas.state(pod.namespace), due)
 
-    def remove(self, uid: str) -> None:
-        self.pods.pop(uid, None)
-
     def names(self, uid: str) -> Sequence[str]:
         """The nodes that were offered for a rejected pod."""
         found = self.pods.get(uid)

@@ -51,7 +51,7 @@ def make_application(
     application = web.Application(middlewares=[*middlewares, _guard(extender, frozenset(client_names))])
     bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
     verbs: Mapping[str, Handler] = {
-        "filter": partial(_answer, bodies, FilterArgs, extender.answer_filter, _failed_filter),
+        "filter": partial(_answer, bodies, FilterArgs, extender.answer_filter, lambda error: FilterResult(error=error)),
         "prioritize": partial(_answer, bodies, FilterArgs, extender.prioritize, lambda _: []),
         "preempt": partial(_answer, bodies, PreemptArgs, lambda args, _: extender.preempt(args), _no_victims),
         "bind": partial(_answer, bodies, BindArgs, lambda args, _: extender.bind(args), BindResult),
@@ -113,7 +113,8 @@ async def _answer(
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
-        return _json(failed(_bug(request, error)))
+        _log.error("verb_failed", path=request.path, error=repr(error), exc_info=error)
+        return _json(failed("gpumgr scheduler failed to answer; see its log"))
 
 
 async def _read(bodies: Bodies, request: web.Request, kind: type[_Args]) -> _Args:
@@ -130,19 +131,10 @@ async def _read(bodies: Bodies, request: web.Request, kind: type[_Args]) -> _Arg
         raise _RequestError(f"the body is no request of extender/v1: {error}") from error
 
 
-def _failed_filter(error: str) -> FilterResult:
-    return FilterResult(error=error)
-
-
 def _no_victims(error: str) -> PreemptResult:
     """The response to `preempt` has no field `Error`, so the error is logged."""
     _log.warning("preemption_refused", reason=error)
     return PreemptResult()
-
-
-def _bug(request: web.Request, error: Exception) -> str:
-    _log.error("verb_failed", path=request.path, error=repr(error), exc_info=error)
-    return "gpumgr scheduler failed to answer; see its log"
 
 
 def _json(result: _Result) -> web.Response:

@@ -22,8 +22,7 @@ from gpumgr.cluster.scheduler.objects import (
     parse_node,
     parse_watched_pod,
 )
-from gpumgr.cluster.scheduler.quota_objects import WatchedResourceQuota, parse_resource_quota
-from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
+from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts, WatchedResourceQuota, parse_resource_quota
 from gpumgr.common.aio import in_slices, run_until
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import VCUDA_NAMES

@@ -18,7 +18,7 @@ from gpumgr.cli.place import StateFile
 from gpumgr.cli.simulate_live import read_object
 from gpumgr.cluster.claims import objects as claims
 from gpumgr.cluster.scheduler.objects import QuotaLabels, decode_pod, parse_node, parse_watched_pod
-from gpumgr.cluster.scheduler.quota_objects import GPU_ADMISSION_KEY, PLAIN_KEY, parse_quotas
+from gpumgr.cluster.scheduler.quota_sources import GPU_ADMISSION_KEY, PLAIN_KEY, parse_quotas
 from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.cluster.simulation.json_text import JsonText
 from gpumgr.common.errors import GpumgrError

@@ -20,7 +20,7 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.profiles import FreeCores
 from gpumgr.cluster.core.request import PodRequest, Policy, Shares
 from gpumgr.cluster.core.shape import Rejection, least_stranded, stranded
-from gpumgr.cluster.core.summary import covers, least_in_total
+from gpumgr.cluster.core.summary import covers
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
@@ -548,7 +548,7 @@ def test_a_pod_that_fits_takes_no_less_than_is_required_in_total(data: st.DataOb
     choice = choose(node, (Amounts(),) * 4, wanted, data.draw(st.sampled_from(POLICIES)))
     if isinstance(choice, NodeChoice):
         taken = sum(choice.taken.values(), Amounts())
-        assert covers(taken, least_in_total(wanted, node.gpus[0].memory_mebibytes, node.gpus[0].scaling))
+        assert covers(taken, wanted.least_in_total(node.gpus[0].memory_mebibytes, node.gpus[0].scaling))
 
 
 def choose_share(node: NodeState, cores: int) -> NodeChoice:

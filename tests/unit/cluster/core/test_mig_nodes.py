@@ -191,12 +191,10 @@ def test_a_placement_fits_only_as_long_as_its_place_and_mode_are_there() -> None
 
 def test_a_full_gpu_of_mig_devices_counts_as_full() -> None:
     parts = {
-        part
-        for (what, _, part), count in summarize(ONE, (Amounts(98, 69888, 7, 0x7F),)).totals.items()
-        if what == "gpus" and count
+        part for (what, _, part), count in summarize(ONE, (Amounts(98, 69888, 7, 0x7F),))[0].items() if what == "gpus" and count
     }
     assert parts == {"full"}
-    parts = {part for (what, _, part), count in summarize(ONE, (held(1),)).totals.items() if what == "gpus" and count}
+    parts = {part for (what, _, part), count in summarize(ONE, (held(1),))[0].items() if what == "gpus" and count}
     assert parts == {"partial"}
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from gpumgr.cluster.core.node import GpuState, NodeState
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
-from gpumgr.cluster.core.summary import covers, frontier, in_total, summarize
+from gpumgr.cluster.core.summary import covers, frontier, summarize
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
 
@@ -33,15 +33,15 @@ def request(*containers: tuple[ContainerKind, int, int, int]) -> PodRequest:
 )
 def test_what_kube_scheduler_subtracts_for_a_pod(containers: list[tuple[ContainerKind, int, int, int]], wanted: Amounts) -> None:
     """Source: Kubernetes' PodRequests, with init containers that restart."""
-    assert in_total(request(*containers)) == wanted
+    assert request(*containers).in_total == wanted
 
 
 def test_each_amount_is_in_one_part() -> None:
     gpus = [GpuState(model="A", memory_mebibytes=MEMORY)] * 4
     gpus += [GpuState(model="B", memory_mebibytes=MEMORY, cordoned=True), GpuState(model="B", memory_mebibytes=MEMORY)]
     used = (Amounts(), Amounts(60, 300), Amounts(100, 400), Amounts(30, MEMORY), Amounts(10, 100), Amounts(160, 2 * MEMORY))
-    found = summarize(NodeState(name="n", gpus=tuple(gpus)), used)
-    assert {key: amount for key, amount in found.totals.items() if amount} == {
+    totals, sums = summarize(NodeState(name="n", gpus=tuple(gpus)), used)
+    assert {key: amount for key, amount in totals.items() if amount} == {
         ("gpus", "A", "free"): 1,
         ("gpus", "A", "partial"): 1,
         ("gpus", "A", "full"): 2,
@@ -60,7 +60,7 @@ def test_each_amount_is_in_one_part() -> None:
         ("memory", "B", "closed"): 900,
         ("memory", "B", "used"): 2100,
     }
-    assert found.sums == Amounts(210, 2300), "of the GPUs that are offered; more than all is not less than nothing"
+    assert sums == Amounts(210, 2300), "of the GPUs that are offered; more than all is not less than nothing"
 
 
 def test_the_frontier_covers_what_any_of_the_sums_covers() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
-from gpumgr.cluster.scheduler.quota_objects import WatchedQuotas, parse_quotas
+from gpumgr.cluster.scheduler.quota_sources import WatchedQuotas, parse_quotas
 
 
 def parsed(**data: str) -> WatchedQuotas:

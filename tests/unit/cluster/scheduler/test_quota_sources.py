@@ -10,8 +10,7 @@ import pytest
 
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.scheduler import quota_sources
-from gpumgr.cluster.scheduler.quota_objects import WatchedQuotas, WatchedResourceQuota, parse_quotas
-from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts
+from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts, WatchedQuotas, WatchedResourceQuota, parse_quotas
 
 CONFIGURED = Limit(cores=100)
 
