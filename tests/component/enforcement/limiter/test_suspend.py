@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.enforcement.limiter.page_files import PageFiles
-from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Container, Node, Target, Tenant, hooks
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Container, Node, Target, Tenant, claim_work, hooks
 from tools.limiter import LIBRARY, SHARED, compile_program
 
 _GIB = 1024 * MIB
@@ -239,10 +239,10 @@ def test_the_librarys_thread_does_not_enter_the_locked_driver(node: Node, tmp_pa
     containers = [Container(tmp_path / str(number), share_percent=50) for number in range(2)]
     node.arbitrate(containers)
     tenant, agent = _with_memory(node, containers[0]), node.start()
-    tenant.send("work second 100 1")
-    while not containers[0].wants_or_has_work():
-        time.sleep(0.001)
     with _pages(containers[0]) as files:
+        tenant.send("work second 100 1")
+        while files.slots()[0].gpus[0].launches < 2:  # after the one that loads the code
+            time.sleep(0.001)
         files.suspend()
         _step(agent, "lock", tenant)
         while containers[0].wants_or_has_work():
@@ -252,6 +252,18 @@ def test_the_librarys_thread_does_not_enter_the_locked_driver(node: Node, tmp_pa
         files.resume()
         assert tenant.answer()[0] == 0
         assert tenant.ask("work products 100 1")[0] == 0
+
+
+def test_what_a_suspended_container_says_of_its_work_counts_for_nothing(node: Node, tmp_path: Path) -> None:
+    """As a thread that entered the driver too late, which says so until the resume."""
+    containers = [Container(tmp_path / str(number), share_percent=50) for number in range(2)]
+    arbiter = node.arbitrate(containers)
+    with _pages(containers[0]) as files:
+        files.suspend()
+        time.sleep(0.1)
+        claim_work(containers[0].page("turn"), seconds=10)
+        assert _with_memory(node, containers[1]).ask("work products 300 1")[0] == 0
+    assert (arbiter.figures()[0], arbiter.waited_seconds()[0]) == ((0, 0, 0), 0)
 
 
 @pytest.mark.parametrize("until", _STEPS)
@@ -285,6 +297,18 @@ def test_neighbours_keep_their_shares_and_waiting_for_the_resume_is_no_waiting_f
     agent.send(f"suspend {tenants[0].pid} 2000 {milliseconds} 3 {containers[0].folder / 'pages'}")
     held = [100 * gpu / elapsed for result, gpu, elapsed in (tenant.answer() for tenant in tenants) if result == 0]
     assert agent.answer() == (0, asked, 2)
-    suspended = milliseconds / 10_000 + 0.01
+    suspended = milliseconds / 10_000 + 0.01  # with the 100 ms before the lock
     assert held == pytest.approx([25 * (1 - suspended), 75 + 25 * suspended], abs=3)
     assert arbiter.waited_seconds()[0] == pytest.approx(7.5 * (1 - suspended), abs=0.4)
+
+
+def test_a_tenant_that_limits_itself_is_not_charged_for_the_time(node: Node, tmp_path: Path) -> None:
+    """No arbiter runs. It had work when it was suspended."""
+    container = Container(tmp_path / "0", share_percent=50)
+    tenant, agent = node.start(container, clock=True), node.start(clock=True)
+    assert tenant.ask("init 0")[0] == 0
+    tenant.send("work products 10000 2")
+    agent.send(f"suspend {tenant.pid} 2000 4000 2 {container.folder / 'pages'}")
+    result, gpu, elapsed = tenant.answer()
+    assert agent.answer()[0] == result == 0
+    assert 100 * gpu / elapsed == pytest.approx(50 * (1 - 0.41), abs=3)
