@@ -42,8 +42,9 @@ bench-placement: venv ## compare placement policies on traces (TRACES=folder), i
 bench-docs: venv ## put the table of build/bench.json into docs/benchmarks.md
 	@$(PYTHON) -m tests.bench --document docs/benchmarks.md
 
-hardware: venv ## measure the limits on this machine's NVIDIA GPU (root, 8 minutes; results in build/hardware)
+hardware: venv ## measure the limits on this machine's NVIDIA GPU (root, 12 minutes; results in build/hardware)
 	@$(PYTHON) -m tests.hardware $(ARGS)
+	@$(PYTHON) -m tests.hardware.suspend
 
 # -- keep it right ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gpumgr.sim.nodes import load_node
+from tests.component.enforcement.limiter.harness import Node, compile_all
 from tests.hardware.bare import ROOT
 from tests.hardware.measure import TORCH_ALLOCATORS, TORCH_LOADS
 from tests.lab.files import CONTROL_PROGRAM, LabFiles, obstacle
@@ -97,3 +98,17 @@ def test_a_machine_with_nothing_but_python_and_a_folder_of_wheels_measures(fake:
 def test_a_mechanism_that_can_not_be_used_is_a_failure_with_its_reason(fake: Path, tmp_path: Path) -> None:
     status, result = measured(fake, "out", tmp_path / "out", "hami-core")
     assert (status, result["obstacle"]) == (1, "no library was given: --hami-core FILE")
+
+
+@pytest.mark.parametrize(("failures", "status", "said"), [("", 0, ""), ("restore 0 999\n", 1, "agent, restore")])
+def test_a_suspension_is_measured_until_a_step_fails(failures: str, status: int, said: str, tmp_path: Path) -> None:
+    compile_all(tmp_path)
+    node = Node(tmp_path, tmp_path)
+    node.fail_steps(failures)
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "FAKE_GPU": str(tmp_path / "gpu")}
+    command = [sys.executable, "-m", "tests.hardware.suspend", "2:2", "3:1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+    rows = [line.partition(":")[0] for line in done.stdout.splitlines() if "GiB" in line]
+    assert rows == ([] if failures else ["2 GiB, 2 of 2 rounds", "3 GiB, 1 of 1 rounds"])

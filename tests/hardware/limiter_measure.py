@@ -58,12 +58,12 @@ def _say(*words: object) -> None:
     print(f"{time.monotonic() - (_DEADLINE - 140):6.1f}", *words, flush=True)
 
 
-def _may_mount() -> bool:
+def may_mount() -> bool:
     """Where not, each tenant gets a library that looks for its pages in their own folder."""
     return subprocess.run(["unshare", "-m", "mount", "--make-rprivate", "/"], check=False).returncode == 0
 
 
-def _first_gpu() -> bytes:
+def first_gpu() -> bytes:
     cuda = ctypes.CDLL("libcuda.so.1")
     uuid = (ctypes.c_ubyte * 16)()
     for result in (cuda.cuInit(0), cuda.cuDeviceGetUuid_v2(uuid, 0)):
@@ -72,7 +72,9 @@ def _first_gpu() -> bytes:
     return bytes(uuid)
 
 
-class _Pages:
+class Pages:
+    """A tenant's pages."""
+
     def __init__(self, folder: Path, uuid: bytes) -> None:
         self.folder = folder
         self._uuid = uuid
@@ -104,17 +106,27 @@ class _Pages:
     def reserved_bytes(self) -> int:
         return self._use(0)
 
+    def suspend(self, suspended: int) -> None:
+        if suspended:
+            with (self.folder / f"use.{_VERSION}").open("r+b") as use:
+                use.seek(12)
+                use.write(bytes(4))
+        os.pwrite(self.descriptors[0], struct.pack("<I", suspended), 12)
+
+    def resume_requested(self) -> bool:
+        return any((self.folder / f"use.{_VERSION}").read_bytes()[12:16])
+
     def _use(self, offset: int) -> int:
         return int(struct.unpack_from("<Q", (self.folder / f"use.{_VERSION}").read_bytes(), _HEAD + offset)[0])
 
 
-class _Tenant:
-    """`command`: of its program."""
+class PagedTenant:
+    """A tenant that has these pages, or none. `command`: of its program."""
 
     def __init__(
         self,
         name: str,
-        pages: _Pages | None,
+        pages: Pages | None,
         library: Path,
         *,
         mounts: bool = False,
@@ -153,6 +165,10 @@ class _Tenant:
             return "", f"{self.name} has not answered {command!r} within {seconds} s"
         return lines[0], "" if lines[0] else f"{self.name} ended with {self._process.wait()}"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def cpu_seconds(self) -> float:
         words = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
@@ -167,15 +183,15 @@ class _Measurement:
         compile_library(LIBRARY, folder)
         compile_library(ARBITER, folder)
         compile_program(folder / "tenant", [_MEMORY_TENANT])
-        mounts = self._mounts = _may_mount()
+        mounts = self._mounts = may_mount()
         _say("compiled; tenants have mount namespaces:", mounts)
         self._arbiter = ctypes.CDLL(str(folder / ARBITER))
-        uuid = self._uuid = _first_gpu()
+        uuid = self._uuid = first_gpu()
         if mounts:
             Path("/etc/gpumgr").mkdir(exist_ok=True)
         library = folder / LIBRARY
-        self._limited = [_Tenant(f"t{n}", _Pages(folder / f"t{n}", uuid), library, mounts=mounts) for n in range(3)]
-        self._bare = _Tenant("bare", None, folder)
+        self._limited = [PagedTenant(f"t{n}", Pages(folder / f"t{n}", uuid), library, mounts=mounts) for n in range(3)]
+        self._bare = PagedTenant("bare", None, folder)
         self._numbers: dict[str, int] = {}
         for tenant in self._limited:
             if tenant.pages:
@@ -204,10 +220,10 @@ class _Measurement:
 
     def _memory(self, kind: str) -> None:
         """What a program gets of one kind, in steps of 64 MiB, of a limit in which the context is not counted."""
-        pages = _Pages(self._folder / kind, self._uuid)
+        pages = Pages(self._folder / kind, self._uuid)
         pages.set_share(0, _MEMORY_LIMIT_BYTES)
         program = (str(self._folder / "tenant"), "proc")
-        tenant = _Tenant(kind, pages, self._folder / LIBRARY, mounts=self._mounts, command=program)
+        tenant = PagedTenant(kind, pages, self._folder / LIBRARY, mounts=self._mounts, command=program)
         try:
             for command in ("init 0", f"grab {kind} {64 * _MIB} {2 * _MEMORY_LIMIT_BYTES}"):
                 line, error = tenant.ask_line(command, 20)
@@ -220,10 +236,10 @@ class _Measurement:
         finally:
             tenant.kill()
 
-    def _ask(self, tenants: Sequence[_Tenant], command: str, seconds: float) -> list[tuple[_Tenant, Mapping[str, Any]]]:
+    def _ask(self, tenants: Sequence[PagedTenant], command: str, seconds: float) -> list[tuple[PagedTenant, Mapping[str, Any]]]:
         answers: dict[str, Mapping[str, Any]] = {}
 
-        def ask(tenant: _Tenant) -> None:
+        def ask(tenant: PagedTenant) -> None:
             answers[tenant.name] = tenant.ask(command, seconds)
 
         threads = [threading.Thread(target=ask, args=(tenant,)) for tenant in tenants]
@@ -233,7 +249,7 @@ class _Measurement:
             thread.join()
         return [(tenant, answers[tenant.name]) for tenant in tenants]
 
-    def _figures(self, tenant: _Tenant) -> tuple[int, int, int]:
+    def _figures(self, tenant: PagedTenant) -> tuple[int, int, int]:
         """Nanoseconds held, overruns, nanoseconds waited."""
         figures = (ctypes.c_uint64 * 4)()
         self._arbiter.gm_arbiter_figures(self._numbers[tenant.name], figures)

@@ -8,6 +8,12 @@ info            cuMemGetInfo; `free_bytes`, `total_bytes`
 grab STEP MOST  allocates STEP bytes at a time until a refusal or until it has MOST; `granted_bytes`
 free            frees all allocations
 work SECONDS    launches kernels that keep the whole GPU busy; `launches`, `seconds`
+fill BYTE       sets each byte of all allocations
+check BYTE      how many allocations have another first or last byte: `wrong`
+lock PID        lets calls of CUDA by another process wait, after its work has ended, within 10 s; `seconds`
+checkpoint PID  moves the memory of a locked process to the host; `seconds`
+restore PID     moves it back; `seconds`
+unlock PID      lets its calls go on; `seconds`
 """
 
 import ctypes
@@ -46,6 +52,7 @@ _THREADS = 256
 #: multiprocessor would give a small share small launches. It fills the largest GPU (132 multiprocessors of 8 blocks) several times.
 BLOCKS = 8192
 _ROUNDS = 20_000
+_LOCK_MILLISECONDS = 10_000
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 Answer = dict[str, Any]
@@ -59,7 +66,7 @@ class Tenant:
         self._device = ctypes.c_int()
         self._context = ctypes.c_void_p()
         self._function: ctypes.c_void_p | None = None
-        self._allocations: list[ctypes.c_uint64] = []
+        self._allocations: list[tuple[ctypes.c_uint64, int]] = []
 
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._cuda, name)(*arguments)
@@ -89,13 +96,13 @@ class Tenant:
                 self._call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(step_bytes))
             except Refused as refused:
                 return {"granted_bytes": granted, "result": refused.result}
-            self._allocations.append(at)
+            self._allocations.append((at, step_bytes))
             granted += step_bytes
         return {"granted_bytes": granted}
 
     def free(self) -> Answer:
         while self._allocations:
-            self._call("cuMemFree_v2", self._allocations.pop())
+            self._call("cuMemFree_v2", self._allocations.pop()[0])
         return {}
 
     def work(self, seconds: int) -> Answer:
@@ -117,6 +124,40 @@ class Tenant:
         finally:
             self._call("cuMemFree_v2", out)
         return {"launches": launches, "seconds": time.monotonic() - begun}
+
+    def fill(self, byte: int) -> Answer:
+        for at, size_bytes in self._allocations:
+            self._call("cuMemsetD8_v2", at, ctypes.c_ubyte(byte), ctypes.c_size_t(size_bytes))
+        self._call("cuCtxSynchronize")
+        return {}
+
+    def check(self, byte: int) -> Answer:
+        wrong = 0
+        for at, size_bytes in self._allocations:
+            found = (ctypes.c_ubyte * 2)()
+            for place, offset in enumerate((0, size_bytes - 1)):
+                source = ctypes.c_uint64(at.value + offset)
+                self._call("cuMemcpyDtoH_v2", ctypes.byref(found, place), source, ctypes.c_size_t(1))
+            wrong += bytes(found) != bytes([byte] * 2)
+        return {"wrong": wrong}
+
+    def lock(self, pid: int) -> Answer:
+        return self._step("Lock", pid, _LOCK_MILLISECONDS)
+
+    def checkpoint(self, pid: int) -> Answer:
+        return self._step("Checkpoint", pid)
+
+    def restore(self, pid: int) -> Answer:
+        return self._step("Restore", pid)
+
+    def unlock(self, pid: int) -> Answer:
+        return self._step("Unlock", pid)
+
+    def _step(self, name: str, pid: int, first_word: int = 0) -> Answer:
+        self._call("cuInit", 0)
+        begun = time.monotonic()
+        self._call(f"cuCheckpointProcess{name}", pid, (ctypes.c_uint64 * 8)(first_word))
+        return {"seconds": time.monotonic() - begun}
 
 
 class Refused(Exception):

@@ -36,7 +36,7 @@ struct event { struct ctx *ctx; uint64_t at; int recorded; int64_t end_ns; struc
 enum { PLAIN, MANAGED, ARRAY, MIPMAPPED, HANDLE, POOLED, HOST, RANGE, IMPORTED };
 /* Requests of up to 1 MiB share blocks of 2 MiB; a block is freed with the last of them, and no hole in it is used again. */
 struct block { P at; uint64_t used; int live, kind; struct ctx *ctx; struct block *next; };
-struct memory { P at; uint64_t bytes; int kind, device, references, mappings; struct ctx *ctx; struct block *block; struct pool *pool; struct memory *of, *next; };
+struct memory { P at; uint64_t bytes; int kind, device, references, mappings; struct ctx *ctx; struct block *block; struct pool *pool; struct memory *of, *next; unsigned char value; /* of its last memset */ };
 struct pool { uint64_t reserved, used, high, threshold; int device, host, destroyed; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -548,10 +548,20 @@ API_PTSZ(cuMemsetD2D8Async, (P at, size_t pitch, unsigned char value, size_t wid
 API_PTSZ(cuMemsetD2D32Async, (P at, size_t pitch, unsigned value, size_t width, size_t rows, V stream), (at, pitch, value, width, rows, S)) { (void)at, (void)pitch, (void)value; return move(stream, width * rows * 4, SET_BYTES_PER_US); }
 API(cuLaunchGridAsync, (V f, int x, int y, V stream)) { return x && y ? launch(f, stream_of(stream, 0)) : INVALID; }
 API(cuMemcpyHtoD_v2, (P to, const void *from, size_t n)) { UNSAFE(); (void)to, (void)from, (void)n; return OK; }
-API(cuMemcpyDtoH_v2, (void *to, P from, size_t n)) { UNSAFE(); (void)to, (void)from, (void)n; return OK; }
 API_PTSZ(cuMemsetD8Async, (P at, unsigned char value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n, SET_BYTES_PER_US); }
 API_PTSZ(cuMemsetD32Async, (P at, unsigned value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n * 4, SET_BYTES_PER_US); }
-API(cuMemsetD8_v2, (P at, unsigned char value, size_t n)) { (void)at, (void)value; return move(stream_of(NULL, 0), n, SET_BYTES_PER_US); }
+/* The byte that the last memset of this memory wrote; `set`: writes it. */
+static unsigned char byte_at(P at, int set, unsigned char value) {
+    pthread_mutex_lock(&lock);
+    struct memory *m = memories;
+    while (m && (m->kind != PLAIN || at < m->at || at >= m->at + m->bytes)) m = m->next;
+    if (m && set) m->value = value;
+    value = m ? m->value : 0;
+    pthread_mutex_unlock(&lock);
+    return value;
+}
+API(cuMemcpyDtoH_v2, (void *to, P from, size_t n)) { UNSAFE(); memset(to, byte_at(from, 0, 0), n); return OK; }
+API(cuMemsetD8_v2, (P at, unsigned char value, size_t n)) { byte_at(at, 1, value); return move(stream_of(NULL, 0), n, SET_BYTES_PER_US); }
 
 /* Memory */
 static struct memory *add(P at, uint64_t bytes, int kind, D d) {
