@@ -155,8 +155,8 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     appeared = {each["metadata"]["name"]: created(each) for each in refused}
     denied = {name: found for name, found in denials(node.cluster, begun).items() if name in appeared}
     assert set(denied) == set(appeared)
-    rolled = Update(begun, gap.spans, publishing.spans)
-    outside = outside_of([rolled], appeared, denied)
+    rolled = Update(begun, gap.spans)
+    outside = outside_of([rolled], publishing.spans, appeared, denied)
     assert not outside, (outside, rolled)
     assert "waiting_for_other_agent" in {line["event"] for line in agent.log()}
     keep_figures({"rolling_update_gap_seconds": round(gap.seconds, 3), "rolling_update_refused_pods": len(refused)})

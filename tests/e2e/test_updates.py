@@ -25,9 +25,11 @@ from .node import Node, shown
 from .places import AGENT_STATE, NODE
 from .processes import wait_until, whole_lines
 
-UPDATES: Final = 6
+UPDATES: Final = 20
 UPDATES_OF_OLDER_NODE: Final = 3
 ARRIVES_EVERY_SECONDS: Final = 0.25
+#: So many of the pods that arrived last exist: the GPUs have room for all of them, also on a slow machine.
+ARRIVED_PODS: Final = 60
 #: How the kubelet's log reports a pod that it does not admit.
 DENIED: Final = '"Pod admission denied"'
 #: What it says if the connection of the plugin has ended, and the kubelet has not noted yet that the devices are gone.
@@ -43,14 +45,13 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Update:
-    """When the former agent was asked to end; when the kubelet had no devices, and when its node object had none.
+    """When the former agent was asked to end, and when the kubelet had no devices.
 
     An older kubelet may lose them twice: the end of the former agent's stream disconnects the next one, which registers again.
     """
 
     asked: float
     gaps: Sequence[Span]
-    unpublished: Sequence[Span]
 
     @property
     def seconds(self) -> float:
@@ -59,7 +60,7 @@ class Update:
 
 
 class Arrivals:
-    """Creates a pod with a GPU again and again in a thread while the block lasts.
+    """Creates a pod with a GPU again and again in a thread while the block lasts, and deletes the oldest.
 
     The kubelet admits it, and then waits for a volume that does not exist: containers would load the machine and lengthen the gaps.
     """
@@ -87,6 +88,8 @@ class Arrivals:
             name = f"arriving-{number}"
             self._api.request("POST", PODS, pod(name, [main], volumes=missing))
             self.created[name] = time.monotonic()
+            if number >= ARRIVED_PODS:
+                self._api.request("DELETE", f"{PODS}/arriving-{number - ARRIVED_PODS}?gracePeriodSeconds=1")
             if self._stopping.wait(ARRIVES_EVERY_SECONDS):
                 return
 
@@ -136,16 +139,16 @@ def published(cluster: Cluster) -> Iterator[Gap]:
     api.close()
 
 
-def update(cluster: Cluster, former: Agent, following: Agent) -> Update:
+def update(former: Agent, following: Agent) -> Update:
     """Replaces an agent as a DaemonSet with a surge does."""
-    with published(cluster) as publishing, Gap(former.offers, every_seconds=0.005) as gap:
+    with Gap(former.offers, every_seconds=0.005) as gap:
         following.start(wait=False)
         wait_until("the next agent waits only for the former one's end", following.is_ready)
         asked = time.monotonic()
         assert former.stop() == 0
         following.wait_offered()
     # On a busy machine the watch can be too slow to see a gap. Then the gap lies within its longest time without a sign of life.
-    return Update(asked, gap.spans or [gap.longest], publishing.spans)
+    return Update(asked, gap.spans or [gap.longest])
 
 
 def run_updates(node: Node, number: int) -> dict[str, Any]:
@@ -153,19 +156,17 @@ def run_updates(node: Node, number: int) -> dict[str, Any]:
     updates: list[Update] = []
     loads, begun = [], time.monotonic()
     with taking_turns(node) as agents:
-        with Arrivals(node.cluster) as arrivals:
+        with published(node.cluster) as publishing, Arrivals(node.cluster) as arrivals:
             for _ in range(number):
                 loads.append(os.getloadavg()[0])
-                before = list(arrivals.created)
-                updates.append(update(node.cluster, *agents))
+                updates.append(update(*agents))
                 agents.reverse()
-                node.cluster.delete(before[-200:])
         # The kubelet has decided on all of them before an agent is stopped without a successor.
         node.delete(list(arrivals.created))
         node.run([gpu_pod("later", 20, 20)])
         node.check()
         refused = {name: found for name, found in denials(node.cluster, begun).items() if name in arrivals.created}
-    outside = outside_of(updates, arrivals.created, refused)
+    outside = outside_of(updates, publishing.spans, arrivals.created, refused)
     lengths = [round(each.seconds, 3) for each in updates]
     figures = {
         "gap_seconds": lengths,
@@ -181,15 +182,19 @@ def run_updates(node: Node, number: int) -> dict[str, Any]:
 
 
 def outside_of(
-    updates: Sequence[Update], created: Mapping[str, float], refused: Mapping[str, tuple[float, str]]
+    updates: Sequence[Update],
+    unpublished: Iterable[Span],
+    created: Mapping[str, float],
+    refused: Mapping[str, tuple[float, str]],
 ) -> dict[str, str]:
-    """The refused pods, with the lines of the log, for which no update is the reason. `created`: when, at the latest."""
+    """The refused pods, with the lines of the log, for which no update is the reason. `unpublished`: when the node object had no devices;
+    `created`: when, at the latest."""
     gaps = [span for each in updates for span in with_disconnected(each, refused.values())]
-    unpublished = [(begun, end + NODE_WATCH_SECONDS) for each in updates for begun, end in each.unpublished]
+    late = [(begun, end + NODE_WATCH_SECONDS) for begun, end in unpublished]
     return {
         name: line
         for name, (at, line) in refused.items()
-        if not within([*gaps, *unpublished] if UNPUBLISHED in line else gaps, created[name], at)
+        if not within([*gaps, *late] if UNPUBLISHED in line else gaps, created[name], at)
     }
 
 
