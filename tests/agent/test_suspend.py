@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -85,9 +87,8 @@ class Driver:
 
     async def row(self, pod: SimPod) -> dict[str, Any]:
         async with aiohttp.ClientSession() as http, http.get(f"{self.node.url}/api/state") as answer:
-            (found,) = [each for each in (await answer.json())["containers"] if each["pod"] == pod.name]
-        assert isinstance(found, dict)
-        return found
+            found = [each for each in (await answer.json())["containers"] if each["pod"] == pod.name]
+        return dict(found[0]) if found else {"suspension": None, "memory_used_bytes": None}  # the page is older than the pod
 
     async def until_state(self, pod: SimPod, state: str, reason: str = "") -> None:
         async def reached() -> None:
@@ -160,3 +161,164 @@ async def test_a_pod_is_suspended_and_resumed_by_its_annotation(bounded: Path) -
         await driver.until_state(pod, "")
         assert (driver.state(pod), driver.holds_calls(pod)) == (RUNNING, False)
         assert driver.calls() == ["Lock", "Checkpoint", "Restore", "Unlock"]
+
+
+async def test_a_call_of_cuda_asks_for_the_resume(bounded: Path) -> None:
+    async with driver_on(bounded) as driver:
+        pod = await sleeping(driver)
+        driver.ask(pod)
+        await driver.until_state(pod, "")
+        assert (driver.state(pod), driver.holds_calls(pod)) == (RUNNING, False)
+        assert (await driver.node.metrics())["gpumgr_resume_wait_seconds_count", frozenset()] == 1
+        await driver.annotate(pod, suspend=None)  # it has no state to end
+        await driver.node.agent_log.until("container_resumed")
+
+
+@pytest.mark.parametrize("function", ["Lock", "Checkpoint", "Restore", "Unlock"])
+@pytest.mark.parametrize("helper_ends", [False, True])
+async def test_the_next_agent_continues_where_the_last_one_was_killed(bounded: Path, function: str, helper_ends: bool) -> None:
+    async with driver_on(bounded) as driver:
+        pod = driver.node.pod("sleeper", app(10, 4))
+        await driver.node.run(pod)
+        driver.works(pod)
+        waits = driver.waits(function)
+        await driver.annotate(pod, suspend="true")
+        if function in ("Restore", "Unlock"):
+            await driver.until_state(pod, "suspended")
+            driver.works(pod, 0)
+            await driver.annotate(pod, suspend="false")
+        await until(lambda: function in driver.calls())
+        await driver.node.agent.kill()
+        if helper_ends:  # without an agent, the helper ends its operation
+            waits.unlink()
+        await driver.node.start_agent(driver.environ)
+        waits.unlink(missing_ok=True)
+        if function in ("Lock", "Checkpoint"):
+            await driver.until_state(pod, "suspended")
+            driver.works(pod, 0)
+            await driver.annotate(pod, suspend="false")
+        await driver.until_state(pod, "")
+        assert (driver.state(pod), driver.holds_calls(pod)) == (RUNNING, False)
+
+
+@pytest.mark.parametrize("function", ["Lock", "Checkpoint", "Restore", "Unlock"])
+async def test_a_killed_helper_leaves_a_container_that_is_resumed(bounded: Path, function: str) -> None:
+    async with driver_on(bounded) as driver:
+        pod = driver.node.pod("sleeper", app(10, 4))
+        await driver.node.run(pod)
+        driver.works(pod)
+        waits = driver.waits(function)
+        await driver.annotate(pod, suspend="true")
+        if function in ("Restore", "Unlock"):
+            await driver.until_state(pod, "suspended")
+            driver.works(pod, 0)
+            await driver.annotate(pod, suspend="false")
+        await until(lambda: function in driver.calls())
+        (helper,) = helpers(driver.node.agent.pid)
+        waits.unlink()
+        os.kill(helper, signal.SIGKILL)
+        await driver.annotate(pod, suspend="false")
+        await driver.node.agent_log.until("container_resumed")
+        await driver.until_state(pod, "")
+        assert (driver.state(pod), driver.holds_calls(pod)) == (RUNNING, False)
+
+
+@pytest.mark.parametrize("state", ["suspending", "suspended", "resuming"])
+async def test_a_tenant_that_ends_is_forgotten(bounded: Path, state: str) -> None:
+    async with driver_on(bounded) as driver:
+        pod = driver.node.pod("sleeper", app(10, 4))
+        await driver.node.run(pod)
+        driver.works(pod)
+        waits = {"suspending": driver.waits("Checkpoint"), "resuming": driver.waits("Restore")}
+        await driver.annotate(pod, suspend="true")
+        if state != "suspending":
+            waits["suspending"].unlink()
+            await driver.until_state(pod, "suspended")
+            await driver.annotate(pod, suspend="false" if state == "resuming" else "true")
+        await driver.until_state(pod, state)
+        driver.node.delete(pod)
+        for each in waits.values():
+            each.unlink(missing_ok=True)
+        await until(lambda: not driver.node.ledger().allocations)
+        after = driver.node.pod("after", app(10, 4))
+        assert (await driver.node.run(after)).phase == "Running"
+        driver.works(after)
+        await driver.annotate(after, suspend="true")
+        await driver.until_state(after, "suspended")
+
+
+async def test_what_can_not_be_suspended_runs_on(bounded: Path) -> None:
+    async with driver_on(bounded, version="550.90.07") as driver:
+        pod = driver.node.pod("worker", app(10, 4))
+        await driver.node.run(pod)
+        driver.works(pod)
+        await driver.annotate(pod, suspend="true")
+        await until_event(driver, pod, "GpuSuspendRefused", "needs a driver of version 570 or newer")
+        await driver.annotate(pod, suspend="please")
+        await until_event(driver, pod, "GpuSuspendRefused", 'must be "true" or "false"')
+        assert (driver.calls(), driver.holds_calls(pod)) == ([], False)
+
+
+async def test_a_process_that_fails_is_reported(bounded: Path) -> None:
+    async with driver_on(bounded) as driver:
+        pod = await sleeping(driver)
+        (driver.folder / str(driver.pid(pod))).write_text(FAILED)
+        await driver.annotate(pod, suspend="false")
+        await driver.until_state(pod, "failed", "delete the pod")
+        await until_event(driver, pod, "GpuSuspendFailed", "delete the pod")
+        await driver.node.agent.kill()
+        await driver.node.start_agent(driver.environ)
+        await driver.until_state(pod, "failed", "delete the pod")
+
+
+async def test_a_resume_waits_for_a_burst_in_the_order_of_demand(bounded: Path) -> None:
+    """The GPU has 4 GiB: two sleepers have 1000 MiB each, and the burst of a third takes them."""
+    async with driver_on(bounded) as driver:
+        first, second = await sleeping(driver, "first"), await sleeping(driver, "second")
+        greedy = driver.node.pod("greedy", app(10, 4))
+        await driver.node.run(greedy)
+        assert driver.node.gpus_of(greedy) == driver.node.gpus_of(first) == driver.node.gpus_of(second)
+        await driver.annotate(greedy, memory_limit='{"main": 4096}')
+        await until(lambda: limit_mebibytes(driver, greedy) == 4096)
+        driver.node.use(greedy, memory_bytes=3500 * MIB)
+        await until_used(driver, greedy, 3500)
+        driver.ask(first)
+        await driver.until_state(first, "suspended", "it waits for 404 MiB of GPU")
+        await until_event(driver, first, "GpuResumeWaits", "used by demo/greedy (main) (3500 MiB)")
+        driver.ask(second)
+        await driver.until_state(second, "suspended", "demo/first (main), which is before it")
+        await until(lambda: limit_mebibytes(driver, greedy) == 3500)
+        driver.node.use(greedy, memory_bytes=2500 * MIB)
+        await driver.until_state(first, "")
+        driver.works(first)
+        await driver.until_state(second, "suspended", "used by demo/greedy (main) (2500 MiB)")
+        driver.node.use(greedy, memory_bytes=1000 * MIB)
+        await driver.until_state(second, "")
+
+
+def limit_mebibytes(driver: Driver, pod: SimPod) -> int:
+    (limits,) = pages.decode_limits(driver.page(pod, "limits").read_bytes())
+    return limits.memory_bytes // MIB
+
+
+async def until_event(driver: Driver, pod: SimPod, reason: str, text: str) -> None:
+    async def events() -> list[str]:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{driver.node.url}/api/pods/{pod.namespace}/{pod.name}") as answer,
+        ):
+            return [entry["why"] for entry in (await answer.json())["history"] if entry.get("code") == reason]
+
+    while not any(text in why for why in await events()):  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.05)
+
+
+async def until_used(driver: Driver, pod: SimPod, mebibytes: int) -> None:
+    while (await driver.row(pod))["memory_used_bytes"] != mebibytes * MIB:  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.05)
+
+
+def helpers(agent: int | None) -> list[int]:
+    """The helper processes of the agent."""
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return [int(pid) for pid in children if b"cuda_checkpoint" in Path(f"/proc/{pid}/cmdline").read_bytes()]
