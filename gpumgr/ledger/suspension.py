@@ -124,11 +124,11 @@ def obstacle(
 
 def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, default_seconds: float) -> float | None:
     """After how many idle seconds the container is to be suspended; None: never. `default_seconds`: the node's setting, 0: never."""
-    if view is None or view.deleted or view.ended:
+    if view is None or view.deleted or view.ended or view.suspend is False:
         return None
     if view.suspend:
         return AGAIN_SECONDS if known is not None else 0.0
-    return view.suspend_when_idle_seconds if view.suspend_when_idle_seconds is not None else default_seconds or None
+    return (default_seconds if view.suspend_when_idle_seconds is None else view.suspend_when_idle_seconds) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +164,9 @@ def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | No
 
 
 def missing_bytes(need_bytes: int, guaranteed_bytes: int, *, free_bytes: int, unused_bytes: int) -> int:
-    """How much memory a GPU lacks for a resume; 0: it can begin. `guaranteed_bytes`: the part of the need that the ledger counts. Memory
-    that others were granted and do not use (`unused_bytes`) is left to them, except to the part above that: it exists where memory is
-    granted more than once, and goes to the first that needs it."""
+    """How much memory a GPU lacks for a resume; 0: it can begin. `guaranteed_bytes`: what the container must find beside the memory that
+    others were granted and do not use (`unused_bytes`): its request, and more if it had more. Where memory is granted more than once, it
+    is only what the ledger counts, and the rest goes to the first that needs it."""
     return max(0, need_bytes - free_bytes, guaranteed_bytes - max(0, free_bytes - unused_bytes))
 
 

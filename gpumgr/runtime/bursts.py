@@ -257,7 +257,7 @@ class Bursts:
             granted, limit = allocation.gpus[gpu].memory_mebibytes << 20, allocation.limits_on(gpu).memory_mebibytes << 20
             missing = missing_bytes(
                 need_bytes,
-                need_bytes if granted == limit else min(need_bytes, granted),
+                max(need_bytes, granted) if granted == limit else granted,
                 free_bytes=free_bytes,
                 unused_bytes=unused_bytes(others.values(), self._granted_bytes(ledger, gpu)),
             )

@@ -1,4 +1,5 @@
-"""Any history of grants, bursts and ends on one GPU: granted requests never exceed it, and what bursts hold is closed for others.
+"""Any history of grants, bursts, suspensions and ends on one GPU: granted requests never exceed it, and what bursts hold is closed for
+others. No container that runs loses memory, and a suspended one finds its memory again once the others end.
 
 What containers use changes between two evaluations, so grants and limits are decided with figures of the last one.
 """
@@ -11,11 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, RESOURCES, Resource
-from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start
+from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, unused_bytes
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request, choose
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.node import NodeView, node_devices
+from gpumgr.ledger.suspension import missing_bytes
 from tests.unit.ledger.nodes import app, empty, node_of, pod
 
 BLOCKS = 16
@@ -24,13 +26,15 @@ MIB = 1 << 20
 
 
 class Gpu(RuleBasedStateMachine):
-    """Figures in MiB. `wanted`: the limits of containers that may burst; `limits`: what is in force; `used`: what the driver gave."""
+    """Figures in MiB. `wanted`: the limits of containers that may burst; `limits`: what is in force; `used`: what the driver gave; `away`:
+    what suspended containers had."""
 
     @initialize()
     def start(self) -> None:
         self.ledger, self.node = empty([BLOCKS]), node_of(empty([BLOCKS]).gpu_registry)
         (self.gpu,) = self.ledger.gpu_registry.gpus
         self.used, self.wanted, self.limits = dict[str, int](), dict[str, int](), dict[str, int]()
+        self.away = dict[str, int]()
         self.number = 0
 
     @property
@@ -48,15 +52,21 @@ class Gpu(RuleBasedStateMachine):
                 used_bytes=self.used[name] * MIB,
             )
             for name in self.ledger.allocations
+            if name not in self.away
         }
+
+    @property
+    def granted(self) -> int:
+        """What the containers that are not suspended were granted."""
+        return self.ledger.used(self.gpu.name).memory_mebibytes - sum(map(self.request, self.away))
 
     @rule()
     def evaluate(self, *, starting: bool = False) -> None:
         memories = self.memories()
-        granted = self.ledger.used(self.gpu.name).memory_mebibytes
-        now = limits_now(memories, free_bytes=self.free * MIB, granted_bytes=granted * MIB, starting=starting)
+        now = limits_now(memories, free_bytes=self.free * MIB, granted_bytes=self.granted * MIB, starting=starting)
         self.limits = {name: size // MIB for name, size in now.items()}
         held = sum(each.burst_bytes for each in memories.values()) // MIB
+        held += sum(max(0, size - self.request(name)) for name, size in self.away.items())
         self.node = replace(self.node, burst_mebibytes={self.gpu.name: held} if held else {})
         for name, size in self.limits.items():
             assert self.request(name) <= size <= max(self.request(name), self.wanted[name])
@@ -88,7 +98,7 @@ class Gpu(RuleBasedStateMachine):
         self.evaluate(starting=True)
         others = self.memories()
         own = others.pop(name)
-        granted = self.ledger.used(self.gpu.name).memory_mebibytes
+        granted = self.granted
         if obstacle_to_start(others, own, free_bytes=self.free * MIB, granted_bytes=granted * MIB, slack_bytes=0):
             self.end(name)
         self.evaluate()
@@ -103,16 +113,47 @@ class Gpu(RuleBasedStateMachine):
         held = grant(view, self.ledger, caller, kind, masks, new_id=name, now=0.0, why="")
         self.ledger = self.ledger.occupy(held)
 
-    @precondition(lambda self: self.ledger.allocations)
+    @precondition(lambda self: self.limits)
     @rule(choice=st.integers(0), demand=st.none() | st.integers(0, MEMORY))
     def use(self, choice: int, demand: int | None) -> None:
         """A container frees memory, or asks for more: up to the limit in force (None: all of that), and the driver refuses what the GPU
         does not have."""
-        names = sorted(self.ledger.allocations)
+        names = sorted(self.limits)
         name = names[choice % len(names)]
         demand = self.limits[name] if demand is None else demand
         if demand <= self.used[name] or (demand <= self.limits[name] and demand - self.used[name] <= self.free):
             self.used[name] = demand
+
+    @precondition(lambda self: self.limits)
+    @rule(choice=st.integers(0))
+    def suspend(self, choice: int) -> None:
+        names = sorted(self.limits)
+        name = names[choice % len(names)]
+        self.away[name], self.used[name] = self.used[name], 0
+        self.evaluate()
+
+    @precondition(lambda self: self.away)
+    @rule(choice=st.integers(0), evaluated=st.booleans())
+    def resume(self, choice: int, *, evaluated: bool) -> None:
+        names = sorted(self.away)
+        name = names[choice % len(names)]
+        self.evaluate(starting=True)
+        if not self.missing(name):
+            self.used[name] = self.away.pop(name)
+        if evaluated:
+            self.evaluate()
+        else:
+            self.limits[name] = max(self.request(name), self.used[name])
+
+    def missing(self, name: str) -> int:
+        need = self.away[name] * MIB
+        unused = unused_bytes(self.memories().values(), self.granted * MIB)
+        return missing_bytes(need, max(need, self.request(name) * MIB), free_bytes=self.free * MIB, unused_bytes=unused)
+
+    @invariant()
+    def the_last_one_finds_its_memory(self) -> None:
+        if len(self.ledger.allocations) == 1:
+            assert not any(map(self.missing, self.away))
 
     @precondition(lambda self: self.ledger.allocations)
     @rule(choice=st.integers(0))
@@ -124,6 +165,12 @@ class Gpu(RuleBasedStateMachine):
     def end(self, name: str) -> None:
         self.ledger = self.ledger.free([name])
         del self.used[name], self.wanted[name]
+        self.away.pop(name, None)
+        self.limits.pop(name, None)
+
+    @invariant()
+    def the_gpu_has_what_is_used(self) -> None:
+        assert self.free >= 0
 
     @invariant()
     def granted_requests_fit(self) -> None:
@@ -132,7 +179,7 @@ class Gpu(RuleBasedStateMachine):
     @invariant()
     def a_single_burst_leaves_all_requests_their_memory(self) -> None:
         if sum(limit > self.request(name) for name, limit in self.wanted.items()) <= 1:
-            unused = sum(max(0, self.request(name) - used) for name, used in self.used.items())
+            unused = sum(max(0, self.request(name) - used) for name, used in self.used.items() if name not in self.away)
             assert unused <= self.free
 
 

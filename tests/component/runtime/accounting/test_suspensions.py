@@ -1,0 +1,226 @@
+"""Suspensions on a node of two GPUs with 2 GiB each: when containers are suspended and resumed, and what a next agent continues."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
+from gpumgr.ledger.usage.node_use import TurnUse
+from gpumgr.placement.pods import PodView
+from gpumgr.placement.topology.devices import NodeSample
+from gpumgr.runtime import suspensions
+from gpumgr.runtime.memory_limit_watcher import OverLimit
+from tests.unit.ledger.usage.samples import container
+
+from .node import Node, breathe
+from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, share, uses
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspensions, "HOLD_SECONDS", 0.0)
+
+
+def demanding(node: Node, **fields: object) -> None:
+    node.pods.views[WEB] = replace(PodView(namespace="team", name="web", uid="uid-a"), **fields)  # type: ignore[arg-type]
+
+
+def with_driver(node: Node, version: str = "580.95.05") -> Node:
+    inventory = node.agent_state.inventory
+    node.agent_state.inventory = replace(inventory, snapshot=replace(inventory.snapshot, driver_version=version))
+    return node
+
+
+def running(*, mechanism: str = "limiter", **fields: object) -> Node:
+    """The pod of `a` has these fields; its process uses 500 MiB."""
+    node = with_driver(Node(share("a", WEB, 0b11, mechanism)))
+    demanding(node, **fields)
+    node.runs(container("a", WEB), PIDS["a"])
+    return node
+
+
+async def sampled(node: Node, sample: NodeSample | None = None, *, after_seconds: float = 1.0) -> None:
+    """Two evaluations: the operation that the first one began has ended, if the driver ends it."""
+    for seconds in (after_seconds, 1.0):
+        await node.sampled(sample or uses(a=500), after_seconds=seconds)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # threads
+
+
+async def ask(node: Node) -> None:
+    """A call of CUDA in the container of `a` waits."""
+    node.backends.asking.add("a")
+    looking = asyncio.create_task(node.memory_watcher.suspensions.run())
+    await breathe()
+    looking.cancel()
+
+
+def state(node: Node) -> State | None:
+    known = node.agent_state.suspensions.get("a")
+    return None if known is None else known.state
+
+
+def events(node: Node, code: str) -> list[str]:
+    return [entry.why for entry in node.told if entry.code == code]
+
+
+async def test_states_are_saved_before_their_steps() -> None:
+    node = running(suspend=True)
+    await sampled(node)
+    assert (node.mover.done, node.agent_state.saved) == ([("suspend", "a")], [("a", "suspending"), ("a", "suspended")])
+    assert node.backends.held == {"a"}
+    assert (node.meter.moves, events(node, "GpuSuspended")) == (
+        [("suspend", 500 * MIB)],
+        ["the container is suspended: 500 MiB of its GPU memory are in the host's memory"],
+    )
+    demanding(node)
+    await sampled(node, uses(a=0))
+    assert node.agent_state.saved[2:] == [("a", "suspended"), ("a", "resuming"), ("a", "running"), ("a", None)]
+    assert (node.backends.held, node.mover.done[1:]) == (set(), [("resume", "a")])
+
+
+async def test_an_idle_container_is_suspended_and_its_call_resumes_it() -> None:
+    node = running(suspend_when_idle_seconds=60.0)
+    await sampled(node, after_seconds=50.0)
+    await sampled(node, after_seconds=50.0)
+    assert state(node) is None
+    node.backends.by_turns = {("a", GPU): TurnUse(held_seconds=0.0, waited_seconds=0.0, launches=5, overruns=0)}
+    await sampled(node, after_seconds=20.0)
+    assert state(node) is None, "it worked"
+    await sampled(node, after_seconds=60.0)
+    assert state(node) == "suspended"
+    await ask(node)
+    await sampled(node, uses(a=0))
+    assert (state(node), len(node.meter.waits)) == (None, 1)
+    await sampled(node, after_seconds=50.0)
+    assert state(node) is None, "the time begins again"
+
+
+async def test_the_nodes_setting_counts_without_an_annotation() -> None:
+    node = running()
+    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, suspend_when_idle_seconds=30.0))
+    await sampled(node, after_seconds=1.0)
+    await sampled(node, after_seconds=40.0)
+    assert state(node) == "suspended"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: with_driver(running(suspend=True), "560.1"), "version 570 or newer"),
+        (lambda: running(suspend=True, mechanism="mps"), "clients of MPS"),
+        (lambda: running(suspend_ignored="it must be true"), "it must be true"),
+        (lambda: running(suspend_when_idle_seconds=0.5, mechanism="hami-core"), "only the backend limiter notices"),
+    ],
+)
+async def test_a_refusal_is_reported_once_and_nothing_is_locked(make: Callable[[], Node], why: str) -> None:
+    node = make()
+    for _ in range(3):
+        await sampled(node)
+    (reason,) = events(node, "GpuSuspendRefused")
+    assert why in reason
+    assert (node.mover.done, node.agent_state.saved, node.backends.held) == ([], [], set())
+
+
+async def test_the_host_must_hold_the_memory() -> None:
+    node = running(suspend=True)
+    node.host.left = HostMemory(node_bytes=1 << 40, cgroup_bytes=600 * MIB)
+    await sampled(node)
+    assert "its memory limit leaves less" in events(node, "GpuSuspendRefused")[0]
+    node.host.left = HostMemory(node_bytes=1 << 40)
+    await sampled(node)
+    assert state(node) == "suspended"
+
+
+@pytest.mark.parametrize(("began", "verb", "ends"), [("suspending", "suspend", "suspended"), ("resuming", "resume", None)])
+async def test_an_operation_of_an_earlier_agent_is_continued(began: State, verb: str, ends: State | None) -> None:
+    node = running(suspend=True if ends else None)
+    node.agent_state.suspensions = {"a": Suspension(state=began, processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB})}
+    await sampled(node, uses(a=0))
+    assert (node.mover.done, state(node)) == ([(verb, "a")], ends)
+
+
+async def test_a_suspended_container_without_a_saved_state_is_resumed() -> None:
+    node = running()
+    node.backends.held.add("a")
+    await sampled(node, uses(a=0))
+    assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
+
+
+async def test_the_state_of_a_container_that_has_ended_is_dropped() -> None:
+    node = running(suspend=True)
+    await sampled(node)
+    node.runtime.ended.add(PIDS["a"])
+    node.runs(container("a", WEB, attempt=1), 99)
+    await node.sampled(uses(), after_seconds=1.0)
+    assert state(node) is None
+
+
+async def test_a_failed_suspension_leaves_the_container_running_and_is_tried_again_later() -> None:
+    node = running(suspend=True)
+    node.mover.answers = [Moved(pids=[11], error="work did not end")]
+    await sampled(node)
+    assert (state(node), node.backends.held) == (None, set())
+    assert "work did not end; it runs on" in events(node, "GpuSuspendRefused")[0]
+    await sampled(node)
+    assert len(node.mover.done) == 1
+    await sampled(node, after_seconds=60.0)
+    assert state(node) == "suspended"
+
+
+async def test_a_process_that_uses_the_gpu_and_stays_is_no_suspension() -> None:
+    node = running(suspend=True)
+    node.mover.answers = [Moved(pids=[12]), Moved(pids=[12])]
+    await sampled(node)
+    assert (node.mover.done, state(node)) == ([("suspend", "a"), ("resume", "a")], None)
+    assert "process 11 can't be suspended" in events(node, "GpuSuspendRefused")[0]
+
+
+async def test_processes_that_could_not_be_restored_are_resumed() -> None:
+    node = running(suspend=True)
+    node.mover.answers = [Moved(pids=[11], held=[11], error="the program ended")]
+    await sampled(node)
+    assert (node.mover.done, state(node)) == ([("suspend", "a"), ("resume", "a")], "running")
+
+
+async def test_a_failed_process_ends_the_story_with_what_to_do() -> None:
+    node = running(suspend=True)
+    node.mover.answers = [Moved(pids=[11], failed=[11], error="CUDA error 304")]
+    await sampled(node)
+    assert (state(node), node.backends.held) == ("failed", set())
+    assert "delete the pod" in events(node, "GpuSuspendFailed")[0]
+    await sampled(node)
+    assert len(node.mover.done) == 1
+
+
+async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() -> None:
+    """8 blocks: 2 are granted to `a`, 4 to `t`."""
+    node = with_driver(Node(A, T))
+    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, burst=True))
+    demanding(node, suspend=True)
+    node.pods.views[TRAIN] = PodView(namespace="team", name="train", uid="uid-t", memory_limits=(("main", 2048),))
+    node.runs(container("a", WEB), PIDS["a"])
+    node.runs(container("t", TRAIN), PIDS["t"])
+    await sampled(node, uses(a=500, t=1024))
+    assert state(node) == "suspended"
+    await sampled(node, uses(a=0, t=1024))
+    assert limit(node, "t") == 2048
+    await sampled(node, uses(a=0, t=1800))
+    await ask(node)
+    for _ in range(3):
+        await sampled(node, uses(a=0, t=1800))
+    assert (state(node), limit(node, "t")) == ("suspended", 1800)
+    assert "used by team/train (main) (1800 MiB)" in events(node, "GpuResumeWaits")[0]
+    await sampled(node, uses(a=0, t=1500))
+    assert state(node) == "running"
+
+
+def limit(node: Node, name: str) -> int:
+    _, seen = node.backends.seen[-1]
+    (found,) = [each.tenant.gpus[0].limit_bytes // MIB for each, _ in seen if each.tenant.allocation == name]
+    return found
