@@ -254,10 +254,11 @@ class Bursts:
                 continue
             memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in ledger.allocations}
             others = {name: each for name, each in memories.items() if name != allocation.id}
-            granted, limit = allocation.gpus[gpu].memory_mebibytes << 20, allocation.limits_on(gpu).memory_mebibytes << 20
+            oversubscribed = gpu in allocation.limits
+            granted = allocation.gpus[gpu] if oversubscribed else allocation.limits_on(gpu)
             missing = missing_bytes(
                 need_bytes,
-                max(need_bytes, granted) if granted == limit else granted,
+                max(granted.memory_mebibytes << 20, 0 if oversubscribed else need_bytes),
                 free_bytes=free_bytes,
                 unused_bytes=unused_bytes(others.values(), self._granted_bytes(ledger, gpu)),
             )

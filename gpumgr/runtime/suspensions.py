@@ -289,6 +289,7 @@ class Suspensions:
             log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=size)
             message = f"the container is suspended: {size >> 20} MiB of its GPU memory are in the host's memory"
             self._events.add(name, SUSPENDED, message)
+            await self._bursts.measured()  # a resume needs to know what is free now
         elif moved.held:  # they could not be restored, so a resume tries that again
             await self._save(name, begun.to("suspended", now, reason=moved.error, asked_at=now))
         else:
@@ -356,7 +357,7 @@ class Suspensions:
                 reported = kind
                 await self._save(name, known.waiting(why))
                 self._events.add_once(name, WAITS, f"the container asks to be resumed: {why}")
-                if any(allocation.limits_on(gpu) != amounts for gpu, amounts in allocation.gpus.items()):
+                if allocation.limits:  # its memory is oversubscribed
                     said = f"the containers that work on it do not fit at once: {allocation.describe()} waits ({why})"
                     entry = HistoryEntry(what="gpu", code="overcommitted", gpus=tuple(known.memory_bytes), why=said)
                     self._records.history.add_unless_repeated(entry)

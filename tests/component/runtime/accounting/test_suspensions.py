@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpumgr.common.units import Amounts
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView
@@ -94,6 +95,7 @@ async def test_an_idle_container_is_suspended_and_its_call_resumes_it() -> None:
     assert state(node) is None, "it worked"
     await sampled(node, after_seconds=60.0)
     assert state(node) == "suspended"
+    await sampled(node, uses(a=0))
     await ask(node)
     await sampled(node, uses(a=0))
     assert (state(node), len(node.meter.waits)) == (None, 1)
@@ -217,6 +219,30 @@ async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() 
     assert (state(node), limit(node, "t")) == ("suspended", 1800)
     assert "used by team/train (main) (1800 MiB)" in events(node, "GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=1500))
+    assert state(node) == "running"
+
+
+async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_so() -> None:
+    """Each counts with half of what it may use: 1024 of 2048 MiB."""
+    one, other = (
+        replace(share(letter, pod, 0b1111 << (4 * place)), limits={GPU: Amounts(1, 2048)})
+        for place, (letter, pod) in enumerate((("a", WEB), ("t", TRAIN)))
+    )
+    node = with_driver(Node(one, other))
+    demanding(node, suspend=True)
+    node.runs(container("a", WEB), PIDS["a"])
+    node.runs(container("t", TRAIN), PIDS["t"])
+    await sampled(node, uses(a=1500, t=100))
+    assert state(node) == "suspended"
+    await sampled(node, uses(a=0, t=1000))
+    await ask(node)
+    await sampled(node, uses(a=0, t=1000))
+    assert state(node) == "suspended"
+    assert "it waits for 452 MiB of GPU 00000000, used by team/train (main) (1000 MiB)" in events(node, "GpuResumeWaits")[0]
+    (said,) = [entry for entry in node.told if entry.code == "overcommitted"]
+    assert (said.what, said.gpus) == ("gpu", (GPU,))
+    assert "team/web (main) waits" in said.why
+    await sampled(node, uses(a=0, t=500))
     assert state(node) == "running"
 
 
