@@ -270,23 +270,30 @@ static void remember(pool_t pool, uint64_t at, uint64_t size) {
     if (gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &from) && !from.references)
         gm_record_add((struct gm_record){.key = at, .size = size, .pool = from.key, .type = GM_POINTER, .kind = GM_POOL, .gpu = from.gpu});
 }
-static bool graph_memory; /* has this process put allocations into graphs? */
+static uint64_t graph_devices; /* by bit: this process has put allocations of the device into graphs */
+static void into_graph(CUdevice d) {
+    if (d >= 0 && d < 64) __atomic_fetch_or(&graph_devices, 1ull << d, __ATOMIC_RELAXED);
+}
+static CUdevice device_of(CUstream stream, bool per_thread) {
+    CUresult (*ask)(CUstream, CUdevice *) =
+        (CUresult(*)(CUstream, CUdevice *))gm_driver_function(per_thread ? "cuStreamGetDevice_ptsz" : "cuStreamGetDevice");
+    CUdevice d = gm_current_device();
+    if (ask && (uintptr_t)stream > 2) ask(stream, &d);
+    return d;
+}
 static bool capturing(CUstream stream, bool per_thread) {
     const char *name = per_thread ? "cuStreamIsCapturing_ptsz" : "cuStreamIsCapturing";
     CUresult (*ask)(CUstream, int *) = (CUresult(*)(CUstream, int *))gm_driver_function(name);
     int status = 0;
     if (ask && ask(stream, &status) != CUDA_SUCCESS) return true; /* the driver answers what is wrong */
-    if (status) __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+    if (status) into_graph(device_of(stream, per_thread));
     return status != 0;
 }
 /* The pool of the stream's device. */
 static pool_t pool_of(CUstream stream, bool per_thread) {
-    CUresult (*device)(CUstream, CUdevice *) =
-        (CUresult(*)(CUstream, CUdevice *))gm_driver_function(per_thread ? "cuStreamGetDevice_ptsz" : "cuStreamGetDevice");
     CUresult (*get)(pool_t *, CUdevice) = (CUresult(*)(pool_t *, CUdevice))gm_driver_function("cuDeviceGetMemPool");
-    CUdevice d = gm_current_device();
+    CUdevice d = device_of(stream, per_thread);
     pool_t pool = NULL;
-    if (device && (uintptr_t)stream > 2) device(stream, &d);
     return get && d >= 0 && get(&pool, d) == CUDA_SUCCESS ? pool : NULL;
 }
 /* The request is reserved in steps of the pool's growth, and replaced by its real growth afterwards. It is not known before whether it
@@ -341,30 +348,36 @@ GM_WRAPPER(cuMemPoolTrimTo, (pool_t pool, size_t keep)) {
 enum { GRAPH_RESERVED_CURRENT = 2 }; /* CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT */
 void gm_graph_memory(void) {
     static uint64_t charged[64];
-    if (!__atomic_load_n(&graph_memory, __ATOMIC_RELAXED) || !gm_process()) return;
+    uint64_t devices = __atomic_load_n(&graph_devices, __ATOMIC_RELAXED);
+    if (!devices || !gm_process()) return;
     CUresult (*get)(CUdevice, int, void *) = (CUresult(*)(CUdevice, int, void *))gm_driver_function("cuDeviceGetGraphMemAttribute");
-    CUdevice d = gm_current_device();
-    int gpu = d < 0 || d >= 64 ? -1 : gm_gpu_of_device(d);
-    uint64_t bytes = 0;
-    if (gpu < 0 || !get || get(d, GRAPH_RESERVED_CURRENT, &bytes) != CUDA_SUCCESS) return;
-    uint64_t old = __atomic_exchange_n(&charged[d], bytes, __ATOMIC_SEQ_CST);
-    if (bytes > old) gm_charge(gpu, GM_GRAPH, bytes - old);
-    else gm_release(gpu, GM_GRAPH, old - bytes);
+    for (CUdevice d = 0; d < 64 && devices >> d; d++) {
+        int gpu = devices >> d & 1 ? gm_gpu_of_device(d) : -1;
+        uint64_t bytes = 0;
+        if (gpu < 0 || !get || get(d, GRAPH_RESERVED_CURRENT, &bytes) != CUDA_SUCCESS) continue;
+        uint64_t old = __atomic_exchange_n(&charged[d], bytes, __ATOMIC_SEQ_CST);
+        if (bytes > old) gm_charge(gpu, GM_GRAPH, bytes - old);
+        else gm_release(gpu, GM_GRAPH, old - bytes);
+    }
 }
 static CUresult graph(CUresult r) {
     if (r == CUDA_SUCCESS) gm_graph_memory();
     return r;
 }
-GM_WRAPPER(cuGraphAddMemAllocNode, (void **node, CUgraph g, const void *after, size_t n, void *parameters)) {
-    __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+GM_WRAPPER(cuGraphAddMemAllocNode, (void **node, CUgraph g, const void *after, size_t n, struct pool_properties *parameters)) {
+    if (parameters && parameters->where.type == 1) into_graph(parameters->where.id);
     return CALL(cuGraphAddMemAllocNode, node, g, after, n, parameters);
 }
-GM_WRAPPER(cuGraphAddNode, (void **node, CUgraph g, const void *after, size_t n, void *parameters)) {
-    __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+struct node { int type, reserved[3]; struct pool_properties pool; };
+static void node_into_graph(const struct node *x) {
+    if (x && x->type == 10 && x->pool.where.type == 1) into_graph(x->pool.where.id); /* CU_GRAPH_NODE_TYPE_MEM_ALLOC */
+}
+GM_WRAPPER(cuGraphAddNode, (void **node, CUgraph g, const void *after, size_t n, struct node *parameters)) {
+    node_into_graph(parameters);
     return CALL(cuGraphAddNode, node, g, after, n, parameters);
 }
-GM_WRAPPER(cuGraphAddNode_v2, (void **node, CUgraph g, const void *after, const void *edges, size_t n, void *parameters)) {
-    __atomic_store_n(&graph_memory, true, __ATOMIC_RELAXED);
+GM_WRAPPER(cuGraphAddNode_v2, (void **node, CUgraph g, const void *after, const void *edges, size_t n, struct node *parameters)) {
+    node_into_graph(parameters);
     return CALL(cuGraphAddNode_v2, node, g, after, edges, n, parameters);
 }
 GM_WRAPPER(cuGraphInstantiate, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n)) {

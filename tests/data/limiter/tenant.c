@@ -7,7 +7,8 @@
  *   keep N                      frees all but each Nth
  *   shapes W H D FORMAT CHANNELS FLAGS LEVELS N   N arrays, or mipmapped ones with more than one level
  *   threads N COUNT             each allocates and frees COUNT times, up to 1 MiB; some stay; how many requests failed
- *   graph STEP WHEN             a graph with an allocation gets its memory at instantiation, upload or launch; the bytes used before that
+ *   graph STEP WHEN DEVICE      a graph with an allocation of a device gets its memory at instantiation, upload or launch (capture: also at
+ *                               launch, after the allocation was captured); the bytes that the current device used before that
  *   second STEP                 a context of its own takes STEP bytes and ends; the bytes used before its end
  *   random SEED COUNT LIMIT     operations of all kinds against a model; the first one that differs, or COUNT
  *   fork KIND STEP MOST         grab by a child, which ends
@@ -193,17 +194,23 @@ static int shapes(const char *line, R *r) {
     }
     return n;
 }
-static R graph(N step, const char *when, N *used) {
-    V graph, node, exec;
+static V context;
+static R graph(N step, const char *when, int device, N *used) {
+    V graph, node, exec, other, stream = NULL;
+    P at;
     size_t n = 0, total = 0;
-    struct node allocation = {.pool = {.type = 1, .location = 1}, .bytes = (size_t)step};
+    struct node allocation = {.pool = {.type = 1, .location = 1, .id = device}, .bytes = (size_t)step};
     struct { uint64_t flags; V stream, node; int result; } with_upload = {.flags = 2};
-    R r = cuGraphCreate(&graph, 0) || cuGraphAddMemAllocNode(&node, graph, NULL, 0, &allocation) || cuGraphInstantiateWithFlags(&exec, graph, 0);
-    if (!r) r = cuMemGetInfo(&n, &total);
+    R r = cuGraphCreate(&graph, 0);
+    if (!strcmp(when, "capture")) {
+        r = cuDevicePrimaryCtxRetain(&other, device) || cuCtxSetCurrent(other) || cuStreamCreate(&stream, 1) || cuStreamBeginCapture(stream, 0);
+        if (!r) r = cuMemAllocAsync(&at, (size_t)step, stream) || cuStreamEndCapture(stream, &graph) || cuCtxSetCurrent(context);
+    } else if (!r) r = cuGraphAddMemAllocNode(&node, graph, NULL, 0, &allocation);
+    if (!r) r = cuGraphInstantiateWithFlags(&exec, graph, 0) || cuMemGetInfo(&n, &total);
     *used = (N)(total - n);
     if (r) return r;
     if (!strcmp(when, "instantiation")) return cuGraphInstantiateWithParams(&exec, graph, &with_upload);
-    return !strcmp(when, "upload") ? cuGraphUpload(exec, NULL) : cuGraphLaunch(exec, NULL);
+    return !strcmp(when, "upload") ? cuGraphUpload(exec, stream) : cuGraphLaunch(exec, stream);
 }
 static R second(N step, N *used) {
     V own;
@@ -215,7 +222,6 @@ static R second(N step, N *used) {
     return r ? r : cuCtxDestroy(own);
 }
 
-static V context;
 static R orphan(N step, N *before, N *after) {
     V pool;
     P at;
@@ -603,8 +609,9 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "threads")) each = (int)b, x = threads((int)a);
         else if (!strcmp(word, "graph")) {
             char when[16] = "";
-            sscanf(line, "%*s %*d %15s", when);
-            r = graph(a, when, &x);
+            int device = 0;
+            sscanf(line, "%*s %*d %15s %d", when, &device);
+            r = graph(a, when, device, &x);
         }
         else if (!strcmp(word, "crowd")) x = crowd((int)a);
         else if (!strcmp(word, "close")) r = dlclose(dlopen("libcuda.so.1", RTLD_NOW)) || dlclose(library);

@@ -252,8 +252,8 @@ class Container:
         since, grants = struct.unpack_from("<QI", self.page("turn").read_bytes(), _HEAD + 8)
         return bool(since) and int(grants) > turns
 
-    def reserved_bytes(self) -> int:
-        return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD)[0])
+    def reserved_bytes(self, gpu: int = 0) -> int:
+        return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD + gpu * _GPU_USE)[0])
 
     def fault(self) -> str:
         """Why the library does not limit the first process."""

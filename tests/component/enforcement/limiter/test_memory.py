@@ -172,6 +172,16 @@ def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_p
     assert container.by_kind() == {"context": CONTEXT_BYTES}
 
 
+@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+@pytest.mark.parametrize("when", ["instantiation", "upload", "launch", "capture"])
+def test_memory_of_a_graph_is_charged_on_the_gpu_of_the_allocation(node: Node, tmp_path: Path, when: str) -> None:
+    """Not on the thread's current one."""
+    container = Container(tmp_path / "a", _LIMIT, gpus=2)
+    assert _started(node, container).ask(f"graph {256 * MIB} {when} 1")[:2] == (0, CONTEXT_BYTES)
+    context = CONTEXT_BYTES if when == "capture" else 0
+    assert [container.reserved_bytes(gpu) for gpu in range(2)] == [CONTEXT_BYTES, context + 256 * MIB]
+
+
 def test_programs_see_the_share(node: Node, tmp_path: Path) -> None:
     neighbour = _started(node, None)
     container = Container(tmp_path / "a", _LIMIT)
