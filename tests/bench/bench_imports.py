@@ -29,22 +29,23 @@ print(len(sys.modules), resident, seconds)
 
 
 def footprint(imports: str) -> tuple[int, float, float]:
-    """Modules, resident MiB, milliseconds of the imports."""
+    """Modules, resident MiB, seconds of the imports."""
     command = [sys.executable, "-c", _TELL.format(imports=imports)]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-    return int(told[0]), int(told[1]) / 1024, 1000 * float(told[2])
+    return int(told[0]), int(told[1]) / 1024, float(told[2])
 
 
 def measure(rounds: int) -> dict[str, Any]:
     """Medians of `rounds`."""
     footprint(AGENT)  # bytecode and page cache
     agent, nothing = zip(*((footprint(AGENT), footprint(NOTHING)) for _ in range(rounds)), strict=True)
-    return {name: _middle(taken) for name, taken in (("agent", agent), ("interpreter", nothing))}
+    ours, bare = _middle(agent), _middle(nothing)
+    return {"agent": ours, "interpreter": bare, "beyond_interpreter_mib": round(ours["resident_mib"] - bare["resident_mib"], 1)}
 
 
 def _middle(taken: tuple[tuple[int, float, float], ...]) -> dict[str, float | int]:
-    modules, mebibytes, milliseconds = (median(column) for column in zip(*taken, strict=True))
-    return {"modules": int(modules), "resident_mib": round(mebibytes, 1), "milliseconds": round(milliseconds, 1)}
+    modules, mebibytes, seconds = (median(column) for column in zip(*taken, strict=True))
+    return {"modules": int(modules), "resident_mib": round(mebibytes, 1), "seconds": round(seconds, 4)}
 
 
 if __name__ == "__main__":
