@@ -5,11 +5,13 @@ import subprocess
 import sys
 import venv
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
+from tests.once import made_once
 from tools import PROJECT
 from tools.sbom import at_run_time
 
@@ -40,18 +42,23 @@ def build(kind: str, tree: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="package")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("wheel", PROJECT, tmp_path_factory.mktemp("wheel"))
+    return next(made_once(tmp_path_factory, "wheel", partial(build, "wheel", PROJECT)).glob("*.whl"))
 
 
 @pytest.fixture(scope="package")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("sdist", PROJECT, tmp_path_factory.mktemp("sdist"))
+    return next(made_once(tmp_path_factory, "sdist", partial(build, "sdist", PROJECT)).glob("*.tar.gz"))
 
 
 @pytest.fixture(scope="package")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """As `pip install gpumgr` does it, but that its locked dependencies are links to those of this environment."""
-    folder = tmp_path_factory.mktemp("installed")
+    folder = made_once(tmp_path_factory, "installed", partial(_install, wheel))
+    (packages,) = folder.glob("lib/python*/site-packages")
+    return Installed(folder=folder, packages=packages)
+
+
+def _install(wheel: Path, folder: Path) -> None:
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     for name in at_run_time():
@@ -61,4 +68,3 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     python = str(folder / "bin" / "python")
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     subprocess.run([*command, "--disable-pip-version-check", str(wheel)], check=True, capture_output=True)
-    return Installed(folder=folder, packages=packages)

@@ -24,9 +24,9 @@ def gpus_of(node: Stage, pod: str) -> list[int]:
 
 
 @pytest.mark.parametrize("container", [hami(gpumem=100), app(20, 1), app(100, 1)])
-@pytest.mark.parametrize(
-    ("annotations", "gpus"),
-    [
+async def test_only_demanded_gpus_are_chosen(folder: Path, container: SimContainer) -> None:
+    """Each of these pods comes to the empty node."""
+    demands: list[tuple[Mapping[str, str], list[int]]] = [
         ({}, [0]),
         ({"nvidia.com/use-gputype": "a100"}, [2]),
         ({"nvidia.com/use-gputype": "NVIDIA-Tesla"}, [0]),
@@ -35,14 +35,15 @@ def gpus_of(node: Stage, pod: str) -> list[int]:
         ({"nvidia.com/vgpu-mode": "mig,hami-core"}, [0]),
         ({"nvidia.com/use-gpuuuid": UUIDS[3]}, [3]),
         ({"gpumgr.io/avoid-gpu-uuid": f"{UUIDS[0]},{UUIDS[1]}", "nvidia.com/numa-bind": "true"}, [2]),
-    ],
-)
-async def test_only_demanded_gpus_are_chosen(
-    folder: Path, container: SimContainer, annotations: Mapping[str, str], gpus: list[int]
-) -> None:
+    ]
     async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
-        await node.run_all(node.pod("a", container, annotations=annotations))
-        assert gpus_of(node, "a") == gpus
+        for number, (annotations, gpus) in enumerate(demands):
+            pod = node.pod(f"p{number}", container, annotations=annotations)
+            await node.run_all(pod)
+            assert gpus_of(node, pod.name) == gpus, annotations
+            node.delete(pod)
+            async with node.agent.agent_state.lock:
+                await node.agent.agent_state.commit(node.ledger.free([*node.ledger.allocations]))
 
 
 @pytest.mark.parametrize("container", [hami(gpumem=100), app(20, 1)])
