@@ -1,4 +1,6 @@
-"""The daemon of fake_mps_control.py, which starts it: listens in the pipe folder, obeys commands, serves clients."""
+"""The daemon of fake_mps_control.py, which starts it: listens in the pipe folder, obeys commands, serves clients.
+
+Without dataclasses, whose import takes a third of the start; tests start hundreds of daemons."""
 
 import contextlib
 import fcntl
@@ -12,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ class Refused(Exception):
     """The command's error."""
 
 
-@dataclass
 class Limits:
-    percentage: float = 100.0
-    memory: int | None = None
+    def __init__(self) -> None:
+        self.percentage = 100.0
+        self.memory: int | None = None
 
 
 def tell_driver(gone: Iterable[int], fact: str = "") -> None:
@@ -61,17 +62,13 @@ def tell_driver(gone: Iterable[int], fact: str = "") -> None:
         lock.write((changes + 1).to_bytes(8, sys.byteorder))
 
 
-@dataclass
 class Server:
     """A child of the daemon with the real server's name. It ends with the daemon, since its standard input does."""
 
-    name: str
-    user: int
-    devices: str = "-"
-    limits: Limits = field(default_factory=Limits)
-    clients: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, user: int, devices: str = "-") -> None:
+        self.name, self.user, self.devices = name, user, devices
+        self.limits = Limits()
+        self.clients: dict[int, str] = {}
         program, *words = ("/bin/sleep", "3600") if behaviour("servers_outlive", False) else ("/bin/sh",)
         # A server of protocol 3 has a folder below the daemon's.
         environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(PIPE / self.name)}
@@ -107,10 +104,10 @@ class Server:
         tell_driver([self.pid, *self.clients])
 
 
-@dataclass
 class Namespace:
-    listener: socket.socket
-    limits: Limits = field(default_factory=Limits)
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.limits = Limits()
 
 
 class Daemon:
@@ -242,8 +239,8 @@ class Daemon:
                     server.end()
                     self.servers.clear()
                 if not self.servers:
-                    limits = Limits(self.defaults.percentage, self.defaults.memory)
-                    server = Server(name="", user=user, limits=limits)
+                    server = Server(name="", user=user)
+                    server.limits.percentage, server.limits.memory = self.defaults.percentage, self.defaults.memory
                     self.servers[str(server.pid)] = server
                     return server
             time.sleep(0.02)
