@@ -52,7 +52,7 @@ _OWN_DECODERS: Final = {
     "compat/gpu_manager/driver_files/volume_conf": "it names the line and the column of a mistake",
     "sim/apiserver": "a stand-in; it copies its own objects",
     "sim/apiserver_objects": "a stand-in; it copies its own objects",
-    "sim/kubelet_checkpoint": "a stand-in; it reads its own file",
+    "sim/kubelet_pods": "a stand-in; it reads its own file",
     "sim/nodes": "a stand-in; it reads the project's own files",
 }
 _DECODERS: Final = {
