@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from gpumgr.common.foreign_text import decode_json
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 
 

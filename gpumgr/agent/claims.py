@@ -19,11 +19,10 @@ from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
-from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.container_starts import ContainerStarts, is_share
 from gpumgr.agent.history import about
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.agent.tenants import is_share
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, LedgerError, Refusal
 from gpumgr.ledger.choose import candidates

@@ -18,8 +18,8 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, NvmlError, Refusal
 from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.instances import place_of
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice
-from gpumgr.ledger.mig_places import place_of
 from gpumgr.placement.topology.devices import Gpu, MigInstance, MigProfile
 
 log = structlog.get_logger(__name__)

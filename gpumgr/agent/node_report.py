@@ -7,7 +7,7 @@ from typing import Final
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import GpuName
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import NodeSample
 

@@ -15,7 +15,7 @@ from gpumgr.cli.rendering.formats import printable
 from gpumgr.cli.rendering.tables import open_table
 from gpumgr.cli.rendering.tables import show as show_table
 from gpumgr.common.errors import CheckpointError
-from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 
 #: Terminal width from which the reason is shown.

@@ -1,24 +1,176 @@
 """`gpumgr doctor`: checks this node, and names the remedy of each problem."""
 
 import asyncio
+import errno
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn, TextIO
 
 import click
 from rich.text import Text
 
-from gpumgr.cli.examination.checks import checks_for
-from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, examine
+from gpumgr.cli.examination import api_server, enforcement, folders, gpus, kubelet, runtime
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, aside, error_of, examine, ok, warning
 from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.rendering.tables import open_table, show
+from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import configure_log
+from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware import Hardware
 from gpumgr.settings import Settings
+from gpumgr.settings.profile import mig_offered, mig_on_demand
+from gpumgr.settings.schema import HttpSettings
+from gpumgr.web.credentials import Certificates, TokenFile
+from gpumgr.web.listening import ListenError, listen_tcp
+
+_HTTP_HUNG: Final = (
+    "check whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
+)
+
+
+async def look_at_http(http: HttpSettings) -> CheckResult:
+    """Reports what the agent itself would report: it uses the agent's readers of these files and its function to listen.
+
+    The check of an address binds it for an instant. An agent that starts in that instant ends with code 2 and is started again.
+    """
+    try:
+        await aside(lambda: _read(http))
+    except SettingsError as exception:
+        return error_of(exception, "look at http in the settings")
+    place = f"{http.address}:{http.port}" if http.port else f"any port of {http.address}"
+    scheme = "HTTPS" if http.tls_cert_file is not None else "HTTP"
+    try:
+        listeners = await listen_tcp(http.address, http.port)
+    except ListenError as exception:
+        in_use = getattr(exception.__cause__, "errno", None) == errno.EADDRINUSE
+        if in_use and await aside(lambda: _answered(http.socket)):
+            return ok(f"{place} is in use, probably by the agent that answers at {http.socket} ({scheme})")
+        return error_of(exception, "set http.address and http.port")
+    for listener in listeners:
+        listener.close()
+    return ok(f"{place} is free for {scheme}")
+
+
+def _read(http: HttpSettings) -> None:
+    """Raises SettingsError."""
+    if http.token_file is not None:
+        TokenFile(http.token_file)
+    Certificates.of(http.tls_cert_file, http.tls_key_file, http.client_ca_file)
+
+
+def _answered(path: Path) -> bool:
+    """Whether a process serves that unix socket. If the check has no permission to connect, an existing socket counts as served."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(str(path))
+        except (BlockingIOError, PermissionError):  # BlockingIOError: the backlog is full, so a process listens
+            return True
+        except OSError:
+            return False
+    return True
+
+
+#: The time limit for a peer's answer. It is shorter than the check's own limit, so that the check reports which peer did not answer.
+_SECONDS: Final = LIMIT_SECONDS * 0.4
+
+
+def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, before_start: bool = False) -> tuple[Check, ...]:
+    """`in_pod`: the command runs in a container, which has its own folders. `before_start`: an agent with these settings is about to start
+    on this node."""
+    nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
+    driver_answers = Nvml(
+        library_path=hardware.library_path,
+        timeout_seconds=nvml_seconds,
+        sysfs_root=hardware.sysfs_root,
+        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
+    )
+    seen = gpus.SharedNvml(driver_answers)
+    words = folders.backend_words(settings)
+    plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
+    cri = settings.cri
+    in_dra = settings.node.mode == "dra"
+    uses_cdi = settings.enforcement.injection == "cdi" or in_dra
+    written = dict(folders.written(settings))
+    # Folders that must be mounted from the host: the kubelet, the runtime, other containers or the restarted agent read them.
+    of_host = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
+    if in_dra:
+        of_host |= {
+            "kubelet.plugins_dir": settings.kubelet.plugins_dir,
+            "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
+        }
+    pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
+    # The second agent of a rolling update waits for the first.
+    alone = before_start and settings.process.instance is None
+    agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
+    paths = partial(folders.look_at_host_paths, of_host, hardware.proc_root, in_pod=in_pod)
+    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=hardware.proc_root)
+    cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
+    files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated, timeout_seconds=_SECONDS)
+    backends = enforcement.NodeBackends(settings, seen, hardware.proc_root, in_pod=in_pod)
+    of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
+    take_over = Check("take-over", partial(kubelet.look_at_take_over, settings), kubelet.DISKS)
+    return (
+        *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
+        *_of_gpus(settings, hardware, seen),
+        Check("mode", partial(api_server.look_at_mode, settings.node.mode), ""),
+        *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
+        Check("pod-resources", pods, kubelet.IF_HUNG),
+        Check("plugins", partial(kubelet.look_at_plugins, plugin_dir), folders.IF_HUNG),
+        Check("agent", agent, folders.IF_HUNG),
+        Check("host-paths", paths, folders.IF_HUNG),
+        Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
+        Check("checkpoint", partial(folders.look_at_checkpoint, settings.checkpoint.dir), folders.IF_HUNG),
+        *([] if in_dra else [take_over]),
+        Check("cri", partial(runtime.look_at_runtime, cri.socket, timeout_seconds=_SECONDS), runtime.IF_HUNG),
+        Check("cgroups", cgroups, runtime.IF_HUNG),
+        Check("cdi", cdi, runtime.IF_HUNG),
+        Check("driver-files", files, runtime.IF_HUNG),
+        Check("limiter", backends.look_at_limiter, enforcement.IF_HUNG),
+        Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
+        Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
+        Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
+        Check("burst", partial(enforcement.look_at_bursts, settings, timeout_seconds=_SECONDS), enforcement.IF_HUNG),
+        Check("http", partial(look_at_http, settings.http), _HTTP_HUNG),
+        Check("rbac", partial(api_server.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
+        Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
+    )
+
+
+async def _look_at_user() -> CheckResult:
+    return warning(
+        f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets may be reported that the agent can use",
+        "run this as root, as the agent runs",
+    )
+
+
+def _of_gpus(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+    device_root = settings.container.device_root
+    driver = partial(gpus.look_at_driver, hardware.proc_root, device_root, simulated=hardware.simulated)
+    mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
+    nodes = partial(gpus.look_at_device_nodes, seen, device_root, simulated=hardware.simulated)
+    return (
+        Check("driver", driver, gpus.IF_HUNG),
+        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
+        *([] if mig_on_demand(settings) is None else [Check("mig-devices", mig_devices, gpus.IF_HUNG)]),
+        Check("device-nodes", nodes, gpus.IF_HUNG),
+    )
+
+
+def _of_claims(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+    return (
+        Check("dra-sockets", partial(api_server.look_at_sockets, settings.kubelet), kubelet.IF_HUNG),
+        Check("dra-slice", partial(api_server.look_at_slice, settings, seen), api_server.IF_HUNG),
+        Check("dra-claims", partial(api_server.look_at_claims, settings), api_server.IF_HUNG),
+    )
+
 
 _COLORS: Final = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "bright_black"}
 

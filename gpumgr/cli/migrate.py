@@ -32,7 +32,7 @@ from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import (
 )
 from gpumgr.kubelet.deviceplugin.other_plugins import answering
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
-from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.rebuild import Holders, foreign
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeName

@@ -1,24 +1,211 @@
-"""`gpumgr usage`: what containers hold of this node's GPUs, and what they use."""
+"""`gpumgr usage`: what containers hold of this node's GPUs, and what they use, once or live, in tables for a terminal of any width.
+
+The texts of a `NodeState` are printable.
+"""
 
 import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.layout import Layout
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
+from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
 from gpumgr.cli.client.agent_client import AgentClient, follow_states, read_state, report_unavailable
 from gpumgr.cli.client.node_data import open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
-from gpumgr.cli.rendering.formats import json_line
-from gpumgr.cli.rendering.gpu_labels import gpus_of
-from gpumgr.cli.rendering.tables import show
-from gpumgr.cli.rendering.usage_table import Screen, usage_tables
+from gpumgr.cli.rendering.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, percent
+from gpumgr.cli.rendering.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
+from gpumgr.cli.rendering.tables import open_table, show
+from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
+
+#: Terminal width from which the container's name and its mechanisms have their own columns.
+WIDE: Final = 120
+_OF_TURNS: Final = ("HELD", "WAITED")
+_NUMBERS: Final = ("CORES", *_OF_TURNS, "BUSY", "MEMORY", "USED", "PROCS")
+#: Words that are removed from a model's name.
+_BRANDS: Final = ("NVIDIA ", "Tesla ")
+
+
+def usage_tables(state: NodeState, width: int) -> RenderableType:
+    """Title, GPUs, notes about them, containers."""
+    gpus = gpus_of(state.gpus)
+    containers = sorted(state.containers, key=lambda row: _sort_key(row, gpus))
+    parts: list[RenderableType] = [Text(_head(state), style="bold"), *(Text(why, style="red") for why in state.not_ready), Text()]
+    parts.append(_gpu_table(state.gpus, gpus))
+    notes = [Text(note, style="yellow") for note in _notes(state, gpus)]
+    parts += [Text(), *notes] if notes else []
+    parts += [Text(), _container_table(containers, gpus, wide=width >= WIDE) if containers else Text("no containers to show")]
+    return Group(*parts)
+
+
+def _head(state: NodeState) -> str:
+    driver = f", driver {state.driver_version}" if state.driver_version else ""
+    return f"{state.node or 'this node'} at {clock_time(state.at)}{driver}"
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+def _gpu_table(rows: Iterable[GpuRow], gpus: GpuLabels) -> Table:
+    names = ("CORES", "BUSY", "MEMORY", "USED", "TEMP", "POWER")
+    table = open_table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
+    for gpu in gpus.indices:
+        row = next(row for row in rows if row.name == gpu)
+        table.add_row(
+            Text(gpus.short(gpu)),
+            Text(_model(row.model)),
+            Text(gpu_status(row), style=_style(row)),
+            f"{CORES_PER_GPU - row.cores_free}/{CORES_PER_GPU}",
+            percent(row.utilization_ratio),
+            _granted_memory(row),
+            _used(row.memory_used_bytes),
+            "-" if row.temperature_celsius is None else f"{row.temperature_celsius:.0f}C",
+            "-" if row.power_watts is None else f"{row.power_watts:.0f}W",
+        )
+    return table
+
+
+def _style(row: GpuRow) -> str:
+    if row.cordon is not None or row.healthy is False:
+        return "red"
+    return "green" if row.healthy else ""
+
+
+def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
+    """A sentence for each fact about a GPU that does not fit into the table."""
+    notes = []
+    for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
+        label = gpus.label(row.name)
+        notes += gpu_sentences(row, label)
+        notes += [sentence] if (sentence := excess_sentence(row, label)) else []
+        if row.unattributed is not None and row.unattributed.processes:
+            notes.append(
+                f"{label} has processes of no container: {row.unattributed.processes}, with {_used(row.unattributed.memory_bytes)}"
+            )
+    return notes + [f"GPU{failure.index} can't be described: {failure.message}" for failure in state.failures]
+
+
+def _granted_memory(row: GpuRow) -> str:
+    granted, every = (
+        gibibytes(blocks * BLOCK_BYTES) for blocks in (row.memory_blocks - row.memory_blocks_free, row.memory_blocks)
+    )
+    return f"{granted}/{every}G" if row.memory_blocks else "-"
+
+
+def _model(model: str | None) -> str:
+    text = model or "-"
+    for brand in _BRANDS:
+        text = text.removeprefix(brand)
+    return text
+
+
+# -- containers --------------------------------------------------------------------------------------------------------------
+
+
+def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: bool) -> Table:
+    """A narrow table shows pod and container in one column, and limits and mechanisms in one column. If the limiter limits one of the
+    containers, a narrow table shows the cores only in HELD, and WAITED in place of PROCS."""
+    names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
+    ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
+    turns = any(row.held_ratio is not None for row in rows)
+    numbers = [name for name in _NUMBERS if turns or name not in _OF_TURNS]
+    if turns and not wide:
+        numbers = [name for name in numbers if name not in ("CORES", "PROCS")]
+    table = open_table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
+    for row in rows:
+        container = f"{row.container or '?'}{', init' if row.init else ''}"
+        names_cells = [row.pod_name, container] if wide else [f"{row.pod_name} ({container})"]
+        mechanisms, limits = ", ".join(limiting(row.mechanisms)), limits_status(row)
+        ends_cells = [mechanisms or "-", limits] if wide else [f"{limits}, {mechanisms}" if mechanisms else limits]
+        cells = {
+            "CORES": str(row.cores),
+            "HELD": f"{'-' if row.held_ratio is None else f'{row.held_ratio * CORES_PER_GPU:.0f}'}/{row.cores}",
+            "WAITED": "-" if row.waited_ratio is None else percent(row.waited_ratio),
+            "BUSY": percent(row.utilization_ratio),
+            "MEMORY": _memory(row),
+            "USED": _used(row.memory_used_bytes),
+            "PROCS": "-" if row.processes is None else str(row.processes),
+        }
+        table.add_row(
+            *map(Text, names_cells),
+            gpus.short(row.gpu),
+            *(cells[name] for name in numbers),
+            *(Text(words, style="red" if row.over else "") for words in ends_cells),
+        )
+    return table
+
+
+def _memory(row: ContainerRow) -> str:
+    """The request, and the limit up to which the container may burst now."""
+    if row.memory_bytes is None:
+        return "-"
+    return _used(row.memory_bytes) + ("" if row.memory_limit_bytes is None else f"..{_used(row.memory_limit_bytes)}")
+
+
+def limits_status(row: ContainerRow) -> str:
+    """Whether the container stays within its memory, or is suspended."""
+    if row.suspension:
+        return row.suspension
+    if row.over:
+        return f"over{_excess(row)}"
+    if row.whole:
+        return "whole GPU"
+    return "within" if limiting(row.mechanisms) else "not kept"
+
+
+def _excess(row: ContainerRow) -> str:
+    limit = row.memory_limit_bytes or row.memory_bytes
+    if row.memory_used_bytes is None or limit is None or row.memory_used_bytes <= limit:
+        return ""
+    return f" by {_used(row.memory_used_bytes - limit)}"
+
+
+def _used(memory_bytes: int | None) -> str:
+    return UNKNOWN if memory_bytes is None else f"{gibibytes(memory_bytes)}G"
+
+
+def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]:
+    """The sort key: by GPU, then by utilization, then by memory used."""
+    order = list(gpus.indices)
+    position = order.index(row.gpu) if row.gpu in order else len(order)
+    return position, -(row.utilization_ratio or 0.0), -(row.memory_used_bytes or 0), row.pod_name
+
+
+# -- live --------------------------------------------------------------------------------------------------------------------
+
+
+class Screen(Live):
+    """The latest state on the terminal's alternate screen, and whether the agent is available. Lines that do not fit are cut at the end."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console=console, screen=True, auto_refresh=False)
+        self._state: NodeState | None = None
+
+    def show(self, state: NodeState) -> None:
+        self._state = state
+        self._draw()
+
+    def unavailable(self, reason: str) -> None:
+        """The agent is unavailable; the last state stays on the screen."""
+        self._draw(Text(f"The agent is unavailable, trying again: {reason}", style="red"))
+
+    def _draw(self, *above: Text) -> None:
+        tables = [usage_tables(self._state, self.console.width)] if self._state is not None else []
+        footer = f"{clock_time(self._state.at) if self._state is not None else '-'}   Ctrl-C quits"
+        screen = Layout()
+        screen.split_column(Layout(Group(*above, *tables)), Layout(Text(footer, style="dim", no_wrap=True), size=1))
+        self.update(screen, refresh=True)
+
 
 _EPILOG = """
 \b

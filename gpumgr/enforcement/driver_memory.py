@@ -33,9 +33,8 @@ from gpumgr.common.errors import NvmlError, Refusal
 from gpumgr.common.proc import PROC
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName
-from gpumgr.enforcement.mounts import mounted_names
-from gpumgr.ledger.gpu_limits import Strength
-from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.enforcement.container_processes import mounted_names
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import MemoryLimit

@@ -12,19 +12,18 @@ from gpumgr.common.errors import GpumgrError, Refusal
 from gpumgr.common.files import FileIdentity, names_in, replace_file
 from gpumgr.common.units import RESOURCES, Resource
 from gpumgr.enforcement import cdi
-from gpumgr.enforcement.backend import Backend
-from gpumgr.enforcement.mechanism_choice import (
+from gpumgr.enforcement.backend import (
     NO_MECHANISM,
+    Backend,
     MechanismChoice,
     Mechanisms,
     choose_mechanisms,
     mechanisms_for,
     override_for,
 )
-from gpumgr.enforcement.mounts import mounted_names
+from gpumgr.enforcement.container_processes import mounted_names
 from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION, ContainerResponse, merged
-from gpumgr.ledger.gpu_limits import GpuLimits
-from gpumgr.ledger.gpu_share import GpuShare, Terms
+from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, Terms
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 from gpumgr.placement.pods import PodView

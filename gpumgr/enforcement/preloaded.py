@@ -15,10 +15,10 @@ from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.operator_library import PRELOAD, CheckedLibrary, install_preloaded, installed_path, make_folder
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.answer import Mount
-from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import Strength
 from gpumgr.ledger.ledger import AllocationId
 
 #: Several containers may start at once, each on a thread of its own.

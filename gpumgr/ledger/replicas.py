@@ -19,8 +19,8 @@ from gpumgr.ledger.callers import Caller, named_gpus
 from gpumgr.ledger.choose import Choice, Request, followed
 from gpumgr.ledger.grant import refuse_elsewhere, refuse_held, refuse_unfit
 from gpumgr.ledger.ids import GpuRegistry, Masks, common, count, lowest, minus
+from gpumgr.ledger.instances import amounts_of_devices, mig_devices, obstacle_to_devices
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.mig_places import amounts_of_devices, mig_devices, obstacle_to_devices
 from gpumgr.ledger.node import NO_MEMORY, NodeView
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.replicas import ReplicaRequest

@@ -14,8 +14,7 @@ from gpumgr.kube.cache import FailedPods, NoPods, PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.decisions import DecisionReporter
 from gpumgr.kube.publisher.hami import RegisterReporter
-from gpumgr.kube.publisher.inventory import InventoryReporter
-from gpumgr.kube.publisher.node_reporter import NodeReporter, NodeReports
+from gpumgr.kube.publisher.node_reporter import InventoryReporter, NodeReporter, NodeReports
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.node.components import Components
 from gpumgr.placement.pods import PodView

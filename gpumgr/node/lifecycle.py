@@ -36,8 +36,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.node_hold import node_held
-from gpumgr.node.preload import Preload
+from gpumgr.node.node_hold import Preload, node_held
 from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsReloader, SettingsSource
 from gpumgr.settings.profile import inner_names, replicas

@@ -13,30 +13,28 @@ from typing import Final
 import msgspec
 import structlog
 
+from gpumgr.agent.container_starts import neighbours, tenants
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.agent.tenants import neighbours, tenants
 from gpumgr.common.aio import wait_at_most
 from gpumgr.common.proc import HostProcesses, environment
 from gpumgr.compat.gpu_manager.driver_files.node_files import RUNTIME_SECONDS, NodeDriverFiles
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware import Hardware
-from gpumgr.enforcement.backend import Unlimited, not_enforced, unlimited_message
+from gpumgr.enforcement.backend import Mechanisms, Unlimited, not_enforced, unlimited_message
+from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
-from gpumgr.enforcement.mechanism_choice import Mechanisms
 from gpumgr.enforcement.mps.backend import Mps, Trials, UnlimitedMps
 from gpumgr.enforcement.mps.launcher import best_method
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.gpu_limits import GpuLimits, gpu_limits
-from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, gpu_limits
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.runtime.cgroups import Cgroups

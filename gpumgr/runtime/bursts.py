@@ -8,9 +8,9 @@ from typing import Final
 
 import structlog
 
+from gpumgr.agent.container_starts import is_share
 from gpumgr.agent.pods import find_pod, users
 from gpumgr.agent.ports import Pods
-from gpumgr.agent.tenants import is_share
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName, Resource
 from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, unused_bytes, wanted_limits

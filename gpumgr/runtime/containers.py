@@ -16,8 +16,7 @@ from gpumgr.agent.ports import Runs
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
 from gpumgr.ledger.usage.node_use import Container
-from gpumgr.runtime.cgroup_path import container_cgroup_in, container_id_in, expand_cgroups_path, own_cgroup
-from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.cgroups import Cgroups, container_cgroup_in, container_id_in, expand_cgroups_path, own_cgroup
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import InitProcess
 

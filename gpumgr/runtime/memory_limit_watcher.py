@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
+from gpumgr.agent.container_starts import is_share, tenant_of
 from gpumgr.agent.pods import find_pod, undecided_resize
 from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
-from gpumgr.agent.tenants import is_share, tenant_of
 from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.usage.changes import EndedContainers, KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
-from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
-from gpumgr.ledger.usage.unattributed import EndedContainers, KnownProcesses, update_unattributed
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall

@@ -21,11 +21,12 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.web.access import CurrentPolicy, Scope, origin_of
 from gpumgr.web.graph import graph_data, graph_text
-from gpumgr.web.index_page import PAGE, IndexPage
 from gpumgr.web.read_model import ReadModel
 from gpumgr.web.responses import (
     MAX_BODY_BYTES,
+    PAGE,
     TRUSTED,
+    IndexPage,
     OriginOf,
     failure,
     json_bytes,

@@ -26,7 +26,7 @@ from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.monitor import Monitor
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.kubelet.deviceplugin.registration import ResourceLists
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.placement.pods import PodKey
 from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher

@@ -33,7 +33,7 @@ from gpumgr.agent.api import (
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.rows import container_row
 from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, GpuName
-from gpumgr.ledger.gpu_limits import describe_limits
+from gpumgr.ledger.gpu_share import describe_limits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger

@@ -9,8 +9,8 @@ from typing import Final
 import aiohttp
 import pytest
 
+from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.limiter import pages
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_pods import SimKubeletError

@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 from gpumgr.common.units import Amounts
+from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.limiter import pages
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
+from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.limiter import pages
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 

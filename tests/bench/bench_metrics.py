@@ -22,7 +22,7 @@ from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.aio import until_tick
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse

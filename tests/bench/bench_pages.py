@@ -24,7 +24,7 @@ from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import PageServer
-from gpumgr.web.index_page import IndexPage
+from gpumgr.web.responses import IndexPage
 from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.bench import figures
 from tests.bench.bench_metrics import picture_of

@@ -13,7 +13,7 @@ from typing import Final
 from playwright.async_api import Browser
 
 from gpumgr.agent.api import builtins
-from gpumgr.web.index_page import PAGE
+from gpumgr.web.responses import PAGE
 from gpumgr.web.state import node_state
 from tests.bench import figures
 from tests.bench.bench_metrics import picture_of

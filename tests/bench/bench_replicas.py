@@ -18,7 +18,7 @@ from typing import Any
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.kube.publisher.hami import RegisterReporter
-from gpumgr.kube.publisher.inventory import InventoryReporter
+from gpumgr.kube.publisher.node_reporter import InventoryReporter
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.placement.pods import PodView
 from tests.bench import figures

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpumgr.agent.container_starts import tenant_of
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.state import AgentState
-from gpumgr.agent.tenants import tenant_of
 from gpumgr.common.proc import HostProcesses
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import PIDS, pack_pids

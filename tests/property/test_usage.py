@@ -5,10 +5,9 @@ from hypothesis import strategies as st
 
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.join import join
 from gpumgr.ledger.usage.node_use import Container, ContainerUse, GpuUse, NodeUse, UnattributedProcess
-from gpumgr.ledger.usage.over_limit import OverLimitState, apply_readings
-from gpumgr.ledger.usage.unattributed import KnownProcesses, update_unattributed
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from tests.allocations import allocated
 from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of

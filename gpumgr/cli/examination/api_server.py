@@ -1,14 +1,29 @@
-"""Checks that ask the API server, and the check of the rights of the agent's account. If the API server refuses, or its answer can't be
-used, the check reports that."""
+"""Checks that ask the API server: the rights of the agent's account, and mode dra. If the API server refuses, or its answer can't be
+used, the check reports that.
+
+In mode dra the checks are about the driver's sockets, its ResourceSlice, the API server's version and gates, and claims with GPUs that the
+API server does not have.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Final
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
-from gpumgr.cli.examination.examine import CheckResult, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import GpumgrError
+from gpumgr.common.unix_socket import is_served
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, Right, allowed
+from gpumgr.kube.pods import parse_quantity
+from gpumgr.kubelet.dra import DRIVER
+from gpumgr.kubelet.dra.claim_reader import find_shares
+from gpumgr.kubelet.dra.registration import socket_patterns
+from gpumgr.kubelet.dra.slices import SLICES, dropped, probe_slice, slice_name
+from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.settings import Settings
+from gpumgr.settings.schema import KubeletSettings
 
 IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
 _ACCOUNT: Final = "run it with an account that may read this, for example an administrator's kubeconfig"
@@ -98,5 +113,107 @@ async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Check
             f"; no drains with evictions: {right} is not granted (rbac.drain)" for right in drains if right not in granted
         )
         return ok(", ".join(map(str, granted)) + without)
+
+    return await ask(settings, look)
+
+
+_START: Final = "start the agent, and look at its log for registration_failed, slice_not_published or registration_waits"
+_FOLDER: Final = "start the kubelet, or set kubelet.plugins_dir and kubelet.plugins_registry_dir to the folders in its --root-dir"
+_STANDALONE: Final = "node.mode dra needs the API server"
+_ENABLE: Final = "set kubernetes.enabled to true, or node.mode to plugin"
+#: The most claims that are read one by one.
+_MAX_CLAIMS: Final = 100
+
+
+async def look_at_mode(mode: str) -> CheckResult:
+    return ok(f"{mode}: GPUs are offered " + ("to ResourceClaims" if mode == "dra" else "by the device plugin API"))
+
+
+async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
+    """The kubelet's folders, and the driver's sockets in them."""
+    return await aside(lambda: _sockets(kubelet))
+
+
+def _sockets(kubelet: KubeletSettings) -> CheckResult:
+    for folder in (kubelet.plugins_dir, kubelet.plugins_registry_dir):
+        if not folder.is_dir():
+            return error(f"{folder} is no folder", _FOLDER)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return error(f"{folder} is not writable", "run gpumgr as root")
+    of_driver, of_registration = socket_patterns()
+    places = ((kubelet.plugins_dir / DRIVER, of_driver), (kubelet.plugins_registry_dir, of_registration))
+    served = {
+        place: [each for each in sorted(place[0].glob(place[1])) if each.is_socket() and is_served(each)] for place in places
+    }
+    if away := [f"{folder}/{pattern}" for (folder, pattern), found in served.items() if not found]:
+        return warning(f"the driver {DRIVER} does not listen at {' and '.join(away)}", _START)
+    return ok(f"the driver {DRIVER} listens at {' and '.join(str(path) for found in served.values() for path in found)}")
+
+
+async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
+    """What the API server stores of a ResourceSlice (found out by a dry run), and whether the node's slice has the GPUs that the driver
+    lists."""
+    if not settings.kubernetes.enabled:
+        return error(_STANDALONE, _ENABLE)
+    return await ask(settings, partial(_slice, settings.node.name, gpus))
+
+
+async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
+    version = str((await server.read("GET", "/version")).get("gitVersion", "of an unknown version"))
+    probe = probe_slice(node)
+    try:
+        loss = dropped(probe, await server.read("POST", SLICES, probe, query={"dryRun": "All"}))
+    except AnswerError as answer:
+        if answer.status != 404:
+            raise
+        return error(f"the API server ({version}) has no resource.k8s.io/v1", "use Kubernetes 1.36 or later, or node.mode plugin")
+    if loss is not None:
+        what, _, remedy = loss.sentence.partition("; ")
+        return (error if loss.sharing else warning)(f"API server {version}: {what}", remedy)
+    stored = await server.find(f"{SLICES}/{slice_name(node)}")
+    if stored is None:
+        return warning(f"API server {version}: the node has no ResourceSlice {slice_name(node)}", _START)
+    published = stored["spec"].get("devices") or []
+    blocks = {gpu.uuid: None if gpu.memory_bytes is None else gpu.memory_blocks for gpu in (await gpus.snapshot()).gpus}
+    different = differences(blocks, published)
+    if different:
+        return warning(f"ResourceSlice {slice_name(node)} differs from the driver: {', '.join(different)}", _START)
+    tainted = sum(bool(device.get("taints")) for device in published)
+    return ok(f"API server {version}: {len(published)} GPUs in {slice_name(node)}, {tainted} with taints")
+
+
+def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """`blocks`: UUID -> memory in blocks of 256 MiB, for the GPUs that the driver lists (None: it reports no memory). GPUs with taints may
+    be missing."""
+    found = {device["attributes"]["uuid"]["string"]: device for device in published}
+    missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
+    gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]
+    memory = {uuid: each["capacity"].get("memory") for uuid, each in found.items()}
+    sizes = {uuid: each and parse_quantity(str(each["value"])) >> 28 for uuid, each in memory.items()}
+    wrong = [
+        f"{uuid} has {sizes[uuid] or 'no'} blocks of memory in place of {number or 'none'}"
+        for uuid, number in blocks.items()
+        if sizes.get(uuid, number) != number
+    ]
+    return (*missing, *gone, *wrong)
+
+
+async def look_at_claims(settings: Settings) -> CheckResult:
+    """Claims that hold GPUs in the checkpoint, but do not exist in the API server."""
+    if not settings.kubernetes.enabled:
+        return skipped(_STANDALONE)
+    held = await aside(lambda: sorted(read_checkpoint(settings.checkpoint.dir).ledger.claims.values(), key=str))
+
+    async def look(server: ApiServer) -> CheckResult:
+        node = settings.node.name
+        gone = [
+            each for each in held[:_MAX_CLAIMS] if (await find_shares(server, node, each.namespace, each.name))[0] != each.uid
+        ]
+        if gone:
+            return warning(
+                f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
+                "nothing, if the agent runs: it frees them in about a minute, when the kubelet has ended their pods",
+            )
+        return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
 
     return await ask(settings, look)

@@ -17,18 +17,17 @@ from gpumgr.cli.rendering.gpu_labels import excess_sentence, gpus_of
 from gpumgr.common.errors import GpumgrError, NvmlError
 from gpumgr.common.proc import mount_of
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from gpumgr.enforcement.backend import Backend, Unlimited
+from gpumgr.enforcement.backend import NO_MECHANISM, Backend, MechanismChoice, Unlimited, choose_mechanisms
+from gpumgr.enforcement.container_files import unbounded
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import FOLDER as HAMI_CORE_FOLDER
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.limiter.backend import FOLDER as LIMITER_FOLDER
 from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
-from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps import probe
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.launcher import best_method
-from gpumgr.enforcement.volume import unbounded
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.settings import Settings

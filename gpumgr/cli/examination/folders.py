@@ -15,7 +15,7 @@ from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.proc import mount_of
 from gpumgr.ledger.checkpoint.files import CorruptError
-from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.settings import Settings
 
 IF_HUNG: Final = "check whether the file systems of the settings' folders answer (`df`)"

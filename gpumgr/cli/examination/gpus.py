@@ -12,7 +12,7 @@ from gpumgr.common.errors import GpumgrError
 from gpumgr.compat.gpu_manager.driver_files.manager import parse_proc_version
 from gpumgr.driver.driver import Nvml
 from gpumgr.ledger.answer import CONTROL_NODES, WSL_NODE
-from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.node import NO_MEMORY
 from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
 

@@ -24,7 +24,7 @@ from gpumgr.kubelet.deviceplugin.node_lock import holder
 from gpumgr.kubelet.deviceplugin.other_plugins import answering, problem_and_remedy
 from gpumgr.kubelet.deviceplugin.podresources import lacks_v1, pod_resources_error
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
-from gpumgr.ledger.checkpoint.reader import read_checkpoint
+from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.rebuild import foreign
 from gpumgr.settings import Settings
 

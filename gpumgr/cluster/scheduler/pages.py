@@ -30,10 +30,10 @@ from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings import Settings
 from gpumgr.web.access import CurrentPolicy, Scope, origin_of
 from gpumgr.web.http_server import PageServer
-from gpumgr.web.index_page import IndexPage
 from gpumgr.web.listening import ListenError
 from gpumgr.web.responses import (
     MAX_BODY_BYTES,
+    IndexPage,
     OriginOf,
     accepts_gzip,
     failure,

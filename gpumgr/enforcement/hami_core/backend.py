@@ -16,14 +16,14 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import BackendName
+from gpumgr.enforcement.container_files import BoundedFolders
+from gpumgr.enforcement.container_processes import NspidOf
 from gpumgr.enforcement.hami_core import content, repairs
 from gpumgr.enforcement.hami_core.monitor import RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
-from gpumgr.enforcement.pids import NspidOf
 from gpumgr.enforcement.preloaded import PreloadedBackend
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId

@@ -15,11 +15,11 @@ import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.backend import finding, listed
+from gpumgr.enforcement.container_processes import NspidOf, PidMap
 from gpumgr.enforcement.hami_core import content, layout, repairs
 from gpumgr.enforcement.hami_core.content import ProblemCode, RegionLimits, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import Repair
-from gpumgr.enforcement.pids import NspidOf, PidMap
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 
 #: The library takes a slot shortly after a process's first context appears, so a process without a slot is reported only after this number

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
+from gpumgr.enforcement.container_files import SharedFile
 from gpumgr.enforcement.hami_core import content, layout
 from gpumgr.enforcement.hami_core.content import RegionView
-from gpumgr.enforcement.shared_file import SharedFile
 
 FILE_NAME: Final = "region.cache"
 #: futex(2): the number of the system call, and the operation that wakes processes that share the mapping.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from gpumgr.enforcement.container_processes import HostsOf
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.content import (
     MEBIBYTE,
@@ -21,7 +22,6 @@ from gpumgr.enforcement.hami_core.content import (
     RegionLimits,
     RegionView,
 )
-from gpumgr.enforcement.pids import HostsOf
 from gpumgr.ledger.gpu_share import GpuShare
 
 #: If a slot's seqlock is odd for longer than this, and its writer does not run, the writer was killed while it wrote.

@@ -18,17 +18,16 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import GpumgrError, Refusal
 from gpumgr.common.units import CORES_PER_GPU, Resource
 from gpumgr.enforcement.backend import BackendName
+from gpumgr.enforcement.container_files import BoundedFolders
+from gpumgr.enforcement.container_processes import Identities, NspidOf
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
-from gpumgr.enforcement.limiter.identities import Identities
 from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
 from gpumgr.enforcement.limiter.monitor import PageMonitor
 from gpumgr.enforcement.limiter.page_files import PageFiles, page_path
 from gpumgr.enforcement.limiter.pages import SIZES, PageLimits
 from gpumgr.enforcement.operator_library import CheckedLibrary, check
-from gpumgr.enforcement.pids import NspidOf
 from gpumgr.enforcement.preloaded import PreloadedBackend
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId

@@ -12,9 +12,9 @@ from typing import Final
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.units import GpuName
 from gpumgr.enforcement.backend import finding, listed
+from gpumgr.enforcement.container_processes import Identities, Identity
 from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
-from gpumgr.enforcement.limiter.identities import Identities, Identity
 from gpumgr.enforcement.limiter.page_files import PageFiles
 from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
 from gpumgr.ledger.gpu_share import GpuShare

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self
 
+from gpumgr.enforcement.container_files import FOR_ALL, SharedFile
 from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
-from gpumgr.enforcement.shared_file import FOR_ALL, SharedFile
 
 #: The limits are read-only in the container; its processes run as any user.
 _MODES: Final = {"limits": 0o644, "use": FOR_ALL, "turn": FOR_ALL}

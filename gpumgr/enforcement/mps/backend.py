@@ -31,8 +31,7 @@ from gpumgr.enforcement.mps.folders import (
 )
 from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.ledger.answer import ContainerResponse, Mount
-from gpumgr.ledger.gpu_limits import Strength
-from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.settings.schema import MpsSettings
 

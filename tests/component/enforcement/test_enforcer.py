@@ -18,8 +18,7 @@ from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import Backend, BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse, Mount
-from gpumgr.ledger.gpu_limits import Strength
-from gpumgr.ledger.gpu_share import GpuShare, Terms
+from gpumgr.ledger.gpu_share import GpuShare, Strength, Terms
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodView

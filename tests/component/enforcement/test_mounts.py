@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.enforcement.mounts import mounted_names
+from gpumgr.enforcement.container_processes import mounted_names
 from tests.component.enforcement.tracing import look
 
 ID = "00112233445566ff"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.enforcement import volume
+from gpumgr.enforcement import container_files
+from gpumgr.enforcement.container_files import BoundedFolders
+from gpumgr.enforcement.container_processes import mounted_names
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.mounts import mounted_names
-from gpumgr.enforcement.volume import BoundedFolders
 from tests.component.enforcement.hami_core.harness import ID, make_backend, region_of, tenant
 from tests.libvgpu import build
 
@@ -55,7 +55,7 @@ def test_each_start_has_an_empty_one_and_the_former_container_keeps_its_file(fol
         assert kept.read() == "former"
     assert Path("/proc/self/mountinfo").read_text().count(f"{folder} ") == 1
     (folder.parent / "plain").mkdir()
-    assert volume.unbounded(folder.parent) == ["plain"]
+    assert container_files.unbounded(folder.parent) == ["plain"]
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_without_the_right_to_mount_the_folder_stays_plain_and_that_is_said_once
     def refuse(*_: object) -> None:
         raise PermissionError("the agent may not mount")
 
-    monkeypatch.setattr(volume, "_call", refuse)
-    monkeypatch.setattr(volume, "_ask_systemd", refuse)
+    monkeypatch.setattr(container_files, "_call", refuse)
+    monkeypatch.setattr(container_files, "_ask_systemd", refuse)
     volumes = BoundedFolders()
     with capture_logs() as lines:
         volumes.renew(folder)
@@ -119,7 +119,7 @@ def test_without_the_right_to_mount_the_folder_stays_plain_and_that_is_said_once
 
 def test_in_a_sandbox_systemd_mounts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(volume, "_call", lambda *_: (_ for _ in ()).throw(PermissionError("not permitted")))
-    monkeypatch.setattr(volume, "_ask_systemd", lambda *command: asked.append(command[0]))
+    monkeypatch.setattr(container_files, "_call", lambda *_: (_ for _ in ()).throw(PermissionError("not permitted")))
+    monkeypatch.setattr(container_files, "_ask_systemd", lambda *command: asked.append(command[0]))
     BoundedFolders().renew(folder)
     assert asked == ["mount"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools import PROJECT
 
-_LOOK = "import sys; from gpumgr.enforcement.mounts import mounted_names; print(*mounted_names(sys.argv[1:]))"
+_LOOK = "import sys; from gpumgr.enforcement.container_processes import mounted_names; print(*mounted_names(sys.argv[1:]))"
 #: $1: hidepid=, see proc(5); $2: a folder; then the command. The first process of a place of its own can be traced, unlike that of some
 #: machines. The tenant is another user, who has the folder mounted in a mount namespace of his own, as a container has.
 _PLACE = """

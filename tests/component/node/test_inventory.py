@@ -12,8 +12,8 @@ from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import Inventory, InventoryGpu, decode_inventory, encode
-from gpumgr.kube.publisher import inventory
-from gpumgr.kube.publisher.inventory import ENDING_SECONDS, InventoryReporter
+from gpumgr.kube.publisher import node_reporter
+from gpumgr.kube.publisher.node_reporter import ENDING_SECONDS, InventoryReporter
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.quarantine import Quarantine
@@ -147,7 +147,7 @@ def test_an_allocation_that_outlives_its_pod_is_reported() -> None:
 
 def test_nothing_is_encoded_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     node, made = Node(), Mock(wraps=encode)
-    monkeypatch.setattr(inventory, "encode", made)
+    monkeypatch.setattr(node_reporter, "encode", made)
     put(node, pod("a", named(0)), pod("b"))
     for _ in range(3):
         node.look(share("a", 0), share("b", 0), seconds=ENDING_SECONDS)

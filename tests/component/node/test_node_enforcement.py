@@ -10,13 +10,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.driver.hardware import Hardware
+from gpumgr.enforcement.backend import MechanismChoice
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.mechanism_choice import MechanismChoice
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.gpu_limits import GpuLimits
-from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, SharedGpu
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRequest, Ledger
 from gpumgr.ledger.usage.node_use import Container

@@ -25,8 +25,7 @@ from gpumgr.ledger.checkpoint import files
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.node_hold import node_held
-from gpumgr.node.preload import Preload
+from gpumgr.node.node_hold import Preload, node_held
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
     CheckpointSettings,

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from gpumgr import __version__
-from gpumgr.web.index_page import PAGE
+from gpumgr.web.responses import PAGE
 from tools import PROJECT
 
 from .conftest import Installed

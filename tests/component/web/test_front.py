@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from gpumgr.web.http_server import HttpServer
-from gpumgr.web.index_page import PAGE, IndexPage
+from gpumgr.web.responses import PAGE, IndexPage
 from tests.component.web.conftest import Serve
 
 

@@ -12,7 +12,7 @@ from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger

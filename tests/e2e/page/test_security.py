@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.async_api import Browser, expect
 
-from gpumgr.web.index_page import PAGE
+from gpumgr.web.responses import PAGE
 from tests.e2e.browser import Stage, visit
 
 from .documents import HOSTILE, column, document, loaded, refusal

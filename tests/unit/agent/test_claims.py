@@ -22,8 +22,7 @@ from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kubelet.dra.service import devices_of
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share, device_name
-from gpumgr.ledger.gpu_limits import Strength
-from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings

@@ -11,8 +11,7 @@ from gpumgr.common.units import BLOCK_BYTES, Resource
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse
-from gpumgr.ledger.gpu_limits import Strength
-from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpumgr.agent.tenants import tenant_of
+from gpumgr.agent.container_starts import tenant_of
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpumgr.agent.api import NodeState
 from gpumgr.cli.rendering.tables import MIN_WIDTH, UNBOUNDED, plain_text
-from gpumgr.cli.rendering.usage_table import usage_tables
+from gpumgr.cli.usage import usage_tables
 from gpumgr.common.units import BLOCK_MEBIBYTES
 
 AT = 1_790_000_000.0

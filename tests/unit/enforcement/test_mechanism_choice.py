@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from gpumgr.common.units import Resource
-from gpumgr.enforcement.mechanism_choice import MechanismChoice, choose_mechanisms, expand, mechanisms_for, override_for
-from gpumgr.ledger.gpu_limits import GpuLimits, Strength, Strengths
+from gpumgr.enforcement.backend import MechanismChoice, choose_mechanisms, expand, mechanisms_for, override_for
+from gpumgr.ledger.gpu_share import GpuLimits, Strength, Strengths
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 

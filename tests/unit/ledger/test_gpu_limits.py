@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.ledger.gpu_limits import GpuLimits, Strengths, describe_limits, gpu_limits
+from gpumgr.ledger.gpu_share import GpuLimits, Strengths, describe_limits, gpu_limits
 from gpumgr.placement.topology.devices import Gpu
 
 STRENGTHS: Strengths = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.runtime.cgroup_path import (
+from gpumgr.runtime.cgroups import (
     ContainerCgroup,
     container_cgroup_in,
     container_id_in,

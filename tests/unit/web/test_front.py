@@ -3,7 +3,7 @@
 import base64
 import hashlib
 
-from gpumgr.web.index_page import policy
+from gpumgr.web.responses import policy
 
 
 def sha(text: str) -> str:

@@ -13,7 +13,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger

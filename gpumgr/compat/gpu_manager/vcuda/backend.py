@@ -20,11 +20,10 @@ from gpumgr.compat.gpu_manager.vcuda.files import MOST_PIDS
 from gpumgr.compat.gpu_manager.vcuda.registration import ContainerOf, HasMounted, RegistrationService
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, PidsOf
 from gpumgr.enforcement.backend import Backend, BackendName
-from gpumgr.enforcement.mounts import has_mounted
+from gpumgr.enforcement.container_processes import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.ledger.answer import ContainerResponse
-from gpumgr.ledger.gpu_limits import Strength
-from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
 
 #: The newest CUDA that the library supports. From 11.3 on libcudart calls cuGetProcAddress, which returns the library's 32-bit functions

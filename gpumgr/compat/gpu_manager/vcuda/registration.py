@@ -26,7 +26,7 @@ from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.grpclib_private import http2_of, transport_of
 from gpumgr.compat.gpu_manager.vcuda.files import BUS_ID_BYTES, CONTAINER_NAME_BYTES, POD_UID_BYTES
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, RegistrationBatches
-from gpumgr.enforcement.mounts import has_mounted
+from gpumgr.enforcement.container_processes import has_mounted
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container

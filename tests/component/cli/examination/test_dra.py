@@ -8,9 +8,8 @@ from typing import Any, Final, Literal
 import pytest
 from aiohttp import web
 
-from gpumgr.cli.examination.api_server import needed
-from gpumgr.cli.examination.checks import checks_for
-from gpumgr.cli.examination.dra import look_at_claims, look_at_mode, look_at_slice, look_at_sockets
+from gpumgr.cli.doctor import checks_for
+from gpumgr.cli.examination.api_server import look_at_claims, look_at_mode, look_at_slice, look_at_sockets, needed
 from gpumgr.common.units import Amounts
 from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.client import Right

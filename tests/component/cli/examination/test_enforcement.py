@@ -13,7 +13,7 @@ from gpumgr.cli.examination.enforcement import NodeBackends, judge_choice
 from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.driver.driver import Nvml
-from gpumgr.enforcement.mechanism_choice import MechanismChoice
+from gpumgr.enforcement.backend import MechanismChoice
 from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.settings import Settings, load_settings
 from gpumgr.sim.library import prepare

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cli.examination.checks import look_at_http
+from gpumgr.cli.doctor import look_at_http
 from gpumgr.cli.examination.examine import CheckResult
 from gpumgr.settings.schema import HttpSettings
 from tests.component.web.scene import CERTIFICATES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination.checks import checks_for
+from gpumgr.cli.doctor import checks_for
 from gpumgr.cli.examination.examine import CheckResult
 from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
 from gpumgr.driver.hardware import Hardware

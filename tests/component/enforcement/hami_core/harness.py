@@ -8,8 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from gpumgr.agent.ports import RunningContainer
+from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.hami_core.backend import HamiCore
-from gpumgr.enforcement.volume import BoundedFolders
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import Container
 from tests.shares import gpu_share, shared_gpu

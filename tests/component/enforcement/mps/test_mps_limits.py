@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
-from gpumgr.ledger.gpu_limits import Strength
+from gpumgr.ledger.gpu_share import Strength
 from tests.component.enforcement.mps.place import GIB, UUID, Place, own, running, tenant
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])

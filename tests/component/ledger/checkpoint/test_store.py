@@ -17,8 +17,7 @@ import pytest
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.checkpoint.files import NAME, translate
-from gpumgr.ledger.checkpoint.reader import read_checkpoint
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.checkpoint.store import SqliteCheckpoint, read_checkpoint
 from gpumgr.ledger.history import HISTORY_ENTRIES, Candidate, HistoryEntry
 from gpumgr.ledger.ids import RegisteredInstance
 from gpumgr.ledger.ledger import Change, Ledger

@@ -7,8 +7,7 @@ from typing import Literal
 import pytest
 
 from gpumgr.common.errors import CriError
-from gpumgr.runtime.cgroup_path import ContainerCgroup, container_cgroup_in
-from gpumgr.runtime.cgroups import Cgroups, Hierarchy, parse_hierarchy
+from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, Hierarchy, container_cgroup_in, parse_hierarchy
 from tests.component.runtime.cri.node import UID, Node, container_id
 
 MODES: tuple[Literal["v1", "v2", "hybrid"], ...] = ("v1", "v2", "hybrid")

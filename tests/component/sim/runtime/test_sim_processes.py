@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.proc import HostProcesses
-from gpumgr.runtime.cgroup_path import ContainerCgroup, container_cgroup_in
-from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, container_cgroup_in
 from gpumgr.sim.control import SimControl, SimLoad, SimProcess
 from gpumgr.sim.library import SimProcesses, proc_root_of
 from gpumgr.sim.nodes import load_node

@@ -8,8 +8,7 @@ import pytest
 from gpumgr.common.errors import CriError
 from gpumgr.common.rpc.channel import UnixChannel
 from gpumgr.placement.pods import PodSandbox
-from gpumgr.runtime.cgroup_path import ContainerCgroup, container_cgroup_in
-from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, container_cgroup_in
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import InitProcess
 from gpumgr.sim.kubelet import SimContainer, SimPod

@@ -4,9 +4,9 @@ import struct
 
 import pytest
 
+from gpumgr.enforcement.container_processes import HostsOf
 from gpumgr.enforcement.hami_core import layout, repairs
 from gpumgr.enforcement.hami_core.repairs import due as due_words
-from gpumgr.enforcement.pids import HostsOf
 from gpumgr.ledger.gpu_share import GpuShare
 from tests.shares import TWO_GPUS, gpu_share
 from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, table

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.cli.examination.dra import differences
+from gpumgr.cli.examination.api_server import differences
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.dra.slices import (
     LOST_TAINT,

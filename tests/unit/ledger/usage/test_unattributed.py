@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from gpumgr.ledger.usage.changes import KnownProcesses, UnattributedChange, update_unattributed
 from gpumgr.ledger.usage.node_use import GpuUse, NodeUse, UnattributedProcess
-from gpumgr.ledger.usage.unattributed import KnownProcesses, UnattributedChange, update_unattributed
 
 
 def node(

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView

@@ -5,7 +5,7 @@ import pytest
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.ledger.gpu_limits import GpuLimits
+from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.placement.topology.devices import GpuSample, NodeSample
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from gpumgr.enforcement.mounts import has_mounted
+from gpumgr.enforcement.container_processes import has_mounted
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION
 
 #: A container's, shortened: the folder lies on the root's file system; another mount bears the name in its source only.

@@ -1,17 +1,81 @@
-"""Unattributed processes of a sample: which of them are new, and which belong to a container that has just ended.
+"""What changes from sample to sample: allocations that exceed their memory limit, and processes of no container.
 
-Each is reported once, also if it can't be observed for a while. The driver lists the processes of an ended container a moment longer; for
-EXPECTED_SECONDS that is normal.
+The first is a state machine for each GPU of each allocation:
+* An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
+  as many readings in a row that are not. Each change is reported once; the two alternate.
+* A sample without the allocation's memory is no reading: it neither counts nor interrupts.
+* An allocation that is gone is dropped without a report.
+
+A process of no container is new, or belongs to a container that has just ended. Each is reported once, also if it can't be observed for a
+while. The driver lists the processes of an ended container a moment longer; for EXPECTED_SECONDS that is normal.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
 from gpumgr.ledger.usage.join import AllocationIndex
-from gpumgr.ledger.usage.node_use import Container, NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUse, NodeUse, UnattributedProcess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Streak:
+    """`against` counts the readings in a row that contradict `over`."""
+
+    over: bool = False
+    against: int = 0
+
+
+_WITHIN: Final = _Streak()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverLimitState:
+    """The state between two samples."""
+
+    streaks: Mapping[AllocationOnGpu, _Streak] = field(default_factory=dict)
+
+    @property
+    def over(self) -> frozenset[AllocationOnGpu]:
+        return frozenset(place for place, streak in self.streaks.items() if streak.over)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverLimitChange:
+    """The state after a sample, and the uses that went over their limit or back within it."""
+
+    state: OverLimitState
+    began: tuple[ContainerUse, ...] = ()
+    ended: tuple[ContainerUse, ...] = ()
+
+
+def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, samples: int, slack_bytes: int) -> OverLimitChange:
+    """The state after one sample. `uses`: all uses of existing allocations; uses without a limit are ignored."""
+    streaks: dict[AllocationOnGpu, _Streak] = {}
+    began, ended = list[ContainerUse](), list[ContainerUse]()
+    for use in uses:
+        if use.memory_limit_bytes is None:
+            continue
+        before = state.streaks.get((use.allocation, use.gpu), _WITHIN)
+        after = before
+        if use.memory_bytes is not None:
+            after = _read(before, use.memory_bytes > use.memory_limit_bytes + slack_bytes, samples)
+        if after.over != before.over:
+            (began if after.over else ended).append(use)
+        streaks[use.allocation, use.gpu] = after
+    return OverLimitChange(state=OverLimitState(streaks=streaks), began=tuple(began), ended=tuple(ended))
+
+
+def _read(streak: _Streak, above: bool, samples: int) -> _Streak:
+    if above == streak.over:
+        return replace(streak, against=0) if streak.against else streak
+    if streak.against + 1 < samples:
+        return _Streak(over=streak.over, against=streak.against + 1)
+    return _Streak(over=above)
+
 
 #: Unattributed processes that were reported -> the GPUs on which each was seen last.
 KnownProcesses = Mapping[Process, frozenset[GpuName]]

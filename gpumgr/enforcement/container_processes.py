@@ -1,0 +1,103 @@
+"""The processes of a container: their pids on the host and in the container, and the folders of allocations that they have mounted.
+
+The pid namespace and the pid in it identify a process; the limiter's library writes both into the process's slot. A container that has
+the folder of an allocation mounted is alive.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from gpumgr.common.proc import PROC, mount_tables, mounted_root
+from gpumgr.ledger.ledger import AllocationId
+
+#: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if it is gone.
+NspidOf = Callable[[int], int | None]
+#: Maps a pid in a container to the host's pids of the processes that have this pid in their pid namespace.
+HostsOf = Callable[[int], Sequence[int]]
+
+
+class PidMap:
+    """/proc is read once for each process."""
+
+    def __init__(self, nspid_of: NspidOf) -> None:
+        self._nspid_of = nspid_of
+        self._inside: dict[int, int] = {}
+
+    def forget_all_but(self, pids: Collection[int]) -> None:
+        self._inside = {pid: number for pid, number in self._inside.items() if pid in pids}
+
+    def inside(self, pid: int) -> int | None:
+        """The process's pid in its container; None if it is gone."""
+        found = self._inside.get(pid)
+        if found is None and (found := self._nspid_of(pid)) is not None:
+            self._inside[pid] = found
+        return found
+
+    def hosts_of(self, pids: Collection[int]) -> HostsOf:
+        """A function that finds the processes of `pids` by their pid in the container: one, or several with nested pid namespaces."""
+        table: dict[int, list[int]] = {}
+        for pid in pids:
+            if (inside := self.inside(pid)) is not None:
+                table.setdefault(inside, []).append(pid)
+        return lambda number: table.get(number, ())
+
+
+class Identity(NamedTuple):
+    """`namespace`: the inode of the innermost pid namespace."""
+
+    namespace: int
+    pid: int
+
+
+class Identities:
+    """`nspid_of` returns a process's pid in its innermost pid namespace (None: gone)."""
+
+    def __init__(self, nspid_of: NspidOf, proc_root: Path = PROC) -> None:
+        self._nspid_of, self._proc_root = nspid_of, proc_root
+
+    def of(self, host_pid: int) -> Identity | None:
+        """The identity of this process; None: the process is gone, or hidden from the agent."""
+        try:
+            namespace = os.stat(self._proc_root / str(host_pid) / "ns" / "pid").st_ino
+        except OSError:
+            return None
+        inside = self._nspid_of(host_pid)
+        return None if inside is None else Identity(namespace, inside)
+
+    def all(self) -> Iterator[Identity]:
+        """Every process of the host that the agent may see. Raises OSError."""
+        for name in os.listdir(self._proc_root):
+            if name.isdecimal() and (found := self.of(int(name))) is not None:
+                yield found
+
+
+def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
+    """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system.
+    A mount of a whole file system does not count, since it is the agent's own mount. Blocks for some milliseconds.
+
+    Raises OSError if a process is hidden from the agent, since that process may have any of the folders mounted.
+    """
+    found: set[str] = set()
+    for table in mount_tables(proc_root):
+        found |= {name for name in names if name in table and any(_is_part(name, line) for line in table.splitlines())}
+        if len(found) == len(names):
+            break
+    return frozenset(found)
+
+
+def has_mounted(pid: int, allocation: AllocationId, proc_root: Path = PROC) -> bool:
+    """Whether the folder of this allocation is mounted in the process's mount namespace; only the allocation's container has it mounted.
+
+    False for a process that is gone. Blocks.
+    """
+    try:
+        with (proc_root / str(pid) / "mountinfo").open(encoding="utf-8", errors="replace") as lines:
+            return any(PurePosixPath(mounted_root(line)).name == allocation for line in lines)
+    except OSError:
+        return False
+
+
+def _is_part(name: str, line: str) -> bool:
+    return name in line and PurePosixPath(mounted_root(line)) != PurePosixPath("/")
