@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +58,28 @@ async def introduce(node: SimulatedNode, pod: SimPod) -> None:
             await asyncio.sleep(0.01)
             async with http.get(f"{node.url}/api/pods/{pod.namespace}/{pod.name}") as answer:
                 told = await answer.json()
+
+
+async def asked(node: SimulatedNode, path: str, **params: str) -> Any:
+    """The agent's answer, decoded if it is JSON."""
+    async with aiohttp.ClientSession() as http, http.get(node.url + path, params=params) as answer:
+        return await (answer.json() if answer.content_type == "application/json" else answer.text())
+
+
+def events(node: SimulatedNode, reason: str) -> list[str]:
+    """The messages of the events with this reason."""
+    assert node.api is not None
+    return [event["message"] for event in node.api.written.events.values() if event["reason"] == reason]
+
+
+def condition(node: SimulatedNode) -> dict[str, str]:
+    assert node.api is not None
+    return node.api.written.conditions.get("GpuTrouble", {})
+
+
+async def until(reached: Callable[[], object]) -> None:
+    while not reached():  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.05)
 
 
 async def until_sampled(node: SimulatedNode) -> None:

@@ -1,43 +1,19 @@
 """GPUs that are broken when the agent starts: every interface reports them, and the others keep their indexes of the driver."""
 
-import asyncio
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError
 from tests.component.driver.smi import install_smi
 
-from .stage import SIM, app, running, stage, until_sampled
+from .stage import SIM, app, asked, condition, events, running, stage, until, until_sampled
 
 FOUR_GPUS = Path(SIM).read_text()
 LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
-
-
-async def asked(node: SimulatedNode, path: str, **params: str) -> Any:
-    async with aiohttp.ClientSession() as http, http.get(node.url + path, params=params) as answer:
-        return await (answer.json() if answer.content_type == "application/json" else answer.text())
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    while not reached():  # noqa: ASYNC110 (it is another process)
-        await asyncio.sleep(0.05)
-
-
-def events(node: SimulatedNode, reason: str) -> list[str]:
-    assert node.api is not None
-    return [event["message"] for event in node.api.written.events.values() if event["reason"] == reason]
-
-
-def condition(node: SimulatedNode) -> dict[str, str]:
-    assert node.api is not None
-    return node.api.written.conditions.get("GpuTrouble", {})
 
 
 async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_broken(folder: Path) -> None:

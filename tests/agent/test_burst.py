@@ -1,8 +1,7 @@
 """Burst of memory with the whole agent and the limiter's pages: annotation, limit, closed ids, and the start of another pod."""
 
-import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -15,18 +14,13 @@ from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_pods import SimKubeletError
 
-from .stage import BLOCKS, app, introduce, running
+from .stage import BLOCKS, app, introduce, running, until
 
 MIB: Final = 1 << 20
 SETTINGS: Final = {
     "nvml": {"sample_period_seconds": 0.2},
     "enforcement": {"backend": "limiter", "memory_burst": True},
 }
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    while not reached():  # noqa: ASYNC110 (it is another process)
-        await asyncio.sleep(0.05)
 
 
 async def annotate(node: SimulatedNode, pod: SimPod, limit: str) -> None:

@@ -1,7 +1,6 @@
 """The driver and its GPUs: absent, late, hanging, reloaded, lost and back; and processes that outlive their pod."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,11 @@ from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.sim.demo.node import SimulatedNode
 
-from .stage import BLOCKS, app, running, stage, until_sampled
+from .stage import BLOCKS, app, running, stage, until, until_sampled
 
 
 async def until_cores(node: SimulatedNode, count: int) -> None:
     await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == count)
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    while not reached():  # noqa: ASYNC110 (it is another process)
-        await asyncio.sleep(0.05)
 
 
 async def until_noted(folder: Path, gpu: str) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
-from .stage import app, running, stage, until_sampled
-from .test_broken_gpus import FOUR_GPUS, asked, condition, events, until
+from .stage import app, asked, condition, events, running, stage, until, until_sampled
+from .test_broken_gpus import FOUR_GPUS
 from .test_replicas import BOTH, VGPU, vgpu
 
 

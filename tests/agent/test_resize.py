@@ -15,8 +15,7 @@ from gpumgr.enforcement.limiter import pages
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
-from .stage import BLOCKS, RUNNER, app, running
-from .test_burst import until
+from .stage import BLOCKS, RUNNER, app, running, until
 
 MIB: Final = 1 << 20
 SETTINGS: Final = {

@@ -16,7 +16,6 @@ from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.state import AgentState
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import ours_of, read_kubelet_checkpoint
 from gpumgr.placement.evaluators.mig import amounts_of, place_named
 from gpumgr.placement.pods import NamedGpu
 from gpumgr.sim.kubelet import PodStatus, SimPod
@@ -200,23 +199,6 @@ async def test_mig_mode_is_turned_on_once_the_gpu_is_idle(folder: Path) -> None:
         assert mig.gpu(uuid_of(node)).mig_enabled
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 7)
         await node.run_all(node.pod("a", hami(gpumem=5000)))
-
-
-async def test_a_lost_ledger_is_rebuilt_with_the_devices(folder: Path) -> None:
-    async with mig_stage(folder) as (node, mig):
-        pod = node.pod("a", hami(gpumem=15000, gpucores=20))
-        await node.run_all(pod)
-        (before,) = node.ledger.of(None, pod.uid)
-        state = node.agent.agent_state
-        entries = await read_kubelet_checkpoint(node.kubelet.plugin_folder / "kubelet_internal_checkpoint") or ()
-        async with state.lock:
-            await state.commit(state.ledger.free([before.id]))
-        rebuilt = await node.agent.reconciler.adopt(ours_of(entries))
-        assert rebuilt.problems == ()
-        (after,) = node.ledger.of(None, pod.uid)
-        assert (after.gpus, after.mig_devices, after.device_ids) == (before.gpus, before.mig_devices, before.device_ids)
-        await sample(node, mig)
-        assert mig.destroyed == []
 
 
 async def test_devices_are_kept_where_the_ledger_could_not_be_rebuilt(folder: Path) -> None:

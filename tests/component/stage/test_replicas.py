@@ -174,21 +174,6 @@ async def test_a_pod_that_is_not_known_is_refused(folder: Path) -> None:
         assert node.ledger.allocations == {}
 
 
-async def test_a_lost_ledger_is_rebuilt_with_its_amounts(folder: Path) -> None:
-    async with stage(folder, kinds=WITHOUT_MIG) as node:
-        await node.run_all(node.pod("vcuda", app(30, 8)), node.pod("hami", hami(2, gpumem=1001, gpucores=20)))
-        before, state = node.ledger, node.agent.agent_state
-        async with state.lock:
-            await state.commit(before.free([*before.allocations]))
-        entries = await read_kubelet_checkpoint(node.kubelet.checkpoint)
-        rebuilt = await node.agent.reconciler.adopt(ours_of(entries or ()))
-        assert rebuilt.problems == ()
-        assert {a.id: (a.pod, a.gpus, a.device_ids) for a in node.ledger.allocations.values()} == {
-            a.id: (a.pod, a.gpus, a.device_ids) for a in before.allocations.values()
-        }
-        assert state.ledger.used("00000000") == before.used("00000000")
-
-
 async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) -> None:
     """vcuda pods beside it never get memory that the GPU does not have."""
     scaled = msgspec.structs.replace(HAMI, device_memory_scaling=2.0, device_core_scaling=1.5)
