@@ -149,10 +149,9 @@ static struct gm_stream *find(CUstream handle, CUcontext context, uint32_t threa
 /* A stream that nothing is known of any longer, or a new one; held. */
 static struct gm_stream *unused(CUcontext context) {
     for (struct gm_stream *s = atomic_load(&streams); s; s = s->next) {
+        if (atomic_load(&s->state) == GM_LIVE || !hold(s)) continue;
         int state = atomic_load(&s->state);
-        bool ended = state == GM_DESTROYED && s->context == context && s->first == s->next_marker;
-        if (state == GM_LIVE || (state == GM_DESTROYED && !ended) || !hold(s)) continue;
-        if (atomic_load(&s->state) == state) return s;
+        if (state == GM_UNUSED || (state == GM_DESTROYED && s->context == context && s->first == s->next_marker)) return s;
         let_go(s);
     }
     struct gm_stream *s = calloc(1, sizeof *s);
