@@ -388,12 +388,12 @@ class SimLoad:
             self._control.set_work({gpu: self._work(gpu) for gpu in gpus})
 
     def _work(self, gpu: int) -> SimWork:
-        card, processes = self._node.card_of(gpu), tuple(self._processes[gpu].values())
+        model, processes = self._node.model_of(gpu), tuple(self._processes[gpu].values())
         percent = min(100, sum(process.sm_percent for process in processes))
         return SimWork(
             processes=processes,
             gpu_percent=percent,
             memory_percent=percent // 2,
-            celsius=card.idle_celsius + _BUSY_CELSIUS * percent // 100,
-            watts=card.idle_watts * (1 + (_BUSY_POWER - 1) * percent / 100),
+            celsius=model.idle_celsius + _BUSY_CELSIUS * percent // 100,
+            watts=model.idle_watts * (1 + (_BUSY_POWER - 1) * percent / 100),
         )

@@ -158,13 +158,13 @@ def render_node(node: NodeDescription) -> str:
     ]
     lines += [f"without {function}" for function in node.without]
     for index, gpu in enumerate(node.gpus):
-        card = node.card_of(index)
+        model = node.model_of(index)
         identity = [index, node.uuid_of(index), _nvml_bus_id(gpu.bus_id), node.minor_of(index)]
-        memory = [card.memory_mib * _MIB, int(card.reserved_mib * _MIB)]
+        memory = [model.memory_mib * _MIB, int(model.reserved_mib * _MIB)]
         place = [-1 if gpu.numa_node is None else gpu.numa_node]
-        rest = [_MIG_NUMBER[card.mig], card.idle_celsius, round(card.idle_watts * 1000)]
-        lines.append(f"gpu {' '.join(map(str, identity + memory + place + rest))} {card.model}")
-        lines += [f"unsupported {index} {function}" for function in card.unsupported]
+        rest = [_MIG_NUMBER[model.mig], model.idle_celsius, round(model.idle_watts * 1000)]
+        lines.append(f"gpu {' '.join(map(str, identity + memory + place + rest))} {model.model}")
+        lines += [f"unsupported {index} {function}" for function in model.unsupported]
         for number, each in node.mig_profiles_of(index).items():
             lines.append(_profile_line(index, number, each, instances=len(each.starts)))
             if number == 0:  # one instance may have the media engines, too

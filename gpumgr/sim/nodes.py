@@ -45,7 +45,7 @@ Whole = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GpuModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until a script changes them. `mig_memory_mib` is the
     memory of MIG devices with 1, 2, 4 and 8 memory slices; without it, it is calculated as for an H100. `unsupported` lists the NVML
     functions that the driver does not support for it."""
@@ -64,7 +64,7 @@ class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One GPU. `pcie` is its chain of PCI parents, root complex first; `board` joins the GPUs of one multi-GPU board. `mig_instances`
     are the profiles of its MIG devices, which exist while MIG is enabled."""
 
-    card: str
+    model: str
     bus_id: BusId
     pcie: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     numa_node: Whole | None = None
@@ -88,36 +88,36 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     about: str
     driver_version: str
     cuda_version: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]$")]
-    cards: dict[str, Card]
+    models: dict[str, GpuModel]
     gpus: Annotated[tuple[SimGpu, ...], msgspec.Meta(max_length=MAX_GPUS)]
     nvlinks: tuple[tuple[Whole, Whole, Whole], ...] = ()
     fabric: Fabric | None = None
     without: tuple[NvmlFunction, ...] = ()
     name: str = ""
 
-    def card_of(self, index: int) -> Card:
-        return self.cards[self.gpus[index].card]
+    def model_of(self, index: int) -> GpuModel:
+        return self.models[self.gpus[index].model]
 
     def uuid_of(self, index: int) -> str:
         return self.gpus[index].uuid or f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{index}')}"
 
     def mig_profiles_of(self, index: int) -> dict[int, GpuMigProfile]:
         """The MIG profiles of the GPU by NVML's number."""
-        card = self.card_of(index)
-        gib = -(-card.memory_mib // 1024)
+        model = self.model_of(index)
+        gib = -(-model.memory_mib // 1024)
         return {
             number: GpuMigProfile(
                 name=f"{slices}g.{(2 * size * gib + 8) // 16}gb",
                 number=driver_id,
-                memory_mebibytes=card.mig_memory_mib[size.bit_length() - 1]
-                if card.mig_memory_mib
-                else 128 * (card.memory_mib * size // 1024 - _MIG_RESERVED[size]),
+                memory_mebibytes=model.mig_memory_mib[size.bit_length() - 1]
+                if model.mig_memory_mib
+                else 128 * (model.memory_mib * size // 1024 - _MIG_RESERVED[size]),
                 slices=slices,
                 size=size,
                 starts=starts,
             )
             for number, (driver_id, slices, size, starts) in _MIG_PROFILES.items()
-            if card.mig != "unsupported"
+            if model.mig != "unsupported"
         }
 
     def mig_instances_of(self, index: int) -> tuple[MigInstance, ...]:
@@ -208,8 +208,8 @@ def _allowed_keys(message: str) -> str:
     """The allowed keys where an unknown key was found, as the end of a message."""
     if "unknown field" not in message:
         return ""
-    place = re.search(r"`\$\.(cards|gpus|fabric)", message)
-    kinds: dict[str, Any] = {"cards": Card, "gpus": SimGpu, "fabric": Fabric}
+    place = re.search(r"`\$\.(models|gpus|fabric)", message)
+    kinds: dict[str, Any] = {"models": GpuModel, "gpus": SimGpu, "fabric": Fabric}
     kind = kinds[place.group(1)] if place else NodeDescription
     return f"; allowed: {', '.join(kind.__struct_fields__)}"
 
@@ -218,8 +218,8 @@ def _contradictions(node: NodeDescription) -> list[str]:
     """Contradictions between keys that are each valid."""
     problems: list[str] = []
     for index, gpu in enumerate(node.gpus):
-        if gpu.card not in node.cards:
-            problems.append(f"gpus[{index}].card: {gpu.card!r} is not among cards; allowed: {', '.join(node.cards)}")
+        if gpu.model not in node.models:
+            problems.append(f"gpus[{index}].model: {gpu.model!r} is not among models; allowed: {', '.join(node.models)}")
     for key, values in {
         "bus_id": [gpu.bus_id for gpu in node.gpus],
         "uuid": [node.uuid_of(index) for index in range(len(node.gpus))],

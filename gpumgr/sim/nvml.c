@@ -80,7 +80,7 @@ typedef struct { char name[32]; unsigned number, id, slices, size, starts, insta
 typedef struct {
     char uuid[96], bus_id[32], name[96];
     unsigned minor, celsius, milliwatts;
-    int numa_node, mig; /* mig: -1 = the card has none */
+    int numa_node, mig; /* mig: -1 = the GPU has none */
     unsigned long long total, reserved;
     int level[MAX_GPUS];
     link_t link[MAX_LINKS];

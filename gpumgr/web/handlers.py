@@ -204,13 +204,13 @@ class Pages:
             body = decode_json(await request.read() or b"{}", _Body)
         except UnreadableText as error:
             return failure(400, f'the body is not of the form {{"reason": "...", "evict": false}}: {error}')
-        order = MaintenanceRequest(
+        wanted = MaintenanceRequest(
             action=cast(Action, request.match_info["action"]),
             gpu=request.match_info["gpu"],
             reason=body.reason,
             evict=body.evict,
         )
-        return json_response(await run_shielded(self._sources.maintain(order), name=f"maintenance_{order.action}"))
+        return json_response(await run_shielded(self._sources.maintain(wanted), name=f"maintenance_{wanted.action}"))
 
 
 #: The paths that can be read.

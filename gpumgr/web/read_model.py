@@ -252,6 +252,6 @@ class ReadModel:
         """The pods about which something is known, sorted."""
         return pods_with_details(self.view().ledger, self._pods.all(), self.history())
 
-    async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
+    async def maintain(self, wanted: MaintenanceRequest) -> Mapping[str, Any]:
         """Carries out a maintenance request. Raises Refusal if the GPU's state forbids it, InputError for an unknown GPU."""
-        return await self._maintenance.execute(order)
+        return await self._maintenance.execute(wanted)

@@ -22,7 +22,7 @@ async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_brok
         await node.agent.kill()
         await node.start_agent()
         names = {index: name for name, index in node.indices.items()}
-        done = await node.order("cordon", "2", reason="a fan")
+        done = await node.maintain("cordon", "2", reason="a fan")
         assert (done["gpu"]["index"], done["gpu"]["name"]) == (2, names[2])
         told = f"GPU2 ({names[2]})"
         await until(lambda: events(node, "GpuCordoned") == [f"{told}: a fan"])
@@ -43,7 +43,7 @@ async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_brok
         assert f"{told} not offered" in refused["why"]
         assert {gpu["gpu"]: gpu["index"] for gpu in refused["candidates"]} == {names[n]: n if n != 1 else None for n in names}
         with pytest.raises(aiohttp.ClientResponseError):
-            await node.order("drain", "1")
+            await node.maintain("drain", "1")
 
 
 async def test_a_gpu_that_is_broken_at_the_first_start_is_reported_everywhere_until_it_is_healthy(folder: Path) -> None:
@@ -65,7 +65,7 @@ async def test_a_gpu_that_is_broken_at_the_first_start_is_reported_everywhere_un
 async def test_gpus_that_the_driver_does_not_list_are_in_condition_readiness_and_metrics(folder: Path, listed: int) -> None:
     """Without any GPU in the driver's list the node is not ready."""
     empty = folder / "none.yaml"
-    empty.write_text("{about: none, driver_version: 550.90.07, cuda_version: 12.4, cards: {}, gpus: []}")
+    empty.write_text("{about: none, driver_version: 550.90.07, cuda_version: 12.4, models: {}, gpus: []}")
     device = folder / "gpus/sys/bus/pci/devices/0000:aa:00.0"
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x10de\n")
@@ -114,16 +114,16 @@ async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_re
         def offered() -> bool:
             return any(healthy for device_id, (healthy, _) in node.kubelet.devices(CORE_RESOURCE).items() if name in device_id)
 
-        await node.order("cordon", name, reason="falls off the bus")
+        await node.maintain("cordon", name, reason="falls off the bus")
         await until(lambda: not offered())
         await node.agent.kill()
         node.control.lose_gpu(2)
         await node.start_agent(environ)
         assert not offered()
-        assert "successfully reset" in (await node.order("reset", name))["said"]
+        assert "successfully reset" in (await node.maintain("reset", name))["said"]
         await until(lambda: condition(node).get("message") == f"GPU2 ({name}) is cordoned: falls off the bus")
         assert not offered()
-        await node.order("uncordon", name)
+        await node.maintain("uncordon", name)
         await until(offered)
         codes = [entry["code"] for entry in (await asked(node, "/api/state"))["history"]]
     assert codes == ["uncordoned", "reset", "not_readable", "cordoned"]

@@ -143,12 +143,12 @@ async def test_without_a_strategy_no_mig_device_is_offered(folder: Path) -> None
 
 def node_of(folder: Path, profiles: Sequence[str]) -> str:
     """The file of a node with a GPU in MIG mode for each profile, with two of these MIG devices."""
-    card = {"model": "A100", "memory_mib": 40960, "reserved_mib": 571, "mig": "enabled", "idle_celsius": 31, "idle_watts": 34}
+    model = {"model": "A100", "memory_mib": 40960, "reserved_mib": 571, "mig": "enabled", "idle_celsius": 31, "idle_watts": 34}
     gpus = [
-        {"card": "a100", "bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"], "mig_instances": [profile] * 2}
+        {"model": "a100", "bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"], "mig_instances": [profile] * 2}
         for n, profile in enumerate(profiles)
     ]
-    node = {"about": "MIG", "driver_version": "535.183.01", "cuda_version": "12.2", "cards": {"a100": card}, "gpus": gpus}
+    node = {"about": "MIG", "driver_version": "535.183.01", "cuda_version": "12.2", "models": {"a100": model}, "gpus": gpus}
     path = folder / "node.yaml"
     path.write_text(json.dumps(node))
     return str(path)

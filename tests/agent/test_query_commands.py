@@ -47,7 +47,7 @@ async def test_why_reports_a_lost_and_cordoned_gpu_of_a_pod_with_the_agent_and_w
         pod = node.pod("a", app(40, 4))
         assert (await node.run(pod)).phase == "Running"
         (gpu,) = node.gpus_of(pod)
-        await node.order("cordon", gpu, reason="broken fan")
+        await node.maintain("cordon", gpu, reason="broken fan")
         node.control.lose_gpu(node.indices[gpu])
         await node.agent_log.until("gpu_health_changed", gpu=node.description.uuid_of(node.indices[gpu]), state="unhealthy")
         await until_sampled(node)

@@ -52,7 +52,7 @@ async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(
         assert (await node.run(node.pod("d", app(100)))).phase == "Running"
 
 
-async def order(node: SimulatedNode, action: str) -> None:
+async def maintain(node: SimulatedNode, action: str) -> None:
     """About GPU 0, by the node's unix socket."""
     async with AgentClient(node.folder / "agent.sock") as agent:
         await agent.post(f"/api/gpus/0/{action}", {"reason": "broken fan"})
@@ -61,7 +61,7 @@ async def order(node: SimulatedNode, action: str) -> None:
 async def test_cordons_survive_the_loss_of_the_ledger(folder: Path) -> None:
     async with running(folder) as node:
         await node.run(node.pod("a", app(30, 4)))
-        await order(node, "cordon")
+        await maintain(node, "cordon")
         await node.agent.kill()
         file = folder / "checkpoint" / NAME
         for _ in range(2):  # and what is saved is saved for good

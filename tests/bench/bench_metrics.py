@@ -91,25 +91,25 @@ def picture_of(containers_per_gpu: int) -> NodeReport:
     inventory = Inventory(snapshot=snapshot)
     gpu_registry = inventory.register(GpuRegistry())
     allocations = {
-        f"{card.name}-{n}": allocated(
-            id=f"{card.name}-{n}",
-            pod=("inference", f"server-{card.name}-{n:03d}"),
-            uid=f"uid-{card.name}-{n}",
+        f"{gpu.name}-{n}": allocated(
+            id=f"{gpu.name}-{n}",
+            pod=("inference", f"server-{gpu.name}-{n:03d}"),
+            uid=f"uid-{gpu.name}-{n}",
             container="main",
             # More sharers than cores is no real node, only a bound: then several hold the same core.
-            cores={card.name: 1 << n % 100},
-            blocks={card.name: 1 << n},
-            gpus=(card.name,),
+            cores={gpu.name: 1 << n % 100},
+            blocks={gpu.name: 1 << n},
+            gpus=(gpu.name,),
             mechanisms=("hami-core",),
         )
-        for card in gpu_registry.gpus
+        for gpu in gpu_registry.gpus
         for n in range(containers_per_gpu)
     }
     ledger = Ledger(gpu_registry, allocations)
     sample = NodeSample(gpus={uuid: gpu_sample(uuid) for uuid in map(uuid_of, range(GPUS))})
     view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry))
     uses = {(each.id, gpu): use_of(each, gpu_registry.by_name[gpu].uuid) for each in allocations.values() for gpu in each.gpus}
-    gpus = {card.name: GpuUse(uuid=card.uuid) for card in gpu_registry.gpus}
+    gpus = {gpu.name: GpuUse(uuid=gpu.uuid) for gpu in gpu_registry.gpus}
     return NodeReport(
         view=view,
         node="bench",

@@ -33,7 +33,7 @@ class FakeGpu:
 
     def __init__(self, path: Path, node: NodeDescription, index: int) -> None:
         self.path = path
-        memory_bytes = node.card_of(index).memory_mib << 20
+        memory_bytes = node.model_of(index).memory_mib << 20
         names = [text.encode() for text in (node.uuid_of(index), node.gpus[index].bus_id, node.driver_version)]
         # CUDA 12.4, 132 multiprocessors of 2048 threads, 100 ns for each block of a launch.
         head = _HEAD.pack(_MAGIC, 1, memory_bytes, CONTEXT_BYTES, *names, 12040, 132, 2048, 100, 0)

@@ -26,7 +26,7 @@ def node_with_fake_gpu(path: Path) -> str:
     """Writes the description of a node with one GPU, which is the fake one; returns the path."""
     text = (Path(nodes.__file__).with_name("nodes") / "hgx-h100-8.yaml").read_text()
     head, gpus = text.split("gpus:\n")
-    first = gpus.splitlines(keepends=True)[0].replace("{card: h100,", f"{{card: h100, uuid: {FAKE_UUID},")
+    first = gpus.splitlines(keepends=True)[0].replace("{model: h100,", f"{{model: h100, uuid: {FAKE_UUID},")
     path.write_text(f"{head}gpus:\n{first}")
     return str(path)
 

@@ -110,7 +110,7 @@ class SimulatedNode:
         self.labels |= {gpu[key]: f"GPU{gpu['index']}" for gpu in shown for key in ("name", "uuid")}
         return gpus
 
-    async def order(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
+    async def maintain(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
         """Sends a maintenance request as `gpumgr gpu` does, over root's unix socket. Raises aiohttp.ClientError if it is refused."""
         connector = aiohttp.UnixConnector(path=str(self.folder / "agent.sock"))
         async with (

@@ -181,14 +181,14 @@ class Script:
         node, reason = self._node, "its fan is loud"
         (gpu,), (other,) = (node.gpus_of(self._pods[name]) for name in ("careful", "trusting"))
         before, labels = node.ledger(), {name: _label(await self._gpu(name)) for name in (gpu, other)}
-        await node.order("cordon", gpu, reason=reason)
+        await node.maintain("cordon", gpu, reason=reason)
         _expect(node.ledger() == before, "the ledger is another one than before")
         for name in ("careful", "trusting"):
             self._delete(name)
             await node.agent_log.until("allocation_freed", holder=f"demo/{name} (main)")
         names = await self._granted_to("lucky", _app(CORES_PER_GPU))
         _expect(names == {other}, f"the pod went to {names} instead of {labels[other]}")
-        await node.order("uncordon", gpu)
+        await node.maintain("uncordon", gpu)
         await node.kubelet.until(lambda: node.healthy(gpu)["core"] == CORES_PER_GPU)
         names = await self._granted_to("patient", _app(CORES_PER_GPU))
         _expect(names == {gpu}, f"the pod went to {names} instead of {labels[gpu]}")

@@ -83,8 +83,8 @@ class Workload:
         """The granted bytes on each of its GPUs."""
         if container.cores < CORES_PER_GPU:
             return container.memory_blocks * BLOCK_BYTES
-        cards = [self._node.description.card_of(self._node.indices[gpu]) for gpu in gpus]
-        return int(min(card.memory_mib - card.reserved_mib for card in cards)) << 20
+        models = [self._node.description.model_of(self._node.indices[gpu]) for gpu in gpus]
+        return int(min(model.memory_mib - model.reserved_mib for model in models)) << 20
 
 
 _ROUND_SECONDS: Final = 1.5

@@ -29,10 +29,10 @@ ROW |= {"cores": 30, "memory_bytes": 4 << 30, "granted_at": 1_700_000_000.0}
 
 
 class Agent:
-    """Answers orders out of `on` (the containers on GPU3) and remembers them; one container leaves with each state that is asked."""
+    """Answers requests out of `on` (the containers on GPU3) and remembers them; one container leaves with each state that is asked."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[str, str, str, bool]] = []
+        self.requests: list[tuple[str, str, str, bool]] = []
         self.on: list[dict[str, Any]] = []
         self.unattributed: list[dict[str, Any]] = []
         self.cordon: dict[str, Any] | None = None
@@ -43,16 +43,16 @@ class Agent:
         self.uncordoned_meanwhile = False
         self.stale = 0
         self.missing = False
-        self.lost_orders = 0
+        self.lost_requests = 0
         self.away: list[Callable[[web.Request], web.Response]] = []
         self.socket = Path()
 
-    async def order(self, request: web.Request) -> web.Response:
-        if self.orders and self.lost_orders:
-            self.lost_orders -= 1
+    async def maintain(self, request: web.Request) -> web.Response:
+        if self.requests and self.lost_requests:
+            self.lost_requests -= 1
             return gone(request)
         action, name, body = request.match_info["action"], request.match_info["gpu"], await request.json()
-        self.orders.append((action, name, body["reason"], body["evict"]))
+        self.requests.append((action, name, body["reason"], body["evict"]))
         if self.refusal:
             status, sentence = self.refusal
             return web.json_response({"error": sentence}, status=status)
@@ -126,7 +126,7 @@ def failing(_request: web.Request) -> web.Response:
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     monkeypatch.setattr(gpu, "POLL_SECONDS", 0.01)
     made = Agent()
-    handlers = {("POST", "/api/gpus/{gpu}/{action}"): made.order, ("GET", "/api/state"): made.state}
+    handlers = {("POST", "/api/gpus/{gpu}/{action}"): made.maintain, ("GET", "/api/state"): made.state}
     async with listening(tmp_path / "a.sock", handlers) as made.socket:
         yield made
 
@@ -142,14 +142,14 @@ async def test_a_cordon_is_confirmed_with_the_running_containers(agent: Agent) -
     ]
     again = await agent.run("cordon", "3")
     assert again.stdout.splitlines()[0] == "GPU3 (0fe1c342) is cordoned: broken fan (it was cordoned already)"
-    assert agent.orders == [("cordon", "GPU3", "broken fan", False), ("cordon", "3", "", False)]
+    assert agent.requests == [("cordon", "GPU3", "broken fan", False), ("cordon", "3", "", False)]
 
 
 async def test_an_odd_name_reaches_the_agent_as_it_is(agent: Agent) -> None:
     agent.refusal = (404, "no GPU of this node is called 'a/b?c'; there are: none")
     result = await agent.run("uncordon", "a/b?c")
     assert isinstance(result.exception, InputError)
-    assert agent.orders == [("uncordon", "a/b?c", "", False)]
+    assert agent.requests == [("uncordon", "a/b?c", "", False)]
 
 
 async def test_uncordon_and_reset_print_the_next_step(agent: Agent) -> None:
@@ -169,7 +169,7 @@ async def test_a_gpu_that_is_gone_is_forgotten(agent: Agent) -> None:
     assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is forgotten\n")
     document = json.loads((await agent.run("forget", "3", "--output", "json")).stdout)
     assert (document["action"], document["gpu"]["uuid"]) == ("forget", UUID)
-    assert agent.orders == [("forget", "GPU-0fe1", "sent back", False), ("forget", "3", "", False)]
+    assert agent.requests == [("forget", "GPU-0fe1", "sent back", False), ("forget", "3", "", False)]
     agent.refusal = (409, "GPU3 (0fe1c342) can't be forgotten: the driver lists it")
     assert str((await agent.run("forget", "3")).exception) == agent.refusal[1]
 
@@ -199,7 +199,7 @@ async def test_a_drain_prints_the_remaining_containers(agent: Agent) -> None:
         "to be evicted as soon as their disruption budgets allow it: team/train",
         "end the processes that belong to no allocation yourself",
     ]
-    assert agent.orders == [("drain", "3", "", True)]
+    assert agent.requests == [("drain", "3", "", True)]
 
 
 async def test_a_drain_of_a_gpu_that_was_not_checked_yet_is_not_done(agent: Agent) -> None:
@@ -223,7 +223,7 @@ async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent
     ]
     document = json.loads(result.stdout)
     assert (document["empty"], document["changed"], document["evicting"]) == (True, True, ["team/train"])
-    assert [(action, evict) for action, _, _, evict in agent.orders] == [("drain", True), ("drain", False)]
+    assert [(action, evict) for action, _, _, evict in agent.requests] == [("drain", True), ("drain", False)]
 
 
 async def test_a_drain_ends_at_its_timeout_with_the_remaining_containers(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ async def test_a_drain_ends_at_its_timeout_with_the_remaining_containers(agent: 
 
 async def test_a_drain_continues_with_a_restarted_agent(agent: Agent) -> None:
     agent.on, agent.leaving, agent.missing = [ROW, ROW], True, True
-    agent.away, agent.lost_orders = [gone, gone, failing], 1  # aiohttp itself asks a second time
+    agent.away, agent.lost_requests = [gone, gone, failing], 1  # aiohttp itself asks a second time
     result = await agent.run("drain", "3", "--wait", "--timeout", "20")
     assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
     ended = (
@@ -272,7 +272,7 @@ async def test_a_drain_ends_if_the_gpu_is_uncordoned(agent: Agent) -> None:
     agent.on, agent.uncordoned_meanwhile = [ROW], True
     result = await agent.run("drain", "3", "--wait")
     assert "was uncordoned by another request" in str(result.exception)
-    assert len(agent.orders) == 1
+    assert len(agent.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ async def test_a_drain_ends_if_the_gpu_is_uncordoned(agent: Agent) -> None:
 )
 async def test_wrong_usage_is_not_requested(agent: Agent, arguments: tuple[str, ...], words: str) -> None:
     result = await agent.run(*arguments)
-    assert (result.exit_code, agent.orders) == (2, [])
+    assert (result.exit_code, agent.requests) == (2, [])
     assert words in result.stderr
 
 

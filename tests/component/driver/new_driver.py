@@ -6,11 +6,11 @@ NEW_NODE = """
 about: two GPUs and a driver that limits the memory of cgroups
 driver_version: 615.71.09
 cuda_version: 13.4
-cards:
+models:
   h100: {model: NVIDIA H100 80GB HBM3, memory_mib: 81559, mig: disabled}
 gpus:
-  - {card: h100, bus_id: 0000:18:00.0, pcie: [pci0000:15]}
-  - {card: h100, bus_id: 0000:2a:00.0, pcie: [pci0000:26]}
+  - {model: h100, bus_id: 0000:18:00.0, pcie: [pci0000:15]}
+  - {model: h100, bus_id: 0000:2a:00.0, pcie: [pci0000:26]}
 """
 
 

@@ -250,11 +250,11 @@ async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_f
     sim = node("pcie-a10-4")
     folder = sim.sysfs_root.parent
     source = "about: two of four\ndriver_version: 535.183.01\ncuda_version: 12.2\n"
-    source += "cards: {a10: {model: NVIDIA A10, memory_mib: 23028}}\ngpus:\n"
+    source += "models: {a10: {model: NVIDIA A10, memory_mib: 23028}}\ngpus:\n"
     for index in range(2):
         gpu = sim.description.gpus[index]
         chain = ", ".join(gpu.pcie)
-        source += f"  - {{card: a10, bus_id: {gpu.bus_id}, pcie: [{chain}], uuid: {sim.description.uuid_of(index)}}}\n"
+        source += f"  - {{model: a10, bus_id: {gpu.bus_id}, pcie: [{chain}], uuid: {sim.description.uuid_of(index)}}}\n"
     (folder / "two.yaml").write_text(source)
     async with watched(sim) as (_, listener):
         await listener.rounds(1)

@@ -187,10 +187,10 @@ async def test_a_board_of_several_gpus_and_a_driver_that_reports_it_wrongly(node
 about: two boards of two GPUs
 driver_version: {version}
 cuda_version: 9.2
-cards: {{k80: {{model: Tesla K80, memory_mib: 11441}}}}
+models: {{k80: {{model: Tesla K80, memory_mib: 11441}}}}
 gpus:
-  - {{card: k80, bus_id: 0000:05:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0], board: one}}
-  - {{card: k80, bus_id: 0000:06:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0], board: one}}
+  - {{model: k80, bus_id: 0000:05:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0], board: one}}
+  - {{model: k80, bus_id: 0000:06:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0], board: one}}
 """
     found = []
     for version in ("390.157", "396.26"):

@@ -10,12 +10,12 @@ from gpumgr.ledger.ids import ALL_CORES, RegisteredGpu
 from gpumgr.ledger.node import GpuDevices, NodeDevices
 from tests.component.stage.stage import Clock
 
-CARD = RegisteredGpu("0000abcd", "GPU-0000abcd", 4 * BLOCK_MEBIBYTES)
+GPU = RegisteredGpu("0000abcd", "GPU-0000abcd", 4 * BLOCK_MEBIBYTES)
 ALL = 0b1111
 
 
-def node_devices(cores: int = ALL_CORES, blocks: int = ALL, card: RegisteredGpu = CARD) -> NodeDevices:
-    return (GpuDevices(card, cores, blocks),)
+def node_devices(cores: int = ALL_CORES, blocks: int = ALL, gpu: RegisteredGpu = GPU) -> NodeDevices:
+    return (GpuDevices(gpu, cores, blocks),)
 
 
 class Kubelet:
@@ -35,7 +35,7 @@ class Kubelet:
 
     @property
     def seen(self) -> int:
-        return self.device_lists.visible_blocks()[CARD.name]
+        return self.device_lists.visible_blocks()[GPU.name]
 
 
 async def test_the_first_device_list_is_published_at_once_and_counts_as_seen() -> None:
@@ -80,7 +80,7 @@ async def test_a_change_that_is_reverted_is_never_published() -> None:
     "urgent",
     [
         node_devices(cores=0, blocks=0),
-        node_devices(blocks=ALL, card=RegisteredGpu(CARD.name, CARD.uuid, 8 * BLOCK_MEBIBYTES)),
+        node_devices(blocks=ALL, gpu=RegisteredGpu(GPU.name, GPU.uuid, 8 * BLOCK_MEBIBYTES)),
         (*node_devices(), GpuDevices(RegisteredGpu("0000beef", "GPU-0000beef", 4 * BLOCK_MEBIBYTES), ALL_CORES, ALL)),
     ],
     ids=["fails", "grows", "comes"],
@@ -124,7 +124,7 @@ async def test_an_urgent_publication_includes_delayed_changes_and_counts() -> No
     assert kubelet.device_lists.hurry()
     assert kubelet.heard[-1] == node_devices()
     assert kubelet.seen == 0b0001
-    assert kubelet.device_lists.visible_blocks(0)[CARD.name] == ALL
+    assert kubelet.device_lists.visible_blocks(0)[GPU.name] == ALL
 
 
 async def test_after_the_close_nothing_is_published() -> None:

@@ -117,14 +117,14 @@ class Bench:
     def evicted(self) -> list[tuple[PodKey, str, str]]:
         return self.publisher.evicted
 
-    async def order(self, action: Action, gpu: str = "0", **more: Any) -> dict[str, Any]:
+    async def maintain(self, action: Action, gpu: str = "0", **more: Any) -> dict[str, Any]:
         answer = await self.maintenance.execute(MaintenanceRequest(action=action, gpu=gpu, **more))
         plain: dict[str, Any] = json.loads(json.dumps(answer))
         return plain
 
     async def refused(self, action: Action, **more: Any) -> str:
         with pytest.raises(Refusal) as refusal:
-            await self.order(action, **more)
+            await self.maintain(action, **more)
         return str(refusal.value)
 
     async def run(self, name: str, cores: int = 30, blocks: int = 4) -> SimPod:
@@ -144,7 +144,7 @@ class Bench:
 async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones() -> None:
     bench = await Bench.made()
     await bench.run("first")
-    answer = await bench.order("cordon", reason="broken\n fan ")
+    answer = await bench.maintain("cordon", reason="broken\n fan ")
     assert answer["cordon"]["reason"] == "broken fan"
     assert [row["pod"] for row in answer["containers"]] == ["first"]
     assert (answer["changed"], answer["empty"]) == (True, False)
@@ -165,8 +165,8 @@ async def test_a_cordon_that_can_not_be_saved_is_not_made() -> None:
 
 async def test_a_confirmed_request_is_on_disk_with_its_entry() -> None:
     bench = await Bench.made()
-    await bench.order("cordon", reason="broken fan")
-    await bench.order("uncordon")
+    await bench.maintain("cordon", reason="broken fan")
+    await bench.maintain("uncordon")
     assert [(entry.code, entry.number) for entry in bench.world.checkpoint.entries] == [("cordoned", 1), ("uncordoned", 2)]
     await bench.world.agent_state.history.flush()
     assert len(bench.world.checkpoint.entries) == 2
@@ -174,10 +174,10 @@ async def test_a_confirmed_request_is_on_disk_with_its_entry() -> None:
 
 async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
     bench = await Bench.made()
-    first = await bench.order("cordon", reason="broken fan")
-    again = await bench.order("cordon", reason="broken fan")
-    wordless = await bench.order("cordon")
-    other = await bench.order("cordon", reason="two broken fans")
+    first = await bench.maintain("cordon", reason="broken fan")
+    again = await bench.maintain("cordon", reason="broken fan")
+    wordless = await bench.maintain("cordon")
+    other = await bench.maintain("cordon", reason="two broken fans")
     assert [answer["changed"] for answer in (first, again, wordless, other)] == [True, False, False, True]
     assert bench.unschedulable == ["cordoned by the operator: two broken fans"]
     assert bench.told == [("cordoned", "broken fan"), ("cordoned", "two broken fans")]
@@ -185,7 +185,7 @@ async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
 
 async def test_a_cordon_survives_a_restart() -> None:
     bench = await Bench.made(2)
-    await bench.order("drain", "1", reason="broken fan")
+    await bench.maintain("drain", "1", reason="broken fan")
     kept = bench.maintenance.cordons
     bench.driver.held.clear()
     bench.maintenance = bench.again()
@@ -208,23 +208,23 @@ async def test_a_missing_gpu_can_be_cordoned_and_uncordoned() -> None:
     bench = await Bench.made(2)
     both = bench.world.node
     await bench.world.agent_state.set_snapshot(snapshot(1, 16))
-    answer = await bench.order("cordon", "GPU-00000001")
+    answer = await bench.maintain("cordon", "GPU-00000001")
     assert answer["gpu"]["index"] is None
     await bench.world.agent_state.set_snapshot(both)
     assert bench.world.agent_state.node().unschedulable == {"00000001": "cordoned by the operator"}
-    await bench.order("uncordon", "1")
+    await bench.maintain("uncordon", "1")
     assert bench.unschedulable == []
 
 
 async def test_a_maintenance_request_completes_after_its_caller_is_cancelled() -> None:
     bench = await Bench.made()
     async with bench.world.agent_state.lock:
-        waiting = asyncio.create_task(bench.order("cordon"))
+        waiting = asyncio.create_task(bench.maintain("cordon"))
         while not bench.maintenance.cordons:  # noqa: ASYNC110 (the order waits for the lock that we hold)
             await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-    second = await bench.order("cordon", reason="broken fan")
+    second = await bench.maintain("cordon", reason="broken fan")
     assert second["changed"]
     assert [code for code, _ in bench.told] == ["cordoned", "cordoned"]
 
@@ -232,7 +232,7 @@ async def test_a_maintenance_request_completes_after_its_caller_is_cancelled() -
 async def test_a_long_reason_is_refused() -> None:
     bench = await Bench.made()
     with pytest.raises(InputError, match="257 characters; 256 at most"):
-        await bench.order("cordon", reason="x" * 257)
+        await bench.maintain("cordon", reason="x" * 257)
 
 
 # -- drain -----------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ async def test_a_long_reason_is_refused() -> None:
 async def test_a_drain_lists_the_remaining_containers_until_none_is_left() -> None:
     bench = await Bench.made()
     pod = await bench.run("first")
-    answer = await bench.order("drain", reason="broken fan")
+    answer = await bench.maintain("drain", reason="broken fan")
     (row,) = answer["containers"]
     assert (row["namespace"], row["pod"], row["uid"], row["container"]) == ("team", "first", pod.uid, "main")
     assert (row["cores"], row["memory_bytes"], row["granted_at"]) == (30, 4 * BLOCK_BYTES, bench.world.wall)
@@ -249,7 +249,7 @@ async def test_a_drain_lists_the_remaining_containers_until_none_is_left() -> No
     bench.world.end(pod)
     await bench.world.sweep(2)
     await bench.world.sweep(2)
-    assert (await bench.order("drain"))["empty"]
+    assert (await bench.maintain("drain"))["empty"]
     assert bench.told == [("draining", "broken fan")]
 
 
@@ -260,7 +260,7 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
         UnattributedProcess(gpu="00000001", uuid="GPU-00000001-1111-2222-3333-444444444444", pid=8),
     ]
     bench.use = NodeUse(taken_at=1.0, unattributed={(each.gpu, each.pid): each for each in unattributed})
-    answer = await bench.order("drain")
+    answer = await bench.maintain("drain")
     assert (answer["empty"], answer["unattributed"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
 
 
@@ -269,7 +269,7 @@ async def test_each_pod_is_evicted_once_and_the_history_has_the_reason() -> None
     two = bench.world.pod("two", *(replace(app(10, 1), name=name) for name in ("a", "b")))
     await bench.world.run(two)
     other = await bench.run("other")
-    answer = await bench.order("drain", evict=True, reason="broken fan")
+    answer = await bench.maintain("drain", evict=True, reason="broken fan")
     why = "GPU0 (00000000) is drained: broken fan"
     assert bench.evicted == [(("team", "two"), two.uid, why), (("team", "other"), other.uid, why)]
     assert (answer["evicting"], answer["not_evicted"]) == (["team/two", "team/other"], [])
@@ -291,7 +291,7 @@ async def test_all_pods_of_a_claim_are_evicted() -> None:
         bench.world.pods.views["team", name] = PodView(
             namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,)
         )
-    assert sorted((await bench.order("drain", evict=True))["evicting"]) == ["team/first", "team/second"]
+    assert sorted((await bench.maintain("drain", evict=True))["evicting"]) == ["team/first", "team/second"]
 
 
 async def test_a_container_without_a_known_pod_is_not_evicted_and_reported() -> None:
@@ -299,9 +299,9 @@ async def test_a_container_without_a_known_pod_is_not_evicted_and_reported() -> 
     pod = await bench.run("first")
     (allocation,) = bench.world.ledger.allocations.values()
     bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
-    assert (await bench.order("drain", evict=True))["evicting"] == ["team/first"]
+    assert (await bench.maintain("drain", evict=True))["evicting"] == ["team/first"]
     bench.world.end(pod, None)
-    answer = await bench.order("drain", evict=True)
+    answer = await bench.maintain("drain", evict=True)
     assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main): its pod is not known"])
 
 
@@ -316,7 +316,7 @@ async def test_a_static_pod_is_not_evicted(ledger_has: str) -> None:
         bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, uid="of-the-file")))
     elif ledger_has == "no name":
         bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
-    answer = await bench.order("drain", evict=True)
+    answer = await bench.maintain("drain", evict=True)
     assert (answer["evicting"], bench.evicted) == ([], [])
     (who,) = answer["not_evicted"]
     assert who.endswith("(main): it is a static pod, which ends only when its manifest is removed from the node")
@@ -326,30 +326,30 @@ async def test_a_static_pod_is_not_evicted(ledger_has: str) -> None:
 async def test_an_uncordon_cancels_outstanding_evictions() -> None:
     bench = await Bench.made(2)
     await bench.run("both", 200, 0)
-    await bench.order("drain", "0", evict=True)
-    await bench.order("drain", "0", evict=True, reason="broken fan")
-    await bench.order("drain", "1", evict=True)
+    await bench.maintain("drain", "0", evict=True)
+    await bench.maintain("drain", "0", evict=True, reason="broken fan")
+    await bench.maintain("drain", "1", evict=True)
     assert len(bench.evicted) == 2
-    await bench.order("uncordon", "0")
+    await bench.maintain("uncordon", "0")
     assert [reason for _, _, reason in bench.evicted] == ["GPU1 (00000001) is drained"]
-    await bench.order("uncordon", "1")
+    await bench.maintain("uncordon", "1")
     assert bench.evicted == []
 
 
 async def test_evictions_continue_after_a_restart_until_an_uncordon() -> None:
     bench = await Bench.made(2)
     pod = await bench.run("first")
-    await bench.order("drain", "0", reason="broken fan")
+    await bench.maintain("drain", "0", reason="broken fan")
     await bench.restart()
     assert bench.evicted == []
-    await bench.order("drain", "0", evict=True)
-    await bench.order("drain", "0")
-    await bench.order("cordon", "0")
+    await bench.maintain("drain", "0", evict=True)
+    await bench.maintain("drain", "0")
+    await bench.maintain("cordon", "0")
     told = [entry.code for entry in bench.world.agent_state.history.entries()]
     await bench.restart()
     assert bench.evicted == [(("team", "first"), pod.uid, "GPU0 (00000000) is drained: broken fan")]
     assert [entry.code for entry in bench.world.agent_state.history.entries()] == told
-    await bench.order("uncordon", "0")
+    await bench.maintain("uncordon", "0")
     assert bench.evicted == []
     await bench.restart()
     assert bench.evicted == []
@@ -359,7 +359,7 @@ async def test_without_an_api_server_no_pod_is_evicted_and_nothing_is_changed() 
     bench = await Bench.made(api_server=False)
     assert "no API server" in await bench.refused("drain", evict=True)
     assert (bench.unschedulable, bench.told) == ([], [])
-    assert (await bench.order("drain"))["empty"]
+    assert (await bench.maintain("drain"))["empty"]
 
 
 # -- reset -----------------------------------------------------------------------------------------------------------------
@@ -368,8 +368,8 @@ async def test_without_an_api_server_no_pod_is_evicted_and_nothing_is_changed() 
 async def test_a_gpu_that_is_cordoned_and_empty_is_reset() -> None:
     bench = await Bench.made()
     assert "not cordoned" in await bench.refused("reset")
-    await bench.order("cordon", reason="broken fan")
-    answer = await bench.order("reset")
+    await bench.maintain("cordon", reason="broken fan")
+    answer = await bench.maintain("reset")
     assert (answer["said"], answer["cordon"]["reason"]) == ("GPU 00000000:00:00.0 was successfully reset.", "broken fan")
     assert bench.driver.resets == [FIRST]
     assert bench.told == [("cordoned", "broken fan"), ("reset", "broken fan")]
@@ -379,7 +379,7 @@ async def test_a_gpu_in_use_is_not_reset() -> None:
     bench = await Bench.made()
     for name in ("first", "second"):
         await bench.run(name, 10, 1)
-    await bench.order("cordon")
+    await bench.maintain("cordon")
     assert "team/first (main), team/second (main) are still on it" in await bench.refused("reset")
     bench.world.agent_state.put(bench.world.ledger.free(bench.world.ledger.allocations))
     bench.kept_by = "its MPS daemon ends a minute after the last container"
@@ -394,7 +394,7 @@ async def test_a_gpu_in_use_is_not_reset() -> None:
 
 async def test_a_failed_reset_raises_the_drivers_message_and_is_not_recorded() -> None:
     bench = await Bench.made()
-    await bench.order("cordon")
+    await bench.maintain("cordon")
     bench.driver.error = NvmlError("nvidia-smi says (exit code 255): In use by another client")
     assert await bench.refused("reset") == (
         "GPU0 (00000000) was not reset: nvidia-smi says (exit code 255): In use by another client"
@@ -405,8 +405,8 @@ async def test_a_failed_reset_raises_the_drivers_message_and_is_not_recorded() -
 async def test_a_lost_gpu_is_reset_without_a_process_list() -> None:
     bench = await Bench.made()
     bench.driver.processes_of[FIRST] = None
-    await bench.order("cordon")
-    await bench.order("reset")
+    await bench.maintain("cordon")
+    await bench.maintain("reset")
     assert bench.driver.resets == [FIRST]
 
 
@@ -414,7 +414,7 @@ async def test_a_lost_gpu_is_reset_without_a_process_list() -> None:
 
 
 async def show(bench: Bench, node: NodeSnapshot, *gpus: int, new_uuid: str | None = None) -> None:
-    """The driver lists these GPUs of the node; `new_uuid`: the last one is another card."""
+    """The driver lists these GPUs of the node; `new_uuid`: the last one is another GPU."""
     listed = [node.gpus[index] for index in gpus]
     if new_uuid is not None:
         listed[-1] = replace(listed[-1], uuid=new_uuid)
@@ -440,7 +440,7 @@ async def test_a_gpu_that_is_gone_and_holds_nothing_is_forgotten_on_request() ->
     assert registered(bench) == [gpu.uuid for gpu in node.gpus]
     bench.world.end(pod)
     await bench.world.sweep()
-    answer = await bench.order("forget", FIRST, reason="sent back")
+    answer = await bench.maintain("forget", FIRST, reason="sent back")
     assert (answer["gpu"]["name"], answer["containers"]) == ("00000000", [])
     assert registered(bench) == [node.gpus[1].uuid]
     assert [gpu.gpu.name for gpu in bench.world.agent_state.inventory.node_devices(bench.world.agent_state.ledger, ())] == [
@@ -448,7 +448,7 @@ async def test_a_gpu_that_is_gone_and_holds_nothing_is_forgotten_on_request() ->
     ]
     assert bench.told == [("forgotten", "sent back")]
     with pytest.raises(InputError, match="no GPU of this node is called"):
-        await bench.order("forget", FIRST)
+        await bench.maintain("forget", FIRST)
     await show(bench, node, 0, 1)
     assert registered(bench) == [node.gpus[1].uuid, FIRST], "it is registered again when it comes back"
 

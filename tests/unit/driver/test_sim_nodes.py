@@ -19,7 +19,7 @@ HEAD = """
 about: a test
 driver_version: 535.183.01
 cuda_version: 12.2
-cards:
+models:
   t4: {model: Tesla T4, memory_mib: 15360}
 """
 
@@ -52,15 +52,15 @@ def test_levels_follow_from_boards_parents_and_numa_nodes(tmp_path: Path) -> Non
         tmp_path,
         """
 gpus:
-  - {card: t4, bus_id: 0000:05:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:04.0], board: k80}
-  - {card: t4, bus_id: 0000:06:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:08.0], board: k80}
-  - {card: t4, bus_id: 0000:07:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:0c.0]}
-  - {card: t4, bus_id: 0000:09:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:10.0, 0000:08:00.0]}
-  - {card: t4, bus_id: 0000:0a:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:03.0]}
-  - {card: t4, bus_id: 0000:21:00.0, numa_node: 0, pcie: [pci0000:20]}
-  - {card: t4, bus_id: 0000:81:00.0, numa_node: 1, pcie: [pci0000:80]}
-  - {card: t4, bus_id: 0000:91:00.0, pcie: [pci0000:90]}
-  - {card: t4, bus_id: 0000:92:00.0, pcie: [pci0000:a0]}
+  - {model: t4, bus_id: 0000:05:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:04.0], board: k80}
+  - {model: t4, bus_id: 0000:06:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:08.0], board: k80}
+  - {model: t4, bus_id: 0000:07:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:0c.0]}
+  - {model: t4, bus_id: 0000:09:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0, 0000:02:00.0, 0000:03:10.0, 0000:08:00.0]}
+  - {model: t4, bus_id: 0000:0a:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:03.0]}
+  - {model: t4, bus_id: 0000:21:00.0, numa_node: 0, pcie: [pci0000:20]}
+  - {model: t4, bus_id: 0000:81:00.0, numa_node: 1, pcie: [pci0000:80]}
+  - {model: t4, bus_id: 0000:91:00.0, pcie: [pci0000:90]}
+  - {model: t4, bus_id: 0000:92:00.0, pcie: [pci0000:a0]}
 """,
     )
     assert [node.nvml_level(0, other) for other in range(1, 8)] == [INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM, SYSTEM]
@@ -68,10 +68,10 @@ gpus:
 
 
 def test_the_places_of_mig_devices(tmp_path: Path) -> None:
-    card = "  a100: {model: A100, memory_mib: 40960, mig: enabled}\n"
+    model = "  a100: {model: A100, memory_mib: 40960, mig: enabled}\n"
     cut = ("[1c.3g.20gb, 4g.20gb]", "[3g.20gb, 2g.10gb, 1g.5gb+me, 1g.5gb]", "[4g.20gb, 4g.20gb]", "[1g.6gb, 7g.40gb]")
-    gpus = [f"  - {{card: a100, bus_id: 0000:0{n}:00.0, pcie: [a], mig_instances: {each}}}\n" for n, each in enumerate(cut)]
-    node = described(tmp_path, f"{card}gpus:\n{''.join(gpus)}")
+    gpus = [f"  - {{model: a100, bus_id: 0000:0{n}:00.0, pcie: [a], mig_instances: {each}}}\n" for n, each in enumerate(cut)]
+    node = described(tmp_path, f"{model}gpus:\n{''.join(gpus)}")
     assert [[each.memory_slices for each in node.mig_instances_of(n)] for n in range(4)] == [
         [0b11110000, 0b1111],
         [0b11110000, 0b11, 0b100, 0b1000],
@@ -80,19 +80,19 @@ def test_the_places_of_mig_devices(tmp_path: Path) -> None:
     ]
 
 
-GPU = "{card: t4, bus_id: 0000:05:00.0, pcie: [pci0000:00]}"
-TWO = f"gpus:\n - {GPU}\n - {{card: t4, bus_id: 0000:06:00.0, pcie: [pci0000:00]}}\n"
+GPU = "{model: t4, bus_id: 0000:05:00.0, pcie: [pci0000:00]}"
+TWO = f"gpus:\n - {GPU}\n - {{model: t4, bus_id: 0000:06:00.0, pcie: [pci0000:00]}}\n"
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ("gpus: []\ncolour: red\n", r"unknown field `colour`.*allowed: about, driver_version, .*without"),
-        ("gpus:\n - {card: t4, bus: 1}\n", r"\$\.gpus\[0\]|gpus\[\.\.\.\].*allowed: card, bus_id, pcie"),
-        ("gpus:\n - {card: t4, bus_id: 5, pcie: [pci0000:00]}\n", r"bus_id|gpus"),
-        ("gpus:\n - {card: t4, bus_id: 0000:05:00.0, pcie: []}\n", r"length >= 1"),
-        ("gpus:\n - {card: t4, bus_id: 0000:05:00.0, pcie: [a], numa_node: near}\n", r"Expected `int \| null`.*numa_node"),
-        ("gpus:\n - {card: k80, bus_id: 0000:05:00.0, pcie: [a]}\n", r"gpus\[0\].card: 'k80' is not among cards; allowed: t4"),
+        ("gpus:\n - {model: t4, bus: 1}\n", r"\$\.gpus\[0\]|gpus\[\.\.\.\].*allowed: model, bus_id, pcie"),
+        ("gpus:\n - {model: t4, bus_id: 5, pcie: [pci0000:00]}\n", r"bus_id|gpus"),
+        ("gpus:\n - {model: t4, bus_id: 0000:05:00.0, pcie: []}\n", r"length >= 1"),
+        ("gpus:\n - {model: t4, bus_id: 0000:05:00.0, pcie: [a], numa_node: near}\n", r"Expected `int \| null`.*numa_node"),
+        ("gpus:\n - {model: k80, bus_id: 0000:05:00.0, pcie: [a]}\n", r"gpus\[0\].model: 'k80' is not among models; allowed: t4"),
         (f"gpus:\n - {GPU}\n - {GPU}\n", r"bus_id 0000:05:00.0 occurs twice"),
         (TWO + "nvlinks: [[0, 2, 1]]\n", r"nvlinks\[0\]: 0 and 2 must be two different GPUs, 0 to 1"),
         (TWO + "nvlinks: [[1, 1, 1]]\n", r"two different GPUs"),

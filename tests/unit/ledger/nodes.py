@@ -34,10 +34,10 @@ def node_of(
 ) -> NodeView:
     return NodeView(
         topology=topology_of(len(gpu_registry.gpus)),
-        rows={card.name: row for row, card in enumerate(gpu_registry.gpus)},
-        indices={card.name: index for index, card in enumerate(gpu_registry.gpus)},
+        rows={gpu.name: row for row, gpu in enumerate(gpu_registry.gpus)},
+        indices={gpu.name: index for index, gpu in enumerate(gpu_registry.gpus)},
         unschedulable=unschedulable or {},
-        visible_blocks=visible if visible is not None else {card.name: card.all_ids("memory") for card in gpu_registry.gpus},
+        visible_blocks=visible if visible is not None else {gpu.name: gpu.all_ids("memory") for gpu in gpu_registry.gpus},
     )
 
 

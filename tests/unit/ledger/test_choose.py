@@ -35,7 +35,7 @@ def asked(
 ) -> Choice:
     view = pod("new", *containers)
     caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else UNKNOWN_CALLER)
-    every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.gpu_registry.gpus}
+    every = {gpu.name: gpu.all_ids(kind) & ~ledger.held(kind).get(gpu.name, 0) for gpu in ledger.gpu_registry.gpus}
     request = Request(resource=kind, available=every if available is None else available, must=must or {}, size=size)
     choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, request)  # type: ignore[arg-type]
     assert count(choice.masks) == size

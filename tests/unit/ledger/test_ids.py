@@ -39,7 +39,7 @@ def test_names_that_collide_take_more_digits_and_never_change() -> None:
         .register("GPU-aaaaaaaa-2222", 1 * BLOCK_MEBIBYTES)
         .register("GPU-AAAAAAAA-1111", 1 * BLOCK_MEBIBYTES)
     )
-    assert [card.name for card in gpu_registry.gpus] == ["aaaaaaaa", "aaaaaaaa2", "aaaaaaaa1"]
+    assert [gpu.name for gpu in gpu_registry.gpus] == ["aaaaaaaa", "aaaaaaaa2", "aaaaaaaa1"]
     assert gpu_name("GPU-aaaaaaaa", ["aaaaaaaa", "aaaaaaaax0"]) == "aaaaaaaax1"
 
 
@@ -48,7 +48,7 @@ def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
     first, second = gpu_registry.gpus
     assert gpu_registry.register(first.uuid, 2 * BLOCK_MEBIBYTES) is gpu_registry
     grown = gpu_registry.register(first.uuid, 6 * BLOCK_MEBIBYTES)
-    assert [(card.name, card.memory_blocks) for card in grown.gpus] == [(first.name, 6), (second.name, 4)]
+    assert [(gpu.name, gpu.memory_blocks) for gpu in grown.gpus] == [(first.name, 6), (second.name, 4)]
     assert grown.ids["memory"][first.name][:4] == gpu_registry.ids["memory"][first.name]
 
 

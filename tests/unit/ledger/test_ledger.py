@@ -57,7 +57,7 @@ def test_shares_of_one_gpu_are_sound() -> None:
         ([held("a", {ONE: 1}, gpus=())], "was granted no GPU"),
         ([held("a", {ONE: 1}), held("b", {ONE: 1}, pod="a")], "hold the same core ids"),
     ],
-    ids=["cores", "blocks", "whole", "too many cores", "too many blocks", "unknown card", "no gpu", "two apps of one pod"],
+    ids=["cores", "blocks", "whole", "too many cores", "too many blocks", "unknown gpu", "no gpu", "two apps of one pod"],
 )
 def test_a_violation_is_named(allocations: list[Allocation], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

@@ -37,7 +37,7 @@ def placed(*shares: NamedGpu, spec: ContainerSpec = SHARE) -> Caller:
 def asked(
     caller: Caller, kind: Resource = "core", *, ledger: Ledger = BUSY, must: Masks | None = None, unschedulable: str = ""
 ) -> Choice:
-    every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.gpu_registry.gpus}
+    every = {gpu.name: gpu.all_ids(kind) & ~ledger.held(kind).get(gpu.name, 0) for gpu in ledger.gpu_registry.gpus}
     node = node_of(ledger.gpu_registry, unschedulable={unschedulable: "cordoned by the operator"} if unschedulable else {})
     size = caller.spec.wants(kind) if caller.spec else 0
     return choose(node, ledger, caller, Request(resource=kind, available=every, must=must or {}, size=size))

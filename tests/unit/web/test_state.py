@@ -199,7 +199,7 @@ def test_a_gpu_that_the_driver_lost_keeps_its_memory_and_its_holders() -> None:
 def test_a_gpu_that_was_never_described_is_marked() -> None:
     failures = (
         GpuFailure(index=2, uuid=None, reason="NVML error 15: GPU is lost"),
-        GpuFailure(index=0, uuid=uuid_of(0), reason="a card, so told with the GPUs"),
+        GpuFailure(index=0, uuid=uuid_of(0), reason="a GPU, so told with the GPUs"),
     )
     view = view_of()
     inventory = replace(view.inventory, snapshot=replace(view.inventory.snapshot, failures=failures))

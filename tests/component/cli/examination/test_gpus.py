@@ -12,7 +12,7 @@ from gpumgr.sim.library import SimNode
 from tests.component.driver.conftest import Prepare
 
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12\n"
-NO_GPUS = "{about: none, driver_version: 550.90.07, cuda_version: 12.4, cards: {}, gpus: []}"
+NO_GPUS = "{about: none, driver_version: 550.90.07, cuda_version: 12.4, models: {}, gpus: []}"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  615.71.09  Release Build  (builder@host)  Mon Jun 1\n"
 
 
