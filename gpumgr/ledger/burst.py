@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName
+from gpumgr.common.units import BLOCK_MEBIBYTES, Amounts, GpuName
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.pods import PodView
 
@@ -54,6 +54,16 @@ def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes
         if wanted > most:
             raise ValueError(f"it has {wanted} MiB for container {allocation.container}, and GPU {gpu} has {most} MiB")
     return {gpu: max(wanted, allocation.limits_on(gpu).memory_mebibytes) for gpu in allocation.gpus}
+
+
+def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int]) -> Amounts:
+    """What these containers of a pod may have above their requests together, by resizes and bursts. `limits`: container -> the limit of
+    its burst in MiB."""
+    above = Amounts()
+    for a in allocations:
+        for gpu, granted in a.gpus.items() if a.resized or a.container in limits else ():
+            above += a.limits_on(gpu).most(Amounts(0, limits.get(a.container or "", 0))).beyond(granted)
+    return above
 
 
 def limits_now(

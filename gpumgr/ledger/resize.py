@@ -4,10 +4,11 @@ A request is decided once, by what its GPUs have left then. More than the contai
 from what other containers were resized to less than they hold.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource
+from gpumgr.ledger.burst import above_requests
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, Resize
 from gpumgr.placement.pods import ResizeRequest
 
@@ -40,22 +41,12 @@ def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around:
         grows = {gpu for gpu in allocation.gpus if _more(allocation, resized, gpu).memory_mebibytes}
         if grows & around.lowered:
             return None
-        _refuse_above_most(ledger, allocation, resized, around.most)
+        _refuse_above_most(ledger, allocation, resized, around)
         for gpu in allocation.gpus:
             _refuse_full(ledger, allocation, resized, gpu, around)
     except ValueError as error:
         return replace(allocation, resize=Resize(asked=asked, amounts=former, refused=str(error)))
     return resized
-
-
-def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int]) -> Amounts:
-    """What these containers of a pod may have above their requests together. `limits`: container -> the limit in MiB of a burst."""
-    sums = Amounts()
-    for a in allocations:
-        for gpu, granted in a.gpus.items() if a.resized or a.container in limits else ():
-            most = a.limits_on(gpu).most(Amounts(0, limits.get(a.container or "", 0)))
-            sums += most.beyond(granted)
-    return sums
 
 
 def _refuse_fixed(allocation: Allocation, asked: ResizeRequest) -> None:
@@ -114,15 +105,14 @@ def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundin
             )
 
 
-def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocation, most: Amounts) -> None:
+def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocation, around: Surroundings) -> None:
     more = sum((_more(allocation, resized, gpu) for gpu in allocation.gpus), Amounts())
-    others = [a for a in ledger.of(allocation.pod, allocation.uid) if a.id != allocation.id and not a.init]
-    above = above_requests([resized, *others], {})
-    own = above_requests([resized], {})
+    others = [a for a in ledger.of(allocation.pod, allocation.uid) if a.id != allocation.id]
+    above, own = above_requests([resized, *others], {}), above_requests([resized], {})
     for name, unit, setting in (("cores", "cores", "cores"), ("memory_mebibytes", "MiB", "memory_mebibytes")):
-        if getattr(more, name) and getattr(own, name) and getattr(above, name) > getattr(most, name):
+        if getattr(more, name) and getattr(own, name) and getattr(above, name) > getattr(around.most, name):
             raise ValueError(
-                f"the pod would have {getattr(above, name)} {unit} above its requests, and this node allows {getattr(most, name)} "
+                f"the pod would have {getattr(above, name)} {unit} above its requests, and this node allows {getattr(around.most, name)} "
                 f"(enforcement.max_growth_{setting})"
             )
 

@@ -13,7 +13,7 @@ from gpumgr.agent.pods import find_pod, users
 from gpumgr.agent.ports import Pods
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName, Resource
-from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, unused_bytes, wanted_limits
+from gpumgr.ledger.burst import ContainerMemory, above_requests, limits_now, obstacle_to_start, unused_bytes, wanted_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import missing_bytes, waits_for
@@ -59,6 +59,8 @@ class Bursts:
     ) -> None:
         self._records, self._pods, self._events, self._obstacle = records, pods, events, obstacle
         self.allowed, self.slack_bytes = allowed, slack_bytes
+        #: How much memory a pod may have above its requests, also by resizes (enforcement.max_growth_memory_mebibytes); 0: no maximum.
+        self.most_mebibytes = 0
         self._ignored: dict[_Place, str] = {}
         #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
@@ -171,6 +173,13 @@ class Bursts:
         wanted = wanted_limits(allocation, view, sizes)
         if wanted and (why := self._why_not(allocation)):
             raise ValueError(why)
+        if wanted and view is not None and (most := self.most_mebibytes):
+            pod = self._records.ledger.of(allocation.pod, allocation.uid)
+            if (above := above_requests(pod, dict(view.memory_limits)).memory_mebibytes) > most:
+                raise ValueError(
+                    f"the pod could have {above} MiB above its requests, and this node allows {most} "
+                    "(enforcement.max_growth_memory_mebibytes)"
+                )
         return wanted
 
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:

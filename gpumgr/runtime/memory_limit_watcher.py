@@ -111,6 +111,7 @@ class MemoryLimitWatcher:
             allowed=over_limit.burst,
             slack_bytes=over_limit.slack_bytes,
         )
+        self.bursts.most_mebibytes = over_limit.most.memory_mebibytes
         host, mover = suspending
         self.suspensions = Suspensions(
             records,
@@ -133,6 +134,7 @@ class MemoryLimitWatcher:
         """Applies these settings from the next sample on."""
         self._rule = over_limit
         self.bursts.allowed, self.bursts.slack_bytes = over_limit.burst, over_limit.slack_bytes
+        self.bursts.most_mebibytes = over_limit.most.memory_mebibytes
         self.suspensions.when_idle_seconds = over_limit.suspend_when_idle_seconds
 
     # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Any history of grants, bursts, suspensions and ends on one GPU: granted requests never exceed it, and what bursts hold is closed for
-others. No container that runs loses memory, and a suspended one finds its memory again once the others end.
+"""Any history of grants, bursts, resizes, suspensions and ends on one GPU: what containers are granted and may use never exceeds it, and
+what they hold above that is closed for others. No container loses the ids that the kubelet gave it, none that runs loses memory, and a
+suspended one finds its memory again once the others end.
 
 What containers use changes between two evaluations, so grants and limits are decided with figures of the last one.
 """
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import BLOCK_MEBIBYTES, RESOURCES, Resource
+from gpumgr.common.units import BLOCK_MEBIBYTES, RESOURCES, Amounts, Resource
 from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, unused_bytes
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request, choose
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.node import NodeView, node_devices
+from gpumgr.ledger.resize import Surroundings, decide
 from gpumgr.ledger.suspension import missing_bytes
+from gpumgr.placement.pods import ResizeRequest
 from tests.unit.ledger.nodes import app, empty, node_of, pod
 
 BLOCKS = 16
@@ -42,7 +45,7 @@ class Gpu(RuleBasedStateMachine):
         return MEMORY - sum(self.used.values())
 
     def request(self, name: str) -> int:
-        return self.ledger.allocations[name].memory_mebibytes
+        return self.ledger.allocations[name].limits_on(self.gpu.name).memory_mebibytes
 
     def memories(self) -> dict[str, ContainerMemory]:
         return {
@@ -57,8 +60,8 @@ class Gpu(RuleBasedStateMachine):
 
     @property
     def granted(self) -> int:
-        """What the containers that are not suspended were granted."""
-        return self.ledger.used(self.gpu.name).memory_mebibytes - sum(map(self.request, self.away))
+        """What the containers that are not suspended may use."""
+        return self.ledger.in_force(self.gpu.name).memory_mebibytes - sum(map(self.request, self.away))
 
     @rule()
     def evaluate(self, *, starting: bool = False) -> None:
@@ -77,8 +80,15 @@ class Gpu(RuleBasedStateMachine):
         (devices,) = node_devices(self.ledger, self.node, failed=())
         granted = self.ledger.held("memory").get(self.gpu.name, 0)
         assert devices.healthy_blocks & granted == granted
-        closed = BLOCKS - devices.healthy_blocks.bit_count()
-        assert closed == min(-(-held // BLOCK_MEBIBYTES), BLOCKS - granted.bit_count())
+        closed, grown = BLOCKS - devices.healthy_blocks.bit_count(), self.grown.memory_mebibytes
+        assert closed == min(-(-held // BLOCK_MEBIBYTES) + -(-grown // BLOCK_MEBIBYTES), BLOCKS - granted.bit_count())
+        held_cores = self.ledger.held("core").get(self.gpu.name, 0)
+        assert devices.healthy_cores & held_cores == held_cores
+        assert 100 - devices.healthy_cores.bit_count() == min(self.grown.cores, 100 - held_cores.bit_count())
+
+    @property
+    def grown(self) -> Amounts:
+        return sum((a.grown_on(self.gpu.name) for a in self.ledger.allocations.values()), Amounts())
 
     @rule(blocks=st.integers(1, 6) | st.integers(1, BLOCKS), wanted=st.sampled_from([0, 0, MEMORY]) | st.integers(0, MEMORY))
     def admit(self, blocks: int, wanted: int) -> None:
@@ -156,6 +166,30 @@ class Gpu(RuleBasedStateMachine):
             assert not any(map(self.missing, self.away))
 
     @precondition(lambda self: self.ledger.allocations)
+    @rule(choice=st.integers(0), cores=st.none() | st.integers(0, 100), memory=st.none() | st.integers(0, MEMORY + 1))
+    def resize(self, choice: int, cores: int | None, memory: int | None) -> None:
+        names = sorted(self.ledger.allocations)
+        a = self.ledger.allocations[names[choice % len(names)]]
+        around = Surroundings(
+            used_bytes={(name, self.gpu.name): None if name in self.away else used * MIB for name, used in self.used.items()},
+            memory_mebibytes={},
+            most=Amounts(100, MEMORY),
+            obstacle=lambda _mechanisms, _resource: None,
+        )
+        after = decide(self.ledger, a, ResizeRequest(cores=cores, memory_mebibytes=memory), around)
+        assert after is not None
+        assert after.resize is not None
+        assert (after.device_ids, after.gpus) == (a.device_ids, a.gpus)
+        if after.resize.refused:
+            assert after.resized == a.resized
+        else:
+            now = after.limits_on(self.gpu.name)
+            assert now.memory_mebibytes >= min(self.used[a.id], a.limits_on(self.gpu.name).memory_mebibytes)
+            assert 1 <= now.cores <= 99
+        self.ledger = self.ledger.occupy(after)
+        self.evaluate()
+
+    @precondition(lambda self: self.ledger.allocations)
     @rule(choice=st.integers(0))
     def leave(self, choice: int) -> None:
         names = sorted(self.ledger.allocations)
@@ -174,7 +208,11 @@ class Gpu(RuleBasedStateMachine):
 
     @invariant()
     def granted_requests_fit(self) -> None:
-        assert self.ledger.check().used(self.gpu.name).memory_mebibytes <= MEMORY
+        in_force = self.ledger.check().in_force(self.gpu.name)
+        may_use = [a.limits_on(self.gpu.name) for a in self.ledger.allocations.values()]
+        assert in_force == sum(may_use, Amounts())
+        assert in_force.memory_mebibytes <= MEMORY
+        assert in_force.cores <= 100
 
     @invariant()
     def a_single_burst_leaves_all_requests_their_memory(self) -> None:

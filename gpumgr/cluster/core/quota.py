@@ -48,6 +48,10 @@ class Held:
             self.gpus + sign * other.gpus,
         )
 
+    def most(self, other: "Held") -> "Held":
+        memory = max(self.memory_mebibytes, other.memory_mebibytes)
+        return Held(max(self.cores, other.cores), memory, max(self.gpus, other.gpus))
+
 
 #: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
 _MAX_REJECTIONS: Final = 12_000
@@ -162,6 +166,8 @@ class Quotas:
         #: Namespace with limits -> the number of its pods that have ended.
         self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
+        #: The pods in _pods with amounts that their node's agent reports: they may have been resized to more than they request.
+        self._reported: set[str] = set()
         self._classes: dict[frozenset[CountedGpu], _Class] = {}
         self._class_of: dict[str, _Class] = {}
 
@@ -170,9 +176,12 @@ class Quotas:
     def pod_placed(self, pod: PlacedPod, node: NodeState) -> None:
         holding = self.holding(pod, node)
         self._pods[pod.uid] = (pod.namespace, holding)
+        if pod.uid in node.other:
+            self._reported.add(pod.uid)
         self._count(pod.namespace, holding, 1)
 
     def pod_removed(self, uid: str) -> None:
+        self._reported.discard(uid)
         if (known := self._pods.pop(uid, None)) is not None:
             self._count(*known, -1)
 
@@ -185,8 +194,9 @@ class Quotas:
         self._class_of[node.name] = found
         if before is not None and before is not found:
             self._leave(before, node.name)
-        if before is not found and node.gpus:
-            for pod in pods:
+        for pod in pods if node.gpus else ():
+            reported = pod.uid in node.other or pod.uid in self._reported
+            if before is not found or (reported and self.held(pod.uid) != (pod.namespace, self.holding(pod, node))):
                 self.pod_removed(pod.uid)
                 self.pod_placed(pod, node)
 
@@ -311,7 +321,17 @@ class Quotas:
         return self._pods.get(uid, ("", NO_HOLDING))
 
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
-        """What the pod holds on this node. On a node with different GPUs, a pod with unknown GPUs counts on the first ones."""
+        """What the pod holds on this node: what it requests, and more if it was resized to more. On a node with different GPUs, a pod with
+        unknown GPUs counts on the first ones."""
+        requested, gpus = self._requested(pod, node), gpus_of(node)
+        reported = added_holdings(
+            {gpus[gpu][0]: Held(each.cores, each.memory_mebibytes)}
+            for gpu, each in node.other.get(pod.uid, ())
+            if gpu < len(gpus)
+        )
+        return {kind: requested.get(kind, NONE_HELD).most(reported.get(kind, NONE_HELD)) for kind in {**requested, **reported}}
+
+    def _requested(self, pod: PlacedPod, node: NodeState) -> Holding:
         known = self._class_of.get(node.name)
         uniform = (GpuKind(), 0, None) if known is None else known.uniform
         if uniform is not None:

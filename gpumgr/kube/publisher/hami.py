@@ -63,7 +63,9 @@ class RegisterReporter:
         foreign = Ledger(gpu_registry=registry, allocations=others)
         made = []
         for name, gpu in view.inventory.gpus(registry).items():
-            held = foreign.used(name)
+            # HAMi's scheduler counts what its own pods request.
+            growth = (each.grown_on(name) for each in view.ledger.on(name) if each.id not in others)
+            held = sum(growth, foreign.used(name))
             memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
             cores = max(0, CORES_PER_GPU - held.cores)
             taken = sum(name in each.held("replica") for each in others.values())

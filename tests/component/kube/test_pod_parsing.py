@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumgr.common.units import Amounts
 from gpumgr.kube.pods import parse_pod, parse_quantity
-from gpumgr.placement.pods import ContainerSpec, PodView
+from gpumgr.placement.pods import NO_RESIZE, ContainerSpec, PodView, ResizeRequest
 
 METADATA = {"namespace": "ns", "name": "web-0", "uid": "u-1"}
 
@@ -220,3 +220,26 @@ def test_the_memory_limit_is_read_with_the_pod(text: str, limits: tuple[tuple[st
     assert pod.memory_limits == limits
     assert (pod.memory_limits_ignored is None) == (ignored is None)
     assert (ignored or "") in (pod.memory_limits_ignored or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "request_or_problem"),
+    [
+        ('{"main": {"cores": 40, "memoryMiB": 8192}}', ResizeRequest(cores=40, memory_mebibytes=8192)),
+        ('{"main": {"cores": 40, "requestedAt": "12:00"}}', ResizeRequest(cores=40, requested_at="12:00")),
+        ('{"main": {}}', NO_RESIZE),
+        ("{}", NO_RESIZE),
+        ('{"main": {"memory": 1}}', "unknown field `memory`"),
+        ('{"main": {"cores": 1.5}}', "Expected `int | null`"),
+        ('{"main": 1}', "Expected `object`"),
+        ("[" * 100_000, "gpumgr.io/resize, such as"),
+        ('{"other": {"cores": 1}}', "it names container other, which the pod does not have"),
+    ],
+)
+def test_the_resize_is_read_with_the_pod(text: str, request_or_problem: ResizeRequest | str) -> None:
+    metadata = {**METADATA, "annotations": {"gpumgr.io/resize": text}}
+    found = parse_pod({"metadata": metadata, "spec": {"containers": [{"name": "main"}]}}).resize_of("main")
+    if isinstance(request_or_problem, ResizeRequest):
+        assert found == request_or_problem
+    else:
+        assert request_or_problem in found.problem

@@ -12,7 +12,8 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import Amounts
 from gpumgr.kube.hami_formats import REGISTER, SCORES
 from gpumgr.kube.publisher.hami import RegisterReporter
-from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.ledger import Allocation, Resize
+from gpumgr.placement.pods import ResizeRequest
 from tests.component.stage.mig import MEBIBYTES as MIG_MEBIBYTES
 from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import MemoryPods
@@ -88,6 +89,9 @@ def test_pods_of_hamis_scheduler_are_counted_by_it() -> None:
     node.pods.views = {("team", "h"): replace(pod("h"), bound_by_hami=True)}
     node.look(replace(held, uid="uid-h"))
     assert (node.gpus[0]["count"], node.gpus[0]["devmem"], node.gpus[0]["devcore"]) == (10, MEBIBYTES, 100)
+    grown = Resize(asked=ResizeRequest(cores=50), amounts={name_of(0): Amounts(50, 900)})
+    node.look(replace(held, uid="uid-h", resize=grown))
+    assert (node.gpus[0]["devmem"], node.gpus[0]["devcore"]) == (MEBIBYTES, 70), "it counts 20 cores and 1000 MiB itself"
 
 
 def test_a_gpu_that_others_share_is_offered_to_no_exclusive_pod() -> None:

@@ -15,10 +15,10 @@ from gpumgr.kube.cluster_annotations import Inventory, InventoryGpu, decode_inve
 from gpumgr.kube.publisher import node_reporter
 from gpumgr.kube.publisher.node_reporter import ENDING_SECONDS, InventoryReporter
 from gpumgr.ledger.ids import ALL_CORES
-from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.ledger import Allocation, Resize
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.pods import ContainerSpec, NamedGpu, PodView
+from gpumgr.placement.pods import ContainerSpec, NamedGpu, PodView, ResizeRequest
 from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import Clock, MemoryPods
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, snapshot_of, uuid_of, view_of, whole
@@ -272,3 +272,16 @@ def test_the_replicas_of_each_share_are_reported() -> None:
     assert list((node.inventory.other_replicas or {}).values()) == [(1,)]
     node.look(share("vcuda", 0))
     assert node.inventory.other_replicas is UNSET
+
+
+def test_a_pod_that_was_resized_to_more_is_reported_with_all_that_it_holds() -> None:
+    node = Node()
+    put(node, pod("a", named(0)))
+    held = share("a", 0)
+    assert node.look(held) == 1
+    assert not node.other
+    grown = {name_of(0): Amounts(45, 512)}
+    node.look(replace(held, resize=Resize(asked=ResizeRequest(cores=45), amounts=grown)))
+    assert node.other == {"uid-a": ((0, 45, 512),)}
+    node.look(replace(held, resize=Resize(asked=ResizeRequest(cores=10), amounts={name_of(0): Amounts(10, 256)})))
+    assert not node.other, "the kubelet's ids stay with it"

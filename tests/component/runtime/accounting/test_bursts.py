@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.common.units import BLOCK_BYTES, Amounts
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.placement.topology.devices import NodeSample
@@ -30,10 +30,12 @@ def share(letter: str, pod: tuple[str, str], blocks: int, mechanism: str = "limi
 A, T = share("a", WEB, 0b11), share("t", TRAIN, 0b111100)
 
 
-def bursting(*allocations: Allocation, limit: int | None = 7 * 256, allowed: bool = True, text: str | None = None) -> Node:
-    """The pod of the allocation `a` has the limit in MiB; `text`: why its annotation is not used."""
+def bursting(
+    *allocations: Allocation, limit: int | None = 7 * 256, allowed: bool = True, text: str | None = None, most: int = 0
+) -> Node:
+    """The pod of the allocation `a` has the limit in MiB; `text`: why its annotation is not used. `most`: the maximum of the node."""
     node = Node(*(allocations or (A,)))
-    node.memory_watcher.apply(rule(allowed=allowed))
+    node.memory_watcher.apply(replace(rule(allowed=allowed), most=Amounts(0, most)))
     demand(node, limit, text)
     for each in allocations or (A,):
         assert each.pod is not None
@@ -126,6 +128,7 @@ async def test_the_annotation_counts_while_the_container_runs_and_so_does_the_se
         (lambda: bursting(limit=2049), "2049 MiB for container main, and GPU 00000000 has 2048 MiB"),
         (lambda: bursting(limit=None, text="it is no JSON"), "it is no JSON"),
         (lambda: bursting(share("a", WEB, 0b11, "vcuda")), "the backend vcuda can't"),
+        (lambda: bursting(most=1279), "the pod could have 1280 MiB above its requests, and this node allows 1279"),
     ],
 )
 async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enforced(node: Callable[[], Node], why: str) -> None:
