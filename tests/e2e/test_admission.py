@@ -18,6 +18,7 @@ from .places import NODE, PROJECT
 from .processes import wait_until
 
 POLICIES = PROJECT / "config" / "scheduler" / "admission-policies.yaml"
+RESIZE_POLICY = PROJECT / "config" / "resize" / "admission-policy.yaml"
 NAMESPACE = "kube-system"
 SCHEDULER, AGENT, TENANT = f"{NAMESPACE}/gpumgr-scheduler", f"{NAMESPACE}/gpumgr", "default/tenant"
 FORGED = {PLACEMENT_ANNOTATION: "{}"}
@@ -201,6 +202,76 @@ def test_an_agent_writes_to_pods_of_its_node_alone(callers: Callers, made: Calla
     ):
         assert "may write it" in refused(annotated, api, name, report)
     assert "may write it" in refused(callers.agent.request, "POST", PODS, outside("new", FORGED, node=NODE))
+
+
+@pytest.fixture
+def editor(cluster: Cluster, callers: Callers) -> Iterator[Callable[..., Api]]:
+    """Makes an account that may edit pods, and with `resizes` also resize them, under the policy about that."""
+    roles = {"edits": ("", ["pods"], ["create", "patch"]), "resizes": ("gpumgr.io", ["pods"], ["resize"])}
+    for name, (group, resources, verbs) in roles.items():
+        role = {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "ClusterRole",
+            "metadata": {"name": name},
+            "rules": [{"apiGroups": [group], "resources": resources, "verbs": verbs}],
+        }
+        cluster.api.request("POST", "/apis/rbac.authorization.k8s.io/v1/clusterroles", role)
+    made: list[Api] = []
+
+    def make(name: str, *, resizes: bool) -> Api:
+        cluster.kubectl("create", "serviceaccount", name, "--namespace=default")
+        for role in ("edits", "resizes") if resizes else ("edits",):
+            binding, account = f"{name}-{role}", f"--serviceaccount=default:{name}"
+            cluster.kubectl("create", "clusterrolebinding", binding, f"--clusterrole={role}", account)
+        made.append(cluster.api_of(f"default/{name}"))
+        return made[-1]
+
+    cluster.kubectl("apply", "--server-side", "--validate=strict", f"--filename={RESIZE_POLICY}")
+    try:
+        wait_until("the policy", lambda: _acts(callers.tenant), every=0.1)
+        yield make
+    finally:
+        for api in made:
+            api.close()
+        cluster.kubectl("delete", f"--filename={RESIZE_POLICY}")
+        bindings = ("plain-edits", "resizer-edits", "resizer-resizes")
+        cluster.kubectl("delete", "clusterrolebinding", *bindings, "--ignore-not-found")
+        cluster.kubectl("delete", "clusterrole", *roles)
+        cluster.kubectl("delete", "serviceaccount", "plain", "resizer", "--namespace=default", "--ignore-not-found")
+
+
+def _acts(api: Api) -> bool:
+    """Whether the API server refuses an answer that no agent writes."""
+    try:
+        api.request("POST", f"{PODS}?dryRun=All", outside("acts", {"gpumgr.io/resized": "{}"}))
+    except ApiError as error:
+        return error.status == 403
+    return False
+
+
+def test_only_accounts_with_the_verb_resize_let_a_container_have_other_amounts(
+    callers: Callers, editor: Callable[..., Api], made: Callable[..., str]
+) -> None:
+    plain, resizer = editor("plain", resizes=False), editor("resizer", resizes=True)
+    name = made("resized", {"note": "mine"}, node=NODE, by=plain)
+    for key, text in (("gpumgr.io/resize", '{"c": {"cores": 9}}'), ("gpumgr.io/memory-limit", '{"c": 9}')):
+        change: Json = {key: text}
+        why = f"annotation {key}: it needs the verb resize on pods.gpumgr.io"
+        assert why in refused(annotated, plain, name, change)
+        assert why in refused(plain.request, "POST", f"{PODS}?dryRun=All", outside("new", change))
+        resizer.request("POST", f"{PODS}?dryRun=All", outside("new", change))
+        annotated(resizer, name, change)
+        assert why in refused(annotated, plain, name, {key: "{}"})
+        assert why in refused(annotated, plain, name, {key: None})
+    annotated(plain, name, {"note": None})
+    annotated(resizer, name, {"gpumgr.io/resize": None})
+
+    answer: Json = {"gpumgr.io/resized": "{}"}
+    only = "annotation gpumgr.io/resized: only the gpumgr agent on the pod's node may write it"
+    for api in (plain, resizer, callers.admin, callers.agent_without_pod):
+        assert only in refused(annotated, api, name, answer)
+    annotated(callers.agent, name, answer)
+    assert only in refused(annotated, callers.agent, made("there", node="api-only", by=plain), answer)
 
 
 def test_the_manifest_names_the_accounts_that_are_shipped() -> None:

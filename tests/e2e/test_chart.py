@@ -1,5 +1,6 @@
 """The Helm chart and the kustomize base: what they render, what they refuse, and that a real API server takes them."""
 
+import json
 import os
 import re
 import shutil
@@ -695,3 +696,24 @@ def test_mounts_of_run_dir_reach_the_host_only_where_a_mechanism_needs_it(
     """Bidirectional needs a shared mount on the host, without which the pod would not start."""
     mounts = {each["name"]: each for each in agent_container(render(values))["volumeMounts"]}
     assert mounts["run"].get("mountPropagation") == propagation
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"settings": {"enforcement": {"memory_burst": True}}},
+        {"settings": {"enforcement": {"max_growth_cores": 1}}},
+        {"settings": {"enforcement": {"max_growth_memory_mebibytes": 1}}},
+    ],
+)
+def test_what_lets_containers_have_more_comes_with_the_policy_about_who_may_ask_for_it(values: dict[str, Any]) -> None:
+    shipped = objects((PROJECT / "config" / "resize" / "admission-policy.yaml").read_text())
+    found = objects(render(values, "--namespace=gpus"))
+    assert {key for key in found if "resize" in key[1]} == shipped.keys()
+    (account,) = {name for kind, name in found if kind == "ServiceAccount"}
+    for key, each in shipped.items():
+        text = json.dumps(each["spec"]).replace(
+            "system:serviceaccount:kube-system:gpumgr", f"system:serviceaccount:gpus:{account}"
+        )
+        assert found[key]["spec"] == json.loads(text)
+    assert not any("resize" in name for _, name in objects(render()))

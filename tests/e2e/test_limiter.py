@@ -1,6 +1,8 @@
 """Backend limiter in real containers: CUDA programs on a fake GPU, with the library that the agent put into the container."""
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from tests.component.enforcement.limiter.harness import compile_all
 
 from .agent import Agent
 from .cluster import Cluster
-from .manifests import MEMORY, SLEEP, Json
+from .manifests import CORE, MEMORY, SLEEP, Json
 from .node import Node
 from .places import RUN_DIR, STATE
 from .processes import wait_until
@@ -27,7 +29,8 @@ LIMIT = 16 * BLOCK
 def limiter_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     FAKE.mkdir(parents=True, exist_ok=True)
     compile_all(FAKE)
-    with limited(cluster, running_agent, {"enforcement": {"backend": "limiter", "memory_burst": True}}) as node:
+    growth = {"max_growth_cores": 20, "max_growth_memory_mebibytes": 2048}
+    with limited(cluster, running_agent, {"enforcement": {"backend": "limiter", "memory_burst": True, **growth}}) as node:
         yield node
 
 
@@ -141,6 +144,47 @@ def test_a_burst_takes_what_is_free_and_gives_way_to_the_next_container(node: No
     node.wait_offered({MEMORY: offer})
     wait_until("it starts again", lambda: restarts_of(node, "again") > restarts, 180)
     assert not node.events("greedy", "GpuLimitTampered")
+
+
+def resize(node: Node, name: str, *arguments: str) -> tuple[int, str]:
+    """The command's exit code, and what it prints."""
+    kubeconfig = node.cluster.kubeconfig("admin")
+    command = [sys.executable, "-m", "gpumgr", "resize", f"default/{name}", *arguments, f"--kubeconfig={kubeconfig}"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_a_pod_is_resized_up_and_down_while_it_runs(node: Node) -> None:
+    node.run([cuda("resized", WORK)])
+    wait_until("an answer", lambda: [0, LIMIT - 1024 * MIB, LIMIT] in answers(node, "resized"))
+    offer = {name: node.agent.offer[name] for name in (CORE, MEMORY)}
+    assert resize(node, "resized", "--cores", "50", "--memory", "6144") == (
+        0,
+        "container main has 50 cores and 6144 MiB of each of its GPUs\n",
+    )
+    wait_until("a larger GPU", lambda: [0, 5120 * MIB, 6144 * MIB] in answers(node, "resized"))
+    node.wait_offered({CORE: offer[CORE] - 20, MEMORY: offer[MEMORY] - 8})
+    assert row(node, "resized")["cores"] == 50
+    code, out = resize(node, "resized", "--cores", "51")
+    assert code == 1
+    assert "the pod would have 21 cores above its requests, and this node allows 20" in out
+    assert "this node allows 20" in node.event("resized", "GpuResizeRefused")
+
+    assert resize(node, "resized", "--cores", "10", "--memory", "2048")[0] == 0
+    wait_until("a smaller GPU", lambda: [0, 1024 * MIB, 2048 * MIB] in answers(node, "resized"))
+    node.wait_offered(offer)
+    index, (pid, *_) = gpu_index(node, "resized"), [each for each in pids(node, "resized") if b"tenant" in cmdline(each)]
+    try:
+        control().set_processes(index, [SimProcess(pid=pid, memory_bytes=1536 * MIB, sm_percent=10)])
+        wait_until("its use", lambda: row(node, "resized")["memory_used_bytes"] == 1536 * MIB)
+        code, out = resize(node, "resized", "--memory", "1535")
+    finally:
+        control().set_processes(index, [])
+    assert code == 1
+    assert "it uses 1536 MiB of GPU" in out
+    assert answers(node, "resized")[-1][0] == 0
+    assert node.events("resized", "GpuResized")
+    assert not node.events("resized", "GpuLimitTampered")
 
 
 def restarts_of(node: Node, name: str) -> int:
