@@ -159,7 +159,7 @@ class PodView:
         return any(c.wants_gpu for c in self.containers)
 
     def resize_of(self, container: str | None) -> ResizeRequest:
-        return dict(self.resizes).get(container or "", NO_RESIZE)
+        return dict(self.resizes).get(container or "", NO_RESIZE) if self.resizes else NO_RESIZE
 
     def container(self, name: str | None) -> ContainerSpec | None:
         return next((c for c in self.containers if c.name == name), None)

@@ -435,3 +435,13 @@ async def test_a_container_before_its_memory_call_gets_no_limit(world: DriverNod
     world.tenant = replace(world.tenant, gpus=(shared_gpu(world.uuids[1], memory_bytes=0),))
     await world.backend.adjust(world.running)
     assert world.limit is None
+
+
+async def test_a_resize_changes_the_limit_in_both_directions(world: DriverNode) -> None:
+    (gpu,) = world.tenant.gpus
+    await world.backend.start(world.tenant)
+    for size in (3 * GIB, GIB):
+        world.tenant = replace(world.tenant, gpus=(replace(gpu, memory_bytes=size),), resized=True)
+        assert await world.backend.adjust(world.running) == {}
+        assert world.limit == MemoryLimit(soft_bytes=0, hard_bytes=size)
+    assert await world.findings() == []

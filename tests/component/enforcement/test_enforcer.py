@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import GpumgrError, Refusal
-from gpumgr.common.units import Resource
+from gpumgr.common.units import RESOURCES, Resource
 from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import Backend, BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
@@ -371,3 +371,15 @@ async def test_recovery_gives_each_mechanism_its_containers(folder: Path) -> Non
     made = make(folder)
     await made.limits.recover([(tenant(), ("mps",)), (tenant("0" * 16), ("none",))])
     assert made.files.recovered == [ID]
+
+
+async def test_limits_of_running_containers_change_where_each_backend_that_has_them_can_change_them(folder: Path) -> None:
+    limits = make(folder, mechanism="mps").limits
+    fixed = "the backend mps can't change the limit of {} of a running container"
+    assert [limits.obstacle_to_change(("mps",), each) for each in RESOURCES] == [fixed.format("cores"), fixed.format("memory")]
+    assert limits.obstacle_to_change(("none",), "core") == "no backend limits the container's cores"
+    limits.backends["mps"].adjustable = True
+    assert [limits.obstacle_to_change(("mps",), each) for each in RESOURCES] == [None, None]
+    limits.backends["mps"].limits = {"memory": "hard"}
+    assert limits.obstacle_to_change(("mps",), "core") == "no backend limits the container's cores"
+    assert limits.obstacle_to_change(("mps",), "memory") is None

@@ -609,3 +609,26 @@ async def test_a_lower_priority_waits_while_a_higher_one_launches(tmp_path: Path
     assert word(low) == -1
     await backend.close()
     assert word(low) == 0
+
+
+@pytest.mark.usefixtures("region")
+async def test_a_resize_changes_both_limits_and_is_no_tampering_even_if_the_agent_ended_before_the_change(
+    tmp_path: Path, library: Path, backend: HamiCore
+) -> None:
+    def resized(cores: int, mebibytes: int) -> RunningContainer:
+        (gpu,) = tenant().gpus
+        parts = (replace(gpu, cores=cores, memory_bytes=mebibytes << 20),)
+        return replace(running(), tenant=replace(tenant(), gpus=parts, resized=True))
+
+    def limits() -> tuple[int, int]:
+        seen = read(tmp_path)
+        return seen.core_limits_percent[0], seen.limits_bytes[0] >> 20
+
+    for cores, mebibytes in ((60, 4096), (10, 300)):
+        assert codes(await backend.observe([resized(cores, mebibytes)])) == []
+        assert await backend.adjust([resized(cores, mebibytes)]) == {}
+        assert limits() == (cores, mebibytes)
+    again = make_backend(tmp_path, library, Seconds())
+    assert codes(await again.observe([resized(45, 2048)])) == [], "the former process saved this, and did not write it"
+    await again.adjust([resized(45, 2048)])
+    assert limits() == (45, 2048)

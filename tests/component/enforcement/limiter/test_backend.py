@@ -12,6 +12,7 @@ import pytest
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import InputError, Refusal
 from gpumgr.enforcement.limiter.backend import Limiter
+from gpumgr.enforcement.limiter.pages import decode_limits
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import Container as RuntimeContainer
@@ -563,3 +564,14 @@ async def test_what_a_container_holds_without_turns_is_not_known(place: Place) -
             place.seconds += 1
             await place.check(share)
         assert (place.turns().held_ratio, place.turns().waited_ratio) == (None, None)
+
+
+async def test_a_resize_changes_cores_and_memory_while_the_container_runs(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        for cores, mebibytes in ((60, 6144), (10, 1024)):
+            share = replace(SHARE, gpus=(replace(GPU, cores=cores, memory_bytes=mebibytes * MIB),), resized=True)
+            assert await place.check(share) == []
+            assert tenant.ask("info")[2] == mebibytes * MIB
+            (limits,) = decode_limits(place.page("limits").read_bytes())
+            assert limits.share_percent == cores

@@ -149,6 +149,16 @@ async def test_a_request_is_decided_once() -> None:
     assert len(told(node)) == 2
 
 
+async def test_after_the_ledger_was_lost_the_annotation_is_decided_again_before_a_limit_changes() -> None:
+    node = node_with(A)
+    ask(node, "a", WEB, wants(60, 1024))
+    await node.sampled(uses(a=1000))
+    node.agent_state.ledger = node.agent_state.ledger.occupy(A)
+    await node.sampled(uses(a=1000))
+    assert limits(node)["a"] == (60, 1024)
+    assert not node.memory_watcher.over
+
+
 async def test_a_decision_that_is_not_saved_changes_no_limit() -> None:
     node = node_with(A)
 
