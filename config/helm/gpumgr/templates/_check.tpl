@@ -112,7 +112,7 @@ Files that the agent reads in its pod: a mount must provide them, other than the
 {{- end -}}
 {{- end -}}
 
-{{/* TLS needs a certificate and its key, and client_ca_file needs both: the agent does not start without them (gpumgr/common/tls_files.py). */}}
+{{/* TLS needs a certificate and its key, and client_ca_file needs both: the agent does not start without them (gpumgr/web/credentials.py). */}}
 {{- define "gpumgr.checkCertificates" -}}
 {{- $http := get (include "gpumgr.file" . | fromYaml) "http" | default dict -}}
 {{- range $named := list "tls_cert_file" "tls_key_file" "client_ca_file" -}}
