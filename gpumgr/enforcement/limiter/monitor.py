@@ -159,7 +159,9 @@ class PageMonitor:
         """The limits to write, in the order of the pages. A GPU that is no longer granted keeps its limits, and a known size of a context
         is kept."""
         granted = {pages.uuid_bytes(limit.uuid): limit for limit in limits}
-        used = {pages.uuid_bytes(gpu.uuid): running.memory_bytes.get(gpu.name) for gpu in running.tenant.gpus}
+        # The count has what a suspended container will have again, so the driver's figure can't be compared with it.
+        gpus = () if files.suspended else running.tenant.gpus
+        used = {pages.uuid_bytes(gpu.uuid): running.memory_bytes.get(gpu.name) for gpu in gpus}
         for page, (before, count) in enumerate(zip(files.written, files.counts(), strict=True)):
             key = pages.uuid_bytes(before.uuid)
             yield replace(

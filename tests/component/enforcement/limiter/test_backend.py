@@ -12,6 +12,7 @@ import pytest
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import InputError, Refusal
 from gpumgr.enforcement.limiter.backend import Limiter
+from gpumgr.enforcement.limiter.page_files import PageFiles
 from gpumgr.enforcement.limiter.pages import decode_limits
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
@@ -185,6 +186,12 @@ async def test_what_the_driver_uses_beyond_the_count_is_taken_from_the_limit(pla
         await place.check(driver_bytes=CONTEXT_BYTES + 100 * MIB)
         assert tenant.ask("info")[1] == free - 100 * MIB
         await place.check(driver_bytes=None)  # not known: as before
+        assert tenant.ask("info")[1] == free - 100 * MIB
+        files = PageFiles.open(place.page("limits").parent)
+        files.suspend()
+        await place.check(driver_bytes=0)
+        files.resume()
+        files.close()
         assert tenant.ask("info")[1] == free - 100 * MIB
         await place.check(driver_bytes=CONTEXT_BYTES)
         assert tenant.ask("info")[1] == free
