@@ -13,6 +13,7 @@ from gpumgr.sim.control import SimProcess
 from tests.component.enforcement.limiter.harness import compile_all
 
 from .agent import Agent
+from .api import NAMESPACE
 from .cluster import Cluster
 from .manifests import CORE, MEMORY, SLEEP, Json
 from .node import Node
@@ -25,13 +26,36 @@ FAKE = STATE / "limiter"
 LIMIT = 16 * BLOCK
 
 
+#: The driver's checkpoint functions for the agent, and the states of processes there (tests/data/suspend/cuda.c).
+CHECKPOINTS = STATE / "checkpoints"
+
+
 @pytest.fixture(scope="module")
 def limiter_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    FAKE.mkdir(parents=True, exist_ok=True)
+    for folder in (FAKE, CHECKPOINTS):
+        folder.mkdir(parents=True, exist_ok=True)
     compile_all(FAKE)
-    growth = {"max_growth_cores": 20, "max_growth_memory_mebibytes": 2048}
-    with limited(cluster, running_agent, {"enforcement": {"backend": "limiter", "memory_burst": True, **growth}}) as node:
-        yield node
+    source = Path(__file__).parents[1] / "data/suspend/cuda.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", CHECKPOINTS / "libcuda.so.1", source], check=True)
+    settings: dict[str, dict[str, object]] = {
+        "enforcement": {
+            "backend": "limiter",
+            "memory_burst": True,
+            "max_growth_cores": 20,
+            "max_growth_memory_mebibytes": 2048,
+        },
+        "nvml": {"library_path": str(CHECKPOINTS / "libnvidia-ml.so.1")},
+    }
+    running_agent.ensure()
+    running_agent.stop()
+    control().load_driver("580.95.05")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_CUDA", str(CHECKPOINTS))
+        with limited(cluster, running_agent, settings) as node:
+            yield node
+    running_agent.stop()
+    control().load_driver("550.90.07")
+    running_agent.start()
 
 
 @pytest.fixture
@@ -190,6 +214,42 @@ def test_a_pod_is_resized_up_and_down_while_it_runs(node: Node) -> None:
 def restarts_of(node: Node, name: str) -> int:
     (status,) = node.cluster.pods.all()[name]["status"]["containerStatuses"]
     return int(status["restartCount"])
+
+
+#: Takes 1 GiB, and works once the test has made a file.
+WAITS = "echo init 0; echo grab alloc 67108864 1073741824; until [ -e /fake/go ]; do sleep 0.2; done; echo work small 50 1; sleep 1000"
+
+
+def order(verb: str, node: Node, name: str) -> str:
+    """What the command prints."""
+    kubeconfig = str(node.cluster.kubeconfig("admin"))
+    command: list[str] = [sys.executable, "-m", "gpumgr", verb, f"{NAMESPACE}/{name}", "--kubeconfig", kubeconfig, "--wait", "60"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_pod_is_suspended_by_command_and_resumed_by_its_call_of_cuda(node: Node) -> None:
+    (FAKE / "go").unlink(missing_ok=True)
+    node.run([cuda("sleeper", WAITS)])
+    wait_until("its memory", lambda: len(answers(node, "sleeper")) == 2)
+    index, (pid, *_) = gpu_index(node, "sleeper"), [each for each in pids(node, "sleeper") if b"tenant" in cmdline(each)]
+    state = CHECKPOINTS / str(pid)
+    state.write_text("0")
+    try:
+        control().set_processes(index, [SimProcess(pid=pid, memory_bytes=1536 * MIB, sm_percent=0)])
+        assert order("suspend", node, "sleeper") == "main: suspended\n"
+        assert state.read_text() == "2\n"
+        node.event("sleeper", "GpuSuspended")
+        control().set_processes(index, [])
+        assert row(node, "sleeper")["suspension"] == "suspended"
+        (FAKE / "go").touch()
+        wait_until("the work after its resume", lambda: len(answers(node, "sleeper")) == 3)
+        node.event("sleeper", "GpuResumed")
+        assert (answers(node, "sleeper")[-1][0], state.read_text()) == (0, "0\n")
+        assert order("resume", node, "sleeper") == "main: running\n"
+        assert not node.events("sleeper", "GpuLimitTampered") + node.events("sleeper", "GpuLimitBroken")
+    finally:
+        control().set_processes(index, [])
+        state.unlink()
 
 
 #: What a hostile tenant does -> the event that its pod gets.

@@ -8,6 +8,7 @@ import pytest
 
 from gpumgr.kube.pod_annotations import MAX_ALLOCATIONS_BYTES, is_ours, pod_annotations
 from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.suspension import Suspension
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.sim.apiserver_objects import problem_of
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, uuid_of, view_of, whole
@@ -131,3 +132,18 @@ def test_the_same_ledger_gives_the_same_text() -> None:
     view = pod(app("one"), app("two"))
     holders = [share("a", "one"), share("b", "two")]
     assert annotated(view, *holders) == annotated(view, *reversed(holders))
+
+
+def test_the_state_of_a_suspended_container_is_listed() -> None:
+    node = view_of()
+    states: dict[str, Suspension] = {"a": Suspension(state="suspended", reason="it waits"), "b": Suspension(state="running")}
+    found = pod_annotations(
+        pod(app("one"), app("two")),
+        [share("a", "one"), share("b", "two")],
+        node.ledger.gpu_registry,
+        node.inventory.gpus(node.ledger.gpu_registry),
+        node="node-1",
+        evaluators={},
+        suspensions=states,
+    )
+    assert [(each.get("state"), each.get("reason")) for each in listed(found)] == [("suspended", "it waits"), (None, None)]

@@ -59,3 +59,27 @@ WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
 def test_a_pod_has_started_with_its_first_container(status: dict[str, object], started: bool) -> None:
     pod = {"metadata": {"namespace": "team", "name": "p", "uid": "u"}, "spec": {}, "status": status}
     assert parse_pod(pod).started is started
+
+
+@pytest.mark.parametrize(
+    ("annotations", "suspend", "idle_seconds", "ignored"),
+    [
+        ({}, None, None, None),
+        ({"suspend": "true"}, True, None, None),
+        ({"suspend": "false", "suspend-when-idle": "10m"}, False, 600.0, None),
+        ({"suspend-when-idle": "90s"}, None, 90.0, None),
+        ({"suspend-when-idle": "2h"}, None, 7200.0, None),
+        ({"suspend-when-idle": "never"}, None, 0.0, None),
+        ({"suspend": "yes"}, None, None, 'the annotation gpumgr.io/suspend must be "true" or "false"'),
+        ({"suspend-when-idle": "0s"}, None, None, "must be a time such as"),
+        ({"suspend-when-idle": "10 minutes"}, None, None, "must be a time such as"),
+    ],
+)
+def test_annotations_about_suspension(
+    annotations: dict[str, str], suspend: bool | None, idle_seconds: float | None, ignored: str | None
+) -> None:
+    named = {f"gpumgr.io/{key}": value for key, value in annotations.items()}
+    view = parse_pod({"metadata": {"namespace": "team", "name": "p", "uid": "u", "annotations": named}})
+    assert (view.suspend, view.suspend_when_idle_seconds) == (suspend, idle_seconds)
+    assert (view.suspend_ignored is None) == (ignored is None)
+    assert (ignored or "") in (view.suspend_ignored or "")

@@ -146,3 +146,26 @@ def test_a_root_behind_a_link_is_followed(tmp_path: Path) -> None:
 )
 def test_mounts_are_read(mounts: str, hierarchy: Hierarchy | None) -> None:
     assert parse_hierarchy(mounts, Path("/sys/fs/cgroup")) == hierarchy
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_memory_that_the_limits_leave_is_that_of_the_tightest_one(
+    tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]
+) -> None:
+    node = Node(tmp_path, mode)
+    assert node.cgroups.memory_left(CGROUP) is None
+    node.process(900, CGROUP)
+    names = ("memory.max", "memory.current") if mode == "v2" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    cache = "inactive_file" if mode == "v2" else "total_inactive_file"
+    folder = node.memory / CGROUP.lstrip("/")
+    for place, limit, used, cached in (
+        (folder, 1000, 700, 100),
+        (folder.parent, 5000, 4900, 50),
+        (folder.parents[1], 9000, 1, 0),
+    ):
+        for name, value in zip(names, (limit, used), strict=True):
+            (place / name).write_text(f"{value}\n")
+        (place / "memory.stat").write_text(f"anon 5\n{cache} {cached}\n")
+    assert node.cgroups.memory_left(CGROUP) == 150
+    (folder.parent / names[0]).write_text("max\n" if mode == "v2" else f"{1 << 62}\n")
+    assert node.cgroups.memory_left(CGROUP) == 400
