@@ -97,7 +97,7 @@ struct process_v2 { uint pid; ull bytes; uint instance, compute_instance; };
 static int processes(int gpu, uint *count, void *out, size_t size) {
     struct gm_process *p = gm_process();
     uint room = *count, n = 0;
-    for (int i = 0; i < GM_SLOTS; i++) {
+    for (int i = 0; i < gm_slots(); i++) {
         const struct gm_use_slot *s = &p->use->slot[i];
         uint64_t bytes = 0;
         uint pid = __atomic_load_n(&s->pid, __ATOMIC_RELAXED);

@@ -165,6 +165,12 @@ async def test_a_gpu_that_the_pages_can_not_name_is_refused(place: Place) -> Non
         await place.start(gpu_share(ID, replace(GPU, uuid="GPU-1")))
 
 
+async def test_more_gpus_than_the_pages_have_are_refused(place: Place) -> None:
+    gpus = [shared_gpu(f"GPU-00000000-0000-0000-0000-0000000000{n:02x}", cores=50, memory_bytes=MIB) for n in range(17)]
+    with pytest.raises(Refusal, match="at most 16 GPUs in one container, and this one has 17"):
+        await place.start(gpu_share(ID, *gpus))
+
+
 # -- memory --------------------------------------------------------------------------------------------------------------------
 
 

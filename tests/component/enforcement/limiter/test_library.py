@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,25 @@ def test_a_fault_of_the_library_is_said_once_and_written_in_the_page(node: Node,
         r"libgpumgr: process \d+ runs without gpumgr's limits: pages/limits\.\d+: no thread can be started; [^:\n]+\n", run.stderr
     )
     assert container.fault() == "no thread can be started"
+
+
+def test_it_takes_less_than_a_mebibyte_of_the_hosts_memory(node: Node) -> None:
+    """The library with its data, and what a process reads and writes of pages on a tmpfs, which has memory for nothing else."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        container = Container(Path(folder) / "0", 1 << 40, share_percent=50)
+        pages = [container.page(name) for name in ("limits", "use", "turn")]
+        for page in pages:
+            size = page.stat().st_size
+            page.write_bytes(page.read_bytes().rstrip(b"\0"))
+            os.truncate(page, size)
+        tenant = node.start(container)
+        for command in ("init 0", "grab alloc 65536 67108864", "latency 1", "nvml"):
+            tenant.send(command)
+            assert tenant.answer()[0] == 0
+        mappings = re.split(r"^(?=[0-9a-f]+-)", Path(f"/proc/{tenant.pid}/smaps").read_text(), flags=re.MULTILINE)
+        ours = [int(re.findall(r"^Rss: +(\d+)", each, re.MULTILINE)[0]) << 10 for each in mappings if f"/{LIBRARY}\n" in each]
+        assert ours
+        assert sum(ours) + sum(page.stat().st_blocks * 512 for page in pages) < 1 << 20
 
 
 def _program(node: Node, container: Container, *commands: str, preload: str = "") -> "subprocess.CompletedProcess[str]":
