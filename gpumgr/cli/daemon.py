@@ -6,6 +6,7 @@ import mimetypes
 import os
 import signal
 import sys
+import typing
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,23 +17,41 @@ from typing import Any, Final
 _UNUSED: Final = ("rich", "greenlet")
 #: Modules that a library imports for a part of it that gpumgr does not use: aiohttp's command line, the validators of attrs, betterproto's
 #: version, its dates and other types of google.protobuf (no message of gpumgr has one; a test checks that), prometheus_client's server and
-#: text formats, the entities of html.unescape, cookies on disk, and traces and digest authentication of aiohttp's client. They need 4 MiB.
+#: text formats, the entities of html.unescape, cookies on disk, and WebSockets, and traces and digest authentication of aiohttp's client.
+#: They need 5 MiB.
 _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
     *("prometheus_client.exposition", "html.entities", "pickle", "aiohttp.tracing", "aiohttp.client_middleware_digest_auth"),
+    *("aiohttp.web_ws", "aiohttp.client_ws", "aiohttp.http_websocket", "aiohttp._websocket.reader"),
 )
 #: SSL_CERT_FILE: OpenSSL reads the system's certificates from this file. FROZENLIST_NO_EXTENSIONS: frozenlist works without its extension,
 #: which needs 1 MiB for the C++ library and speeds up nothing that gpumgr does.
 _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": "1"}
 
 
+class _Unused:
+    def __class_getitem__(cls, _: object) -> type:
+        return cls
+
+
 class _StandIn(ModuleType):
-    """A module in which every name is the class `object`, so that a library can derive classes from it."""
+    """A module in which every name is a class, so that a library can derive classes from it."""
 
     def __getattr__(self, name: str) -> type:
         if name == "__path__":  # only packages have this attribute
             raise AttributeError(name)
-        return object
+        return _Unused
+
+
+def _typing_extensions() -> ModuleType:
+    """A stand-in for it: typing has all that the libraries import from it, but type variables with a default. It needs 0.6 MiB."""
+
+    def variable(*args: Any, default: Any = None, **more: Any) -> typing.TypeVar:  # noqa: ARG001
+        return typing.TypeVar(*args, **more)
+
+    made = ModuleType("typing_extensions")
+    vars(made).update({**vars(typing), "TypeVar": variable, "TypeVarTuple": lambda name, **_: typing.TypeVarTuple(name)})
+    return made
 
 
 @contextmanager
@@ -43,7 +62,8 @@ def lean_imports() -> Iterator[None]:
     itself, so those two get none. It also reads the system's lists of file types, and gpumgr serves no files. The garbage collector would
     read all imported objects again and again, and frees almost nothing: it is off during the imports, and ignores these objects later.
     """
-    replaced = {name: _StandIn(name) for name in _STAND_INS if name not in sys.modules}
+    stand_ins = {**{name: _StandIn(name) for name in _STAND_INS}, "typing_extensions": _typing_extensions()}
+    replaced = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     hidden = [name for name in _UNUSED if name not in sys.modules]
     sys.modules |= {**replaced, **dict.fromkeys(hidden)}  # type: ignore[dict-item]  # None makes an import fail
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}

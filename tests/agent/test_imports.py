@@ -34,6 +34,9 @@ UNWANTED: Final = (
         "html.entities",
         "pickle",
         "aiohttp.tracing",
+        "aiohttp.web_ws",
+        "aiohttp._websocket",
+        "typing_extensions",
         "multiprocessing",
         "gpumgr.kubelet.dra.side",
         "gpumgr.kubelet.dra.registration",
@@ -57,7 +60,7 @@ _ASKED_FOR: Final = {"rich", "greenlet"}
 _IF_THERE: Final = {"setuptools", "backports-tarfile"}
 #: The start of the agent is for the most part the import of its modules: what needs more must be worth the time and memory, or be
 #: imported only where a run needs it.
-_MOST_MODULES: Final = 734
+_MOST_MODULES: Final = 718
 
 
 def imported(agent: AgentProcess) -> set[str]:

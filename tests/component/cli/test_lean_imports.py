@@ -49,9 +49,12 @@ from gpumgr.cli.daemon import _STAND_INS, lean_imports
 with lean_imports():
     import aiohttp.web, betterproto, prometheus_client
     from gpumgr._pb.deviceplugin.v1beta1 import Device
-print(sorted({*_STAND_INS, "zipfile", "frozenlist._frozenlist"} & {*sys.modules}), Device().parse(bytes(Device(id="a"))).id)
+left = {*_STAND_INS, "typing_extensions", "zipfile", "frozenlist._frozenlist"} & {*sys.modules}
+print(sorted(left), Device().parse(bytes(Device(id="a"))).id)
 from dateutil.parser import isoparse
 import pickle
+import typing_extensions
+assert typing_extensions.TypeVar("T", default=int).__default__ is int
 print(isoparse("2026-01-01").year, pickle.loads(pickle.dumps(1)))
 """
     assert run_python(code).split("\n") == ["[] a", "2026 1"]
