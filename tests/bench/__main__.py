@@ -34,6 +34,7 @@ MODULES = {
     "quotas": "tests.bench.bench_quotas",
     "bodies": "tests.bench.bench_bodies",
     "requests": "tests.bench.bench_requests",
+    "waiting": "tests.bench.bench_waiting",
     "imports": "tests.bench.bench_imports",
     "scheduler": "tests.bench.bench_scheduler",
 }

@@ -53,7 +53,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica(api: str, folder: Path, name: str) -> AsyncIterator[Replica]:
+async def replica(api: str, folder: Path, name: str, *, leader_election: bool = True) -> AsyncIterator[Replica]:
     config = folder / f"{name}.json"
     user = {"clusters": [{"name": "a", "cluster": {"server": api}}], "users": [{"name": "a", "user": {}}]}
     context = {"contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a"}
@@ -63,7 +63,7 @@ async def replica(api: str, folder: Path, name: str) -> AsyncIterator[Replica]:
     changes = (
         "log.level=error",
         "scheduler.http_port=0",
-        "scheduler.leader_election=true",
+        f"scheduler.leader_election={str(leader_election).lower()}",
         "scheduler.lease_namespace=kube-system",
     )
     words = ["--kubeconfig", str(config), "--listen", address, "--insecure-loopback", *(f"--set={each}" for each in changes)]
