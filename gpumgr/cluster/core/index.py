@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain_counted
@@ -16,6 +16,7 @@ from gpumgr.cluster.core.node import NodeState, Used, added
 from gpumgr.cluster.core.profiles import Profiles
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
+from gpumgr.cluster.core.summary import covers, frontier
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 
@@ -100,6 +101,21 @@ class _Node:
     @property
     def cpu_free(self) -> int | None:
         return None if self.state.cpu_milli is None else max(0, self.state.cpu_milli - self.cpu_milli)
+
+
+class Largest(NamedTuple):
+    """The most idle GPUs that one of some nodes has, and what is free on their GPUs, without what another GPU covers."""
+
+    idle_gpus: int
+    free: tuple[Amounts, ...]
+
+    def may_fit(self, request: PodRequest) -> bool:
+        """Whether each container of the pod, without the others, has room on one of the nodes. True for HAMi's resources."""
+        return all(
+            each.replica is not None
+            or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))
+            for each in request.containers
+        )
 
 
 class ClusterIndex:
@@ -322,6 +338,12 @@ class ClusterIndex:
     def examine_any(self, shape: Shape, names: Names) -> Iterator[None]:
         """Does the slow part of `any_fits`, as `examine`."""
         return shape.examine(self._named(shape.request, self.node_set(names))[1], 1, enough=1, reasons=False)
+
+    def largest(self, offered: NodeSet) -> Largest:
+        nodes, profiles = self.node_set(offered).nodes, self._profiles
+        rooms = (room for room in profiles.rooms_of(nodes) if room.offered and (room.nodes[0] | room.nodes[1]) & nodes)
+        idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
+        return Largest(idle_gpus, frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 
     @property
     def version(self) -> int:

@@ -45,6 +45,11 @@ class ContainerRequest:
         return self.gpus * self.cores_per_gpu
 
     @property
+    def share(self) -> Amounts:
+        """What it requests of its GPU if it is a vcuda container with a share of one."""
+        return Amounts(self.cores, self.memory_mebibytes)
+
+    @property
     def memory_blocks(self) -> int:
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
 

@@ -45,8 +45,6 @@ from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
 
 _numbers: Final = count()
-#: The rooms of up to so many nodes are found node by node.
-_FEW: Final = 200
 #: A pod is compared on _MOST_CHOICES profiles that fit, divided by the number of its containers, but on at least _FEWEST_PROFILES. If none
 #: fits, the reasons on so many are named.
 _MOST_CHOICES: Final = 1024
@@ -268,7 +266,7 @@ class Shape:
 
     def _in_rooms(self, share: ContainerRequest, left: int, best: _Best) -> None:
         """`left`: nodes where no GPU is found yet. Rooms are tried in the order in which a node's agent prefers them."""
-        rooms, least_cores = self._rooms(left), 1 if share.replica is not None else share.cores
+        rooms, least_cores = self._profiles.rooms_of(left), 1 if share.replica is not None else share.cores
         start = bisect_left(rooms, (least_cores, 0), key=_key)
         ordered = reversed(rooms[start:]) if self.policy == "spread" else iter(rooms[start:])
         for _, alike in groupby(ordered, key=_tier if share.replica is None else _key):
@@ -288,11 +286,6 @@ class Shape:
             if twice & left:  # between two such rooms on a node, the positions of the GPUs decide
                 self._in_profiles(twice & left, best, None)
             left &= ~seen
-
-    def _rooms(self, nodes: int) -> list[Room]:
-        if nodes.bit_count() > _FEW:
-            return self._profiles.rooms
-        return sorted({room for place in self._profiles.places_of(nodes) for room in place.profile.rooms}, key=_key)
 
     def _in_room(self, room: Room, share: ContainerRequest, left: int, best: _Best) -> None:
         wanted = self._amounts(room, share)
@@ -393,7 +386,7 @@ class Shape:
         """Nodes with enough room on a GPU that is not offered are a misfit of another kind."""
         allowed = closed = 0
         lacks: list[tuple[float, int]] = []
-        for room in self._rooms(nodes):
+        for room in self._profiles.rooms_of(nodes):
             if (here := (room.nodes[0] | room.nodes[1]) & nodes) and self._is_allowed(room):
                 allowed |= here
                 lack = self._lack(room, share)

@@ -18,7 +18,7 @@ from typing import Final, NoReturn
 
 import structlog
 
-from gpumgr.cluster.core.index import ClusterIndex, NodeSet
+from gpumgr.cluster.core.index import ClusterIndex, Largest, NodeSet
 from gpumgr.cluster.core.quota import Quotas, RankWithinQuota
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.core.shape import Rejection
@@ -89,7 +89,7 @@ class Rejections:
         since = [*accumulate((each.nodes for each in reversed(self._changed)), or_)]
         waiting = [each for uid, each in self.pods.items() if each.due <= now and uid in self._watches.pending]
         waiting.sort(key=lambda each: (each.look, -each.pod.priority))
-        seen: set[Hashable] = set()
+        seen, largest = set[Hashable](), dict[NodeSet, Largest]()
         began = turn = time.perf_counter()
         for each in waiting:
             if self.pods.get(each.pod.uid) is not each:
@@ -103,7 +103,9 @@ class Rejections:
             key = (quota is not None and each.pod.namespace, each.pod.request.without_cpu, each.policy, nodes)
             if len(nodes) and key not in seen:
                 seen.add(key)
-                if await self._fits(each, nodes):
+                if nodes not in largest:
+                    largest[nodes] = self._index.largest(nodes)
+                if largest[nodes].may_fit(each.pod.request) and await self._fits(each, nodes):
                     each.due, each.pause_seconds = now + each.pause_seconds, min(2 * each.pause_seconds, _LONGEST_PAUSE_SECONDS)
                     return each.pod
             each.look, each.quota = self._looks, quota

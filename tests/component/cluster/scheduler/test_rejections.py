@@ -9,8 +9,11 @@ from random import Random
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.cluster.core.index import ClusterIndex, Names
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
+from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.shape import Shape
 from gpumgr.cluster.scheduler import rejections
 from gpumgr.cluster.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
 from gpumgr.common import aio
@@ -183,6 +186,29 @@ async def test_a_pod_is_not_missed_if_nodes_get_other_numbers_during_a_look(full
     looks = [await fitting(full), await fitting(full)]
     await removing
     assert "late" in looks
+
+
+async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examined(
+    full: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 10,000 waiting pods of as many requests, a look at each of them would take seconds."""
+    examined, any_fits = list[PodRequest](), ClusterIndex.any_fits
+
+    def counted(index: ClusterIndex, asked: Shape, names: Names) -> bool:
+        examined.append(asked.request)
+        return any_fits(index, asked, names)
+
+    for number in range(30):
+        item = pod(f"large-{number}", ("app", 30 + number, 65) if number % 2 else ("app", 200, number))
+        assert await full.schedule(item, ["a"]) is None
+    await waits(full, "small")
+    await until(lambda: len(full.watches.pending) == 31)
+    full.clock.now = 10
+    assert await fitting(full) is None
+    await end(full, "first")
+    monkeypatch.setattr(ClusterIndex, "any_fits", counted)
+    assert await fitting(full) == "small"
+    assert len(examined) == 1
 
 
 async def test_a_namespace_that_may_have_more_is_looked_at_on_nodes_without_a_change(stage: Stage) -> None:

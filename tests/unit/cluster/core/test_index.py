@@ -466,6 +466,7 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
                 )
                 offered = data.draw(st.lists(st.sampled_from((*names, "unknown")), min_size=1, unique=True))
                 fits, text = brute_force(index, wanted, policy, offered, without_gpus)
+                assert not fits or index.largest(index.node_set(offered)).may_fit(wanted)
                 if data.draw(st.booleans()):
                     list(index.examine(wanted, policy, offered))
                 most = data.draw(st.sampled_from([None, 1, 2]))
