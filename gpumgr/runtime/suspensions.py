@@ -14,6 +14,7 @@ import structlog
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
+from gpumgr.common.aio import wait_at_most
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.units import Process
@@ -146,6 +147,8 @@ class Suspensions:
         self._again_at: dict[AllocationId, float] = {}
         self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
         self._started = False
+        #: Set by each change of a state.
+        self._changed = asyncio.Event()
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
@@ -181,12 +184,14 @@ class Suspensions:
                 await self._save_once(name, lost.asked(lost.since))
 
     async def run(self) -> None:
-        """Looks for containers that ask for their resume, until cancelled."""
+        """Looks for containers that ask for their resume while any is suspended, until cancelled."""
         while True:
-            for name, known in [*self._records.suspensions.items()]:
-                if known.away and name not in self._tasks and self._pages.asks_for_resume(name):
+            self._changed.clear()
+            away = [(name, known) for name, known in self._records.suspensions.items() if known.away]
+            for name, known in away:
+                if name not in self._tasks and self._pages.asks_for_resume(name):
                     self._ask(name, known)
-            await asyncio.sleep(POLL_SECONDS)
+            await wait_at_most(self._changed, POLL_SECONDS if away else None)
 
     async def close(self) -> None:
         """The operations in progress are continued by the next process of the agent."""
@@ -197,6 +202,8 @@ class Suspensions:
     async def _forget_ended(self) -> None:
         """Drops the states of containers that have ended, or were started again."""
         known = {name: each for name, each in self._records.suspensions.items() if name not in self._tasks}
+        if not known:
+            return
         over = await asyncio.to_thread(
             lambda: [
                 name for name, each in known.items() if each.state != "running" and not any(map(self._host.runs, each.processes))
@@ -383,6 +390,7 @@ class Suspensions:
         """Saves a state that a later call would save again."""
         try:
             await self._records.set_suspension(name, suspension)
+            self._changed.set()
         except CheckpointError as error:
             log.error("suspension_not_saved", allocation=name, error=str(error))
 

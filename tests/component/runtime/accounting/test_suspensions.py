@@ -13,6 +13,7 @@ from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime import suspensions
 from gpumgr.runtime.memory_limit_watcher import OverLimit
+from tests.background import background
 from tests.unit.ledger.usage.samples import container
 
 from .node import Node, breathe
@@ -101,6 +102,26 @@ async def test_an_idle_container_is_suspended_and_its_call_resumes_it() -> None:
     assert (state(node), len(node.meter.waits)) == (None, 1)
     await sampled(node, after_seconds=50.0)
     assert state(node) is None, "the time begins again"
+
+
+async def test_pages_are_read_again_and_again_only_while_a_container_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run sleeps until the first container is suspended, and then looks again at once."""
+    waits = list[float | None]()
+
+    async def noted(event: asyncio.Event, seconds: float | None) -> None:
+        waits.append(seconds)
+        await event.wait()
+
+    monkeypatch.setattr(suspensions, "wait_at_most", noted)
+    node = running(suspend=True)
+    async with background(node.memory_watcher.suspensions.run()):
+        await breathe()
+        assert waits == [None]
+        await sampled(node)
+        assert (state(node), waits[-1]) == ("suspended", suspensions.POLL_SECONDS)
+        demanding(node)
+        await sampled(node, uses(a=0))
+        assert (state(node), waits[-1]) == (None, None)
 
 
 async def test_the_nodes_setting_counts_without_an_annotation() -> None:
