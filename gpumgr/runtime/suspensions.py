@@ -51,6 +51,8 @@ HOLD_SECONDS: Final = 0.1
 POLL_SECONDS: Final = 0.1
 #: A suspension that failed is tried again after this time, and a state that can't be saved.
 _AGAIN_SECONDS, _SAVE_AGAIN_SECONDS = 60.0, 1.0
+#: After so many failures of a resume, other than for lack of memory, the driver can't restore the container.
+_MOST_FAILURES: Final = 3
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 
@@ -146,9 +148,10 @@ class Suspensions:
         self._refused: dict[AllocationId, str] = {}
         self._again_at: dict[AllocationId, float] = {}
         self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
-        self._started = False
         #: Set by each change of a state.
         self._changed = asyncio.Event()
+        #: Shares that were looked at once: whether their pages say that they are suspended.
+        self._adopted: set[AllocationId] = set()
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
@@ -159,9 +162,7 @@ class Suspensions:
                 del self._tasks[name]
                 task.result()
         await self._forget_ended()
-        if not self._started:
-            self._started = True
-            await self._adopt(shares, ownership)
+        await self._adopt(shares, ownership)
         now = self._clock()
         self._activity = {
             name: activity(self._activity.get(name), uses, now) for name in shares if (uses := _uses(shares[name], use))
@@ -177,8 +178,10 @@ class Suspensions:
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare], ownership: ProcessOwnership) -> None:
         """Resumes containers that are suspended by their pages, but have no state: the checkpoint was lost."""
-        for name in shares.keys() - self._records.suspensions.keys():
-            if self._pages.holds_calls(name):
+        fresh = [name for name in shares if name not in self._adopted and ownership.pids.get(name)]
+        self._adopted = self._adopted & shares.keys() | {*fresh}
+        for name in fresh:
+            if name not in self._records.suspensions and self._pages.holds_calls(name):
                 started = await asyncio.to_thread(self._host.start_times, ownership.pids.get(name, ()))
                 lost = Suspension(state="suspended", processes=tuple(started.items()), since=self._wall_clock())
                 await self._save_once(name, lost.asked(lost.since))
@@ -230,7 +233,7 @@ class Suspensions:
                 refused[name] = view.suspend_ignored
             if known is not None and not (view and view.suspend):
                 await self._save_once(name, None)
-            idle = after_seconds is not None and self._clock() - self._activity[name].at >= after_seconds
+            idle = after_seconds is not None and uses and self._clock() - self._activity[name].at >= after_seconds
             if idle and self._clock() >= self._again_at.get(name, 0.0) and any(use.memory_bytes != 0 for use in uses):
                 assert view is not None
                 demanded = bool(view.suspend)
@@ -312,6 +315,7 @@ class Suspensions:
         """`known`: the container is suspended, or an earlier process of the agent began its resume."""
         name, size = allocation.id, sum(known.memory_bytes.values())
         await self._save(name, known)
+        failures = 0
         while True:
             with self._bursts.kept_free([*known.memory_bytes]):
                 if known.away and not await self._wait_for_room(allocation, known):
@@ -323,7 +327,8 @@ class Suspensions:
                 since = self._clock()
                 moved = await self._mover.resume(name, known.processes, size)
             now = self._wall_clock()
-            if moved.failed:
+            failures += moved.error is not None and not moved.out_of_memory
+            if moved.failed or failures == _MOST_FAILURES:
                 await self._fail(allocation, known, moved)
                 return
             if moved.error is None:

@@ -223,3 +223,19 @@ class Gpu(RuleBasedStateMachine):
 
 Gpu.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestGpu = Gpu.TestCase
+
+
+def test_a_resume_leaves_no_request_without_memory() -> None:
+    """A burst has all that a suspended container was granted, which used nothing of it."""
+    gpu = Gpu()
+    gpu.start()
+    gpu.admit(blocks=4, wanted=MEMORY)
+    gpu.admit(blocks=4, wanted=0)
+    gpu.suspend(choice=sorted(gpu.limits).index("p2"))
+    gpu.use(choice=0, demand=None)
+    assert gpu.used == {"p1": MEMORY, "p2": 0}
+    gpu.resume(choice=0, evaluated=True)
+    gpu.a_single_burst_leaves_all_requests_their_memory()
+    gpu.use(choice=0, demand=MEMORY - 4 * BLOCK_MEBIBYTES)
+    gpu.resume(choice=0, evaluated=True)
+    assert not gpu.away

@@ -171,6 +171,10 @@ async def test_an_operation_of_an_earlier_agent_is_continued(began: State, verb:
 async def test_a_suspended_container_without_a_saved_state_is_resumed() -> None:
     node = running()
     node.backends.held.add("a")
+    node.runtime.containers.clear()  # the runtime does not list it yet
+    await sampled(node, uses(a=0))
+    assert (node.mover.done, node.backends.held) == ([], {"a"})
+    node.runs(container("a", WEB), PIDS["a"])
     await sampled(node, uses(a=0))
     assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
 
@@ -219,6 +223,18 @@ async def test_a_failed_process_ends_the_story_with_what_to_do() -> None:
     assert "delete the pod" in events(node, "GpuSuspendFailed")[0]
     await sampled(node)
     assert len(node.mover.done) == 1
+
+
+@pytest.mark.parametrize(("lacks_memory", "ends"), [(True, "running"), (False, "failed")])
+async def test_a_resume_is_tried_until_there_is_memory_and_fails_if_the_driver_cant(lacks_memory: bool, ends: State) -> None:
+    node = running(suspend=True)
+    await sampled(node)
+    await sampled(node, uses(a=0))
+    node.mover.answers = [Moved(pids=[11], held=[11], error="CUDA error", out_of_memory=lacks_memory)] * 4
+    await ask(node)
+    for _ in range(6):
+        await sampled(node, uses(a=0))
+    assert (state(node), bool(events(node, "GpuSuspendFailed"))) == (ends, ends == "failed")
 
 
 async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() -> None:
