@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.limiter import pages
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
+from tools import PROJECT
 
 from .stage import BLOCKS, RUNNER, app, running, until
 
@@ -39,10 +41,15 @@ def limits(folder: Path, node: SimulatedNode, pod: SimPod) -> tuple[int, int]:
     return found.share_percent, found.memory_bytes // MIB
 
 
-async def resize(folder: Path, *arguments: str) -> tuple[int, str]:
+async def resize(
+    folder: Path, *arguments: str, command: str = "resize", location: str = "--kubeconfig=kubeconfig"
+) -> tuple[int, str]:
     """The command's exit code, and what it prints."""
-    command = (sys.executable, "-m", "gpumgr", "resize", *arguments, "--kubeconfig", str(folder / "kubeconfig"))
-    ended = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+    words = (sys.executable, "-m", "gpumgr", command, *arguments, location)
+    environ = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    ended = await asyncio.create_subprocess_exec(
+        *words, cwd=folder, env=environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
     out, _ = await ended.communicate()
     assert ended.returncode is not None
     return ended.returncode, out.decode()
@@ -81,6 +88,9 @@ async def test_a_pod_is_resized_by_the_command(bounded: Path) -> None:
         assert "the pod would have 60 cores above its requests, and this node allows 50 (enforcement.max_growth_cores)" in out
         assert not node.agent_log.find("enforcement_finding", code="tampered")
         assert len(node.agent_log.find("resize_decided")) == 4
+        _, story = await resize(bounded, "demo/notebook", command="why", location="--socket=agent.sock")
+        assert "main has 60 cores and 2.9 GiB of GPU0" in story
+        assert "container main is not resized: it uses 1024 MiB of GPU" in " ".join(story.split())
 
         node.delete(pod)
         await until(lambda: node.healthy(gpu) == {**node.healthy(gpu), "core": 100, "memory": BLOCKS})

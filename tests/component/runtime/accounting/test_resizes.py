@@ -134,6 +134,21 @@ async def test_growth_waits_until_a_lower_limit_of_memory_is_in_force() -> None:
     assert granted() == 1792
 
 
+async def test_growth_waits_while_a_backend_can_not_lower_the_limit_of_the_other_container() -> None:
+    full = share("t", TRAIN, 0b11 << 50, 0b1111_1100)
+    node = node_with(A, full)
+    ask(node, "a", WEB, wants(mebibytes=256))
+    node.backends.obstacles = {"a": "the driver reports 0/512 MiB"}
+    for _ in range(3):
+        await node.sampled(uses(a=0, t=1536))
+        ask(node, "t", TRAIN, wants(mebibytes=1792))
+    assert limits(node) == {"a": (50, 256), "t": (2, 1536)}
+    node.backends.obstacles = {}
+    for _ in range(2):
+        await node.sampled(uses(a=0, t=1536))
+    assert limits(node)["t"] == (2, 1792)
+
+
 async def test_a_request_is_decided_once() -> None:
     node = node_with(A, T)
     ask(node, "a", WEB, wants(99))
