@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,3 +323,30 @@ def helpers(agent: int | None) -> list[int]:
     """The helper processes of the agent."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     return [int(pid) for pid in children if b"cuda_checkpoint" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+async def order(driver: Driver, *words: str) -> tuple[int | None, str, str]:
+    """The exit status of the command, and what it prints."""
+    command = (sys.executable, "-m", "gpumgr", *words, "--kubeconfig", str(driver.node.folder / "kubeconfig"))
+    program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+    said, errors = await program.communicate()
+    return program.returncode, said.decode(), errors.decode()
+
+
+async def test_the_commands_wait_for_the_containers_or_say_why_not(bounded: Path) -> None:
+    async with driver_on(bounded) as driver:
+        pod = driver.node.pod("sleeper", app(10, 4))
+        await driver.node.run(pod)
+        driver.works(pod)
+        assert await order(driver, "suspend", "demo/sleeper") == (0, "main: suspended\n", "")
+        assert driver.state(pod) == CHECKPOINTED
+        driver.works(pod, 0)
+        assert await order(driver, "resume", "demo/sleeper") == (0, "main: running\n", "")
+        assert driver.state(pod) == RUNNING
+        driver.fails("Lock", pod, 600)
+        driver.works(pod)
+        status, said, errors = await order(driver, "suspend", "demo/sleeper", "--wait", "1")
+        assert (status, said) == (1, "main: running\n")
+        assert "not all containers are suspended yet" in errors
+        status, _, errors = await order(driver, "suspend", "demo/other")
+        assert (status, "pod demo/other" in errors) == (1, True)
