@@ -25,7 +25,7 @@ from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError, NvmlEr
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import entries_if_readable
-from gpumgr.kubelet.deviceplugin.node_lock import lock_folder, lock_node
+from gpumgr.kubelet.deviceplugin.other_plugins import lock_folder, lock_node
 from gpumgr.kubelet.node_mode import holders_of_other_mode
 from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.store import read_checkpoint

@@ -20,8 +20,7 @@ from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.compat.gpu_manager.running_pods import REMEDY, listed
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import FILE_NAME, read_kubelet_checkpoint
-from gpumgr.kubelet.deviceplugin.node_lock import holder
-from gpumgr.kubelet.deviceplugin.other_plugins import answering, problem_and_remedy
+from gpumgr.kubelet.deviceplugin.other_plugins import answering, holder, problem_and_remedy
 from gpumgr.kubelet.deviceplugin.podresources import lacks_v1, pod_resources_error
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.store import read_checkpoint

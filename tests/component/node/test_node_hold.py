@@ -18,7 +18,7 @@ import pytest
 from gpumgr.common.errors import AlreadyRunning, CheckpointError
 from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import NoPods
-from gpumgr.kubelet.deviceplugin.node_lock import lock_node
+from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
 from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.checkpoint import files

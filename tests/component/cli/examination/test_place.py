@@ -14,7 +14,7 @@ from gpumgr.cli.doctor import checks_for
 from gpumgr.cli.examination.examine import CheckResult
 from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
 from gpumgr.driver.hardware import Hardware
-from gpumgr.kubelet.deviceplugin.node_lock import lock_node
+from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Ledger
