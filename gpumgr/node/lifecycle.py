@@ -69,7 +69,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
             "gpus_oversubscribed",
             memory_scaling=settings.hami.device_memory_scaling,
             core_scaling=settings.hami.device_core_scaling,
-            consequence="containers of nvidia.com/gpu may together need more than a GPU has; no backend moves memory to the host",
+            consequence="containers of nvidia.com/gpu may together need more than a GPU has; only idle ones can be moved to the host",
         )
     driver = make_driver(settings) if settings.node.mode == "dra" else None
     # Both are opened before the node's locks are taken and closed after the locks are released, so that the next agent does not wait for
