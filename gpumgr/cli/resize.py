@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
-import aiohttp
 import click
 
-from gpumgr.cli.options import DEFAULT_NAMESPACE, ExitingCommand, PodName, default_kubeconfig, sendable
+from gpumgr.cli.client.pod_annotations import RemotePod, annotation, pod_kubeconfig_option, remote_pod
+from gpumgr.cli.options import ExitingCommand, PodName, sendable
 from gpumgr.cli.rendering.formats import printable
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import CORES_PER_GPU, RESIZE_ANNOTATION, RESIZED_ANNOTATION
-from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kube.client import AnswerError
 from gpumgr.kube.pod_annotations import ALLOCATIONS
 
 #: An agent decides with its next sample, and then writes the answer.
@@ -44,7 +42,7 @@ Examples:
 @click.option("--container", callback=lambda c, p, text: text and sendable(c, p, text), help="[default: the only one with GPUs]")
 @click.option("--cores", type=click.IntRange(1, CORES_PER_GPU - 1), metavar="N", help="Percent of each of its GPUs, 1 to 99.")
 @click.option("--memory", type=click.IntRange(1), metavar="MIB", help="MiB of memory of each of its GPUs.")
-@click.option("--kubeconfig", type=click.Path(path_type=Path), help="[default: $KUBECONFIG, ~/.kube/config]")
+@pod_kubeconfig_option
 def command(pod_name: str, container: str | None, cores: int | None, memory: int | None, kubeconfig: Path | None) -> None:
     """Change how much of its GPUs a container of NAMESPACE/POD may use while it runs. What is not given stays as it is.
 
@@ -54,52 +52,34 @@ def command(pod_name: str, container: str | None, cores: int | None, memory: int
     name = PodName.of(pod_name)
     if cores is None and memory is None:
         raise InputError("nothing to change: give --cores N, --memory MIB, or both")
-    if (file := kubeconfig or default_kubeconfig()) is None:
-        raise InputError("there is no kubeconfig: give --kubeconfig FILE")
     given = {key: value for key, value in (("cores", cores), ("memoryMiB", memory)) if value is not None}
-    click.echo(asyncio.run(_resize(file, name, container, given)))
+    click.echo(asyncio.run(_resize(kubeconfig, name, container, given)))
 
 
-async def _resize(kubeconfig: Path, name: PodName, container: str | None, given: Mapping[str, int]) -> str:
+async def _resize(kubeconfig: Path | None, name: PodName, container: str | None, given: Mapping[str, int]) -> str:
     """The text about the resized container. Raises GpumgrError."""
-    server = await ApiServer.connect(kubeconfig, remedy="give another --kubeconfig")
-    pod = f"/api/v1/namespaces/{quote(name.namespace or DEFAULT_NAMESPACE, safe='')}/pods/{quote(name.name, safe='')}"
     at = datetime.now(UTC).isoformat()
-    try:
+    async with remote_pod(name, kubeconfig) as pod:
         for tried in range(1, _TRIES + 1):
-            container, patch = _request(await _read(server, pod, name), container, given, at)
+            seen = await pod.read()
+            container, text = _request(seen, container, given, at)
             try:
-                await server.read("PATCH", pod, patch)
+                version = seen["metadata"]
+                await pod.annotate(
+                    {RESIZE_ANNOTATION: text}, uid=version.get("uid", ""), version=version.get("resourceVersion", "")
+                )
                 break
             except AnswerError as error:
                 if error.status != 409 or tried == _TRIES:
                     raise GpumgrError(f"the annotation {RESIZE_ANNOTATION} can't be written: {error}") from error
-        return await _answer(server, pod, name, container or "", at)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise GpumgrError(f"the API server of {kubeconfig} did not answer: {error or type(error).__name__}") from error
-    finally:
-        await server.close()
+        return await _answer(pod, container or "", at)
 
 
-async def _read(server: ApiServer, path: str, name: PodName) -> dict[str, Any]:
-    try:
-        if (found := await server.find(path)) is not None:
-            return found
-    except AnswerError as error:
-        raise GpumgrError(f"pod {printable(str(name))} can't be read: {error}") from error
-    raise GpumgrError(f"there is no pod {printable(str(name))}; name it as NAMESPACE/POD")
-
-
-def _request(pod: Mapping[str, Any], container: str | None, given: Mapping[str, int], at: str) -> tuple[str, Mapping[str, Any]]:
-    """The container, and the patch that requests its resize. Raises GpumgrError."""
-    metadata = pod["metadata"]
-    annotations = metadata.get("annotations") or {}
+def _request(pod: Mapping[str, Any], container: str | None, given: Mapping[str, int], at: str) -> tuple[str, str]:
+    """The container, and the annotation that requests its resize. Raises GpumgrError."""
     if (pod.get("status") or {}).get("phase") in _ENDED:
         raise GpumgrError("the pod has ended")
-    try:
-        found = decode_json(annotations.get(ALLOCATIONS, "[]"), list[dict[str, Any]])
-    except UnreadableText as error:
-        raise GpumgrError(f"annotation {ALLOCATIONS} can't be read: {error}") from error
+    found = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
     names = [str(each["container"]) for each in found if each.get("container")]
     by_claim = {each["name"] for each in pod["spec"].get("containers") or () if (each.get("resources") or {}).get("claims")}
     if container is None and len(names) > 1:
@@ -115,18 +95,16 @@ def _request(pod: Mapping[str, Any], container: str | None, given: Mapping[str, 
         raise GpumgrError(
             f"container {printable(chosen or '?')} has no share of a GPU by gpumgr (annotation {ALLOCATIONS}); {held}"
         )
-    now = {key: value for key, value in _object(annotations, RESIZED_ANNOTATION, chosen).items() if key in ("cores", "memoryMiB")}
-    text = {**_objects(annotations, RESIZE_ANNOTATION), chosen: {**now, **given, "requestedAt": at}}
-    version = {key: metadata[key] for key in ("uid", "resourceVersion") if key in metadata}
-    return chosen, {"metadata": {**version, "annotations": {RESIZE_ANNOTATION: json.dumps(text)}}}
+    now = {key: value for key, value in _entry(pod, RESIZED_ANNOTATION, chosen).items() if key in ("cores", "memoryMiB")}
+    text = {**_entries(pod, RESIZE_ANNOTATION), chosen: {**now, **given, "requestedAt": at}}
+    return chosen, json.dumps(text)
 
 
-async def _answer(server: ApiServer, path: str, name: PodName, container: str, at: str) -> str:
+async def _answer(pod: RemotePod, container: str, at: str) -> str:
     """Waits for the agent's answer. Raises GpumgrError for a refusal."""
     last = time.monotonic() + _ANSWER_SECONDS
     while time.monotonic() < last:
-        annotations = (await _read(server, path, name))["metadata"].get("annotations") or {}
-        answer = _object(annotations, RESIZED_ANNOTATION, container)
+        answer = _entry(await pod.read(), RESIZED_ANNOTATION, container)
         if answer.get("requestedAt") == at:
             text = f"{answer.get('cores')} cores and {answer.get('memoryMiB')} MiB of each of its GPUs"
             if why := answer.get("refused"):
@@ -139,14 +117,14 @@ async def _answer(server: ApiServer, path: str, name: PodName, container: str, a
     )
 
 
-def _objects(annotations: Mapping[str, str], key: str) -> dict[str, Any]:
+def _entries(pod: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The object in the annotation; an unreadable one counts as empty."""
     try:
-        return decode_json(annotations.get(key, "{}"), dict[str, Any])
-    except UnreadableText:
+        return annotation(pod, key, dict[str, Any], "{}")
+    except GpumgrError:
         return {}
 
 
-def _object(annotations: Mapping[str, str], key: str, container: str) -> Mapping[str, Any]:
-    found = _objects(annotations, key).get(container)
+def _entry(pod: Mapping[str, Any], key: str, container: str) -> Mapping[str, Any]:
+    found = _entries(pod, key).get(container)
     return found if isinstance(found, dict) else {}

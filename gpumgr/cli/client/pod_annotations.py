@@ -1,0 +1,65 @@
+"""One pod at the API server, for commands that set its annotations and wait for the answer of its node's agent."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import click
+
+from gpumgr.cli.options import DEFAULT_NAMESPACE, PodName, default_kubeconfig
+from gpumgr.cli.rendering.formats import printable
+from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.kube.client import AnswerError, ApiServer
+
+T = TypeVar("T")
+
+pod_kubeconfig_option = click.option(
+    "--kubeconfig", type=click.Path(path_type=Path), help="The cluster's API server.  [default: $KUBECONFIG, ~/.kube/config]"
+)
+
+
+class RemotePod:
+    def __init__(self, server: ApiServer, name: PodName) -> None:
+        self._server, self._name = server, name
+        namespace = quote(name.namespace or DEFAULT_NAMESPACE, safe="")
+        self._path = f"/api/v1/namespaces/{namespace}/pods/{quote(name.name, safe='')}"
+
+    async def read(self) -> dict[str, Any]:
+        """The pod. Raises GpumgrError if it does not exist or can't be read."""
+        try:
+            if (found := await self._server.find(self._path)) is not None:
+                return found
+        except AnswerError as error:
+            raise GpumgrError(f"pod {printable(str(self._name))} can't be read: {error}") from error
+        raise GpumgrError(f"there is no pod {printable(str(self._name))}; name it as NAMESPACE/POD")
+
+    async def annotate(self, annotations: Mapping[str, str], *, uid: str = "", version: str = "") -> None:
+        """Raises AnswerError; with status 409 if the pod has another UID or resource version than the given one."""
+        same = {key: value for key, value in (("uid", uid), ("resourceVersion", version)) if value}
+        await self._server.send("PATCH", self._path, {"metadata": {**same, "annotations": dict(annotations)}})
+
+
+@asynccontextmanager
+async def remote_pod(name: PodName, kubeconfig: Path | None) -> AsyncIterator[RemotePod]:
+    """The pod. Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
+    if (file := kubeconfig or default_kubeconfig()) is None:
+        raise InputError("there is no kubeconfig: give --kubeconfig FILE")
+    server = await ApiServer.connect(file, remedy="give another --kubeconfig")
+    try:
+        yield RemotePod(server, name)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise GpumgrError(f"the API server of {file} did not answer: {error or type(error).__name__}") from error
+    finally:
+        await server.close()
+
+
+def annotation(pod: Mapping[str, Any], key: str, kind: type[T], default: str) -> T:
+    """The JSON value of an annotation. `default`: its text if the pod lacks it. Raises GpumgrError if it can't be read."""
+    try:
+        return decode_json((pod["metadata"].get("annotations") or {}).get(key, default), kind)
+    except UnreadableText as error:
+        raise GpumgrError(f"the pod's annotation {key} can't be read: {error}") from error
