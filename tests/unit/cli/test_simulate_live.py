@@ -4,13 +4,20 @@ from typing import Any
 
 from gpumgr.cli.simulate_live import _is_kept
 from gpumgr.cluster.scheduler.objects import parse_watched_pod
-from gpumgr.common.units import CORE_LIMIT_ANNOTATION, MEMORY_LIMIT_ANNOTATION, SUSPEND_ANNOTATION, SUSPEND_WHEN_IDLE_ANNOTATION
+from gpumgr.common.units import (
+    CORE_LIMIT_ANNOTATION,
+    MEMORY_LIMIT_ANNOTATION,
+    RESIZE_ANNOTATION,
+    SUSPEND_ANNOTATION,
+    SUSPEND_WHEN_IDLE_ANNOTATION,
+)
 from gpumgr.kube.pods import CLUSTER_ANNOTATION
 
 #: Only the node's agent uses these, or they are HAMi's records of pods with HAMi's resources, which the simulation does not read.
 OTHERS = {
     CORE_LIMIT_ANNOTATION,
     MEMORY_LIMIT_ANNOTATION,
+    RESIZE_ANNOTATION,
     SUSPEND_ANNOTATION,
     SUSPEND_WHEN_IDLE_ANNOTATION,
     CLUSTER_ANNOTATION,
