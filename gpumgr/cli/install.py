@@ -115,7 +115,9 @@ def install_service(place: Installation) -> list[str]:
             f"builds it): python3 -m venv {place.program.parent.parent} && {place.program.with_name('pip')} install {_WHEEL}"
         )
     if place.unit.is_symlink():
-        raise GpumgrError(f"{place.unit} is a link, as of a masked unit; unmask it first: systemctl unmask {place.unit.name}")
+        raise GpumgrError(
+            f"{place.unit} is a symbolic link, so the unit is probably masked; unmask it first: systemctl unmask {place.unit.name}"
+        )
     kubernetes, steps = place.settings().kubernetes, list[str]()
     if kubernetes.enabled and kubernetes.kubeconfig is None:
         steps.append(f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server")

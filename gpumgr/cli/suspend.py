@@ -1,4 +1,4 @@
-"""`gpumgr suspend` and `gpumgr resume`: set the annotation of a pod that its node's agent follows."""
+"""`gpumgr suspend` and `gpumgr resume`: set an annotation of a pod. The agent on the pod's node reads it and acts."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from gpumgr.kube.client import AnswerError
 from gpumgr.kube.pod_annotations import ALLOCATIONS
 
 _POLL_SECONDS: Final = 0.5
-_EXIT_CODES: Final = {0: "done", 1: "the API server does not answer or refuses, or --wait passed", 2: "wrong usage"}
+_EXIT_CODES: Final = {0: "done", 1: "the API server does not answer or refuses, or the time of --wait is over", 2: "wrong usage"}
 _WAIT = click.option(
     "--wait",
     type=FiniteRange(min=0, max=86400),
@@ -52,7 +52,7 @@ def command(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
 def resume(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
     """Move the memory of the containers of POD (NAME or NAMESPACE/NAME) back to their GPU, once it is free there.
 
-    The pod is not suspended again while it is idle, until its annotation gpumgr.io/suspend is removed.
+    Afterwards the agent does not suspend the pod for being idle, until you remove its annotation gpumgr.io/suspend.
 
     \b
     Examples:

@@ -3,7 +3,7 @@
 A series has the same line in both formats, so it is rendered once; only the head of a family differs: OpenMetrics writes a counter's name
 without `_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4, OpenMetrics 1.0.
 
-prometheus_client's own exposition of a custom collector takes 3 to 14 times as long, more than the scrape goals allow.
+prometheus_client takes 3 to 14 times as long to render a custom collector. That exceeds the goals for a scrape in docs/benchmarks.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -102,5 +102,5 @@ class LabelCache:
         return text
 
     def start_page(self) -> None:
-        """Drops the texts that the page before the last did not use."""
+        """Starts a new page: keeps the texts that the last page used, and drops all others."""
         self._page, self._page_before = {}, self._page

@@ -14,8 +14,8 @@ _GIB: Final = 1 << 30
 _MEMORY_SLICES: Final = 8
 #: NVML_GPU_INSTANCE_PROFILE_COUNT of driver 615; a driver refuses the numbers that it does not know.
 _GPU_INSTANCE_PROFILES: Final = 18
-#: NVML's numbers of the profiles without additional or missing engines: with 1, 2, 3, 4, 7, 8 and 6 slices, and with 1 slice and more
-#: memory.
+#: NVML's numbers (NVML_GPU_INSTANCE_PROFILE_*) of the standard profiles. Variants with more or fewer engines, such as +me, have other
+#: numbers. Numbers 0 to 6 have 1, 2, 3, 4, 7, 8 and 6 slices; 9 has 1 slice and more memory.
 _PLAIN_PROFILES: Final = frozenset({0, 1, 2, 3, 4, 5, 6, 9})
 _PLAIN_NAME: Final = re.compile(r"\d+g\.\d+gb")
 
@@ -136,9 +136,9 @@ def _read_places(nvml: Binding, gpu: Handle, profile: int) -> list[Placement]:
 
 
 def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, total_bytes: int) -> str:
-    """The profile's name from its sizes. The memory in the name is the profile's part of the GPU's memory, rounded up to eighths, times the
-    GPU's memory in whole GiB. If `total_bytes` is 0 (not known), the name has the profile's own memory. Source: go-nvlib, which NVIDIA's
-    device plugin uses.
+    """The profile's name from its sizes. For the memory in the name, the profile's fraction of the GPU's memory is rounded up to a multiple
+    of 1/8, and multiplied by the GPU's memory in GiB. If `total_bytes` is 0 (not known), the name has the profile's own memory. Source:
+    go-nvlib, which NVIDIA's device plugin uses.
     """
     total_bytes = total_bytes or memory_bytes
     eighths = -(-memory_bytes * _MEMORY_SLICES // total_bytes)

@@ -114,7 +114,8 @@ class Monitor:
         return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
-        """Applies these rules from the next reading on. The current pause also gets the new length, from its start on."""
+        """Applies these rules from the next reading on. If the monitor waits for a sample now, the new period counts from the
+        start of this wait."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
 
@@ -279,7 +280,8 @@ class Monitor:
         for instance, health in list(self._mig_health.items()):
             answers = [each for each in readings.values() if isinstance(each, HealthReading)]
             reading = next((each for each in answers if instance in each.mig_instances), None)
-            if reading is not None:  # that the GPU is in MIG mode is no fault of a MIG device
+            if reading is not None:
+                # The GPU's MIG mode is a fault for shares, but not for a MIG device.
                 after = step(health, replace(reading, mig_enabled=None), time.time(), self._rules)
                 self._mig_health[instance] = after
             if self._mig_health[instance].state == "healthy" or (reading is None and len(answers) == len(readings)):

@@ -36,7 +36,8 @@ class PidMap:
         return found
 
     def hosts_of(self, pids: Collection[int]) -> HostsOf:
-        """A function that finds the processes of `pids` by their pid in the container: one, or several with nested pid namespaces."""
+        """Returns a function that maps a pid in the container to the host pids in `pids` that have it. With nested pid namespaces several
+        processes can have the same pid."""
         table: dict[int, list[int]] = {}
         for pid in pids:
             if (inside := self.inside(pid)) is not None:

@@ -116,7 +116,8 @@ class Enforcer:
         full = self._full(base, allocation, tenant, RESOURCES if kind == "replica" else [kind])
         if not allocation.cdi:
             return full
-        # The answer keeps the mount of the folder: it names the allocation, which a rebuild of the ledger needs.
+        # The answer keeps the mount of the allocation's folder: the host path has the allocation's id, which the agent needs to rebuild the
+        # ledger.
         kept = tuple(mount for mount in base.mounts if mount.container_path == ALLOCATION_PATH)
         names = () if kind == "memory" else (cdi.device_name(allocation.id),)
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
@@ -142,8 +143,8 @@ class Enforcer:
                 ) from error
 
     async def _runs(self, allocation: AllocationId) -> bool:
-        """Whether a container may already run with these limits. A claim is also prepared again, or restored, while its containers run:
-        they would keep the former files mounted."""
+        """Whether a container may already run with these limits. A claim can be prepared again, or restored, while its containers run. They
+        would keep the old files mounted and never see new ones, so the files must stay."""
         there = allocation in await asyncio.to_thread(self._list_remains)
         return there and allocation in await self._used([allocation])
 
@@ -159,8 +160,8 @@ class Enforcer:
                 mine, theirs = ("MPS", "another mechanism") if _by_mps(mechanisms) else ("+".join(mechanisms), "MPS")
                 raise Refusal(
                     "conflict",
-                    f"the container is to be limited by {mine}, and {holder} uses the same GPU through {theirs}: all containers of a GPU "
-                    "of MPS must use MPS; this one starts when the other has ended",
+                    f"the container is to be limited by {mine}, and {holder} uses the same GPU through {theirs}: if one container "
+                    "on a GPU uses MPS, all must use MPS; this container starts when the other one has ended",
                 )
 
     def _full(
@@ -192,7 +193,7 @@ class Enforcer:
         return findings
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]:
-        """Returns why the memory limit of a container is not in force."""
+        """Adjusts the limits of the running containers. Returns the reason for each memory limit that is not in force."""
         obstacles: dict[AllocationId, str] = {}
         for backend, containers in self._by_backend(running):
             with self._retried(log.warning, "enforcement_not_adjusted", backend=backend.name):
@@ -234,7 +235,8 @@ class Enforcer:
 
     @contextlib.contextmanager
     def _retried(self, warn: Callable[..., object], event: str, **fields: str) -> Iterator[None]:
-        """Logs an error of work that a later call repeats as this event. Each text is logged once until the work succeeds."""
+        """Logs an error of the enclosed work as `event`, and does not raise it: a later call repeats the work. Each text is logged once
+        until the work succeeds."""
         work = (event, *fields.values())
         try:
             yield

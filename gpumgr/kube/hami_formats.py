@@ -197,15 +197,15 @@ class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cores: _Unsigned = field(name="devcore", default=0)
     model: str = field(name="type", default="")
     numa: int = 0
-    #: The default has a factory, so that it is written.
+    #: `omit_defaults` leaves out plain defaults, but not the value of a factory: this field is always in the JSON.
     mode: str = field(default_factory=lambda: "hami-core")
     mig_profiles: tuple[RegisteredProfile, ...] = field(name="migProfiles", default=())
     healthy: bool = field(name="health", default=False)
 
 
 def describe_lock(text: str) -> str:
-    """For which pod the node is locked, and since when, from the annotation LOCK: a time of RFC 3339, and namespace and name of the pod,
-    which old schedulers leave out. Raises ValueError."""
+    """Describes the annotation LOCK: for which pod the node is locked, and since when. The annotation has a time (RFC 3339), then the pod's
+    namespace and name; old schedulers write only the time. Raises ValueError."""
     time, *pod = text.split(",")
     since = datetime.fromisoformat(time)
     if since.tzinfo is None or len(pod) not in (0, 2) or not all(pod):

@@ -1,9 +1,11 @@
-"""A container that shares GPUs, with the limits that it asked for, which is all that enforcement knows about a container; and how strongly
-the limits of new shares are enforced on each GPU, and by which mechanism. Pure.
+"""Shares of GPUs, and how they are limited. Pure.
+
+GpuShare describes a container that shares GPUs, with its limits; enforcement knows nothing else about what the container requests.
+GpuLimits says for a GPU which mechanism enforces the limits of new shares, and how strongly:
 
 hard: the driver or the MPS daemon enforces the limit for all processes of the container together, and a container that does not run as
-root can't exceed it. soft: a library enforces it, or a limit for each process; a program can exceed or avoid it, which gpumgr reports.
-none: no limit.
+root can't exceed it. soft: a library enforces the limit, or the limit applies to each process separately. A program can exceed or bypass
+it; gpumgr reports that. none: no limit.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +27,8 @@ Strengths = Mapping[str, Mapping[Resource, Strength]]
 #: Mechanism -> how well it limited cores in a measurement; docs/benchmarks.md has the tables.
 _MEASURED_CORES: Final[Mapping[str, str]] = {
     "limiter": "limiter at 25 and 75 cores held 24.9 and 72.9 % of the GPU's time (H200, driver 580.159.04, 2026-11-27)",
-    "mps": "mps at 25 and 75 cores gave 24.6 and 69 % of an unlimited rate of matrix products (H200, driver 580.159.04, protocol 2, "
-    "2026-11-26)",
+    "mps": "mps at 25 and 75 cores reached 24.6 and 69 % of the rate of matrix products without a limit (H200, driver 580.159.04, "
+    "protocol 2, 2026-11-26)",
     "hami-core": "hami-core limited small kernels only, not matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
     "5091a2f, 2026-11-26)",
 }
@@ -160,7 +162,8 @@ class GpuShare:
     priority: int = USUAL_PRIORITY
     #: Whether the share belongs to a ResourceClaim, which several containers may use.
     claim: bool = False
-    #: Whether a resize was granted: an earlier process of the agent may have ended before it changed the limits.
+    #: Whether a resize was granted. If so, the limits in force may be old: an earlier process of the agent may have ended after it saved
+    #: the grant and before it changed the limits.
     resized: bool = False
 
     def only_gpu(self, mechanism: str) -> SharedGpu:

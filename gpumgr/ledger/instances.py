@@ -1,6 +1,7 @@
 """MIG devices: which existing ones are offered and granted, and the places of MIG devices that are created for a container. Pure.
 
-A MIG device has one holder. The device itself limits its container, so nothing else is enforced. Its memory counts on its GPU.
+A MIG device has one holder. The device itself limits its container, so nothing else is enforced. The ledger counts its memory as taken
+from its GPU.
 Source of the resources' names and of the strategies: NVIDIA's device plugin.
 
 A container that requests `nvidia.com/gpu` on GPUs with MIG profiles gets MIG devices at places that are chosen here.
@@ -53,7 +54,8 @@ def obstacle_of_single(gpus: Collection[Gpu]) -> str | None:
 
 
 def _registered(instance: MigInstance) -> RegisteredInstance:
-    """The MIG device as registered. Compute instances of one GPU instance share its memory, so each counts with its part."""
+    """The MIG device as registered. Compute instances of one GPU instance share its memory, so each is registered with its part of
+    the memory."""
     memory, parts = instance.memory_bytes >> 20, _COMPUTE.match(instance.profile)
     return RegisteredInstance(instance.uuid, instance.profile, memory * int(parts[1]) // int(parts[2]) if parts else memory)
 
@@ -115,8 +117,8 @@ def instance_amounts(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why the GPU can't have a MIG device that serves the requests `follow`: the container's, and the requests of the containers that
-    take over its replica. None if it can.
+    """Why no MIG device on this GPU can serve all requests in `follow`; None if one can. They are the request of the container and the
+    requests of later containers that take over its replica.
 
     `mask`: the replicas on the GPU that the container takes over.
     """

@@ -29,7 +29,8 @@ class BackgroundCall:
         """Starts `work` unless an earlier call still runs, and waits up to `timeout_seconds` for the end of `work`.
 
         True: `work` has ended. False: `work` or the earlier call still runs; in the latter case `work` was not started. Raises what
-        `work` raised. If `work` still runs when this method returns, the next `start` raises it.
+        `work` raised. If `work` fails after this method returned, the next `start` raises its
+        exception.
         """
         if self._task is not None and not self._ended(self._task):
             self._log_if_long()

@@ -48,8 +48,9 @@ class _Containerd(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The object under the key "config". containerd (1.6: pkg/cri/config, 2: internal/cri/config) writes these fields (`cdiSpecDirs` since
-    1.7, `enableCDI` before 2.4, where CDI is always on); CRI-O (server/runtime_status.go) writes none of them."""
+    """The object under the key "config". containerd writes these fields (source: pkg/cri/config in 1.6, internal/cri/config in 2.x):
+    `cdiSpecDirs` since 1.7, and `enableCDI` before 2.4, because CDI is always on since then. CRI-O writes none of them
+    (server/runtime_status.go)."""
 
     containerd: _Containerd | None = None
     cdi: bool | None = msgspec.field(name="enableCDI", default=None)

@@ -60,7 +60,7 @@ MigProfileName = Annotated[
 ]
 HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
 
-#: The start of a container beside bursts waits for two samples, and the kubelet waits 30 s for it.
+#: If other containers on the GPU may burst, the start of a container waits for two samples. The kubelet waits 30 s for the start.
 MOST_BURST_PERIOD_SECONDS: Final = 4.0
 
 
@@ -84,7 +84,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HamiSettings(ReplicaResources, frozen=True, kw_only=True):
-    """The keys of ReplicaResources, which say what pods request, and those of the node."""
+    """Adds settings of the node to the keys of ReplicaResources, which define the resources that pods request."""
 
     #: How many containers may share a GPU.
     device_split_count: Annotated[int, Meta(ge=1, le=1000)] = 10
@@ -213,8 +213,8 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     suspend_when_idle_seconds: Annotated[float, Meta(ge=0, le=604800), LIVE] = 0.0
     #: How many cores above their requests the containers of a pod may get together by `gpumgr resize`; 0: none.
     max_growth_cores: Annotated[int, Meta(ge=0, le=1600), LIVE] = 0
-    #: How much memory above their requests the containers of a pod may have together, by `gpumgr resize` and bursts. 0: none by resize,
-    #: and no maximum for bursts.
+    #: How much memory above their requests the containers of a pod may have together, by `gpumgr resize` and bursts. With 0, `gpumgr
+    #: resize` gives no additional memory, and bursts have no maximum.
     max_growth_memory_mebibytes: Annotated[int, Meta(ge=0, le=16777216), LIVE] = 0
 
 
@@ -224,7 +224,7 @@ class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: NVIDIA's control program; a name is looked up in PATH, in the host's where the agent is a pod.
+    #: NVIDIA's control program: a path, or a name that the agent looks up in PATH. An agent in a pod looks for it on the host.
     control_program: Annotated[str, Meta(min_length=1)] = "nvidia-cuda-mps-control"
     #: auto: 3 if the program supports it, else 2.
     protocol: Literal["auto", "2", "3"] = "auto"
@@ -308,7 +308,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: Literal["least-fragmentation", "binpack", "spread", "topology"] = "least-fragmentation"
     #: CPUs that an average pod requests beside one GPU, for the policy least-fragmentation.
     cpus_per_gpu: Annotated[float, Meta(ge=0.1, le=1000)] = 8.0
-    #: How many nodes filter answers with. With 1 the GPUs are assumed for the pod at once.
+    #: The maximum number of nodes in the answer to the verb filter. With 1 the GPUs are assumed for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
     #: After this time the API server is asked whether a pod with assumed GPUs is bound. If not, the GPUs are free again.
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
@@ -330,7 +330,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert_file: Path | None = None
     #: The certificate's key in PEM.
     tls_key_file: Path | None = None
-    #: CA certificates of clients; each client of the verbs must present a certificate.
+    #: CA certificates of clients. If set, each client of the verbs (filter, prioritize, preempt, bind) must present a certificate.
     client_ca_file: Path | None = None
     #: Common names or DNS names of certificates that may call the verbs. Empty: every certificate of that CA.
     client_names: tuple[str, ...] = ()
@@ -343,12 +343,13 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Port of the webhook that completes pods with HAMi's resources, on the address of the scheduler's verbs. 0: none.
+    #: Port of the admission webhook, on the address of the scheduler's verbs. The webhook adds what is missing in pods that request HAMi's
+    #: resources. 0: no webhook.
     port: Port = 0
     #: Its certificate, and the key, in PEM.
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
-    #: What it writes to these pods: spec.schedulerName, and spec.runtimeClassName unless it is empty.
+    #: What the webhook writes to these pods: spec.schedulerName, and spec.runtimeClassName unless it is empty.
     scheduler_name: ObjectName = "gpumgr-scheduler"
     runtime_class: Annotated[str, Meta(pattern="^[a-z0-9.-]*$", max_length=253)] = ""
     #: The GPUs of a container that requests an amount without a number of GPUs (HAMi's defaultGPUNum).
@@ -380,7 +381,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: The node's agent holds a lock on this file.
     lock_path: Path = Path("/var/lib/gpumgr/agent.lock")
     #: A name that is unique among the agents of a rolling update, such as the uid of the pod. If it is set, a second agent on the node
-    #: loads all that it can, in node.mode dra registers the driver beside the first, and takes over when the first has ended. None: a
+    #: starts and loads its state, and with node.mode dra it also registers the driver. It takes over when the first agent ends. None: a
     #: second agent ends at once.
     instance: str | None = None
 
@@ -475,7 +476,8 @@ def _allowed(info: inspect.Type) -> str:
 
 
 def missing_file(section: str, cert_file: object, key_file: object, client_ca_file: object) -> tuple[str, str] | None:
-    """The setting that lacks another one, and a sentence about it; None if the settings are complete. A file that is None is not set."""
+    """Returns the name of the setting that needs another setting, and what to do; None if no setting is missing. A file that is None is
+    not set."""
     if cert_file is None and key_file is None and client_ca_file is None:
         return None
     if cert_file is None:

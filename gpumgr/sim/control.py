@@ -6,18 +6,20 @@ again when it is replaced. Each change replaces the file atomically (rename), un
     generation N           grows when the driver is unloaded: older NVML sessions are stale then
     loaded 0|1             whether the driver is loaded         driver VERSION      its version, if not the node's own
     hang FUNCTION GPU UNTIL    calls wait until this second of CLOCK_MONOTONIC (`inf`: until removed); `*` = all functions
-    result FUNCTION GPU CODE   result of calls (GPU -1, here and for `hang`: calls about any GPU, and about none)
+    result FUNCTION GPU CODE   result code of calls (GPU -1, here and for `hang`: all calls, also calls that concern no GPU)
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT [MIG_UUID]    (bytes -1: the driver does not report them)
     mpsserver GPU PID BYTES            mpsclient GPU PID SERVER_PID     (values of a `process` with the same pid win)
     migreset GPU 1         whether a caller's change of the MIG mode waits for a reset of the GPU
-    remade GPU 1|2         whether the `instance` facts, and not the node's description, are the GPU's MIG devices; 2: a caller changed them
+    remade GPU 1|2         the `instance` facts define the GPU's MIG devices, instead of the node's description; 2: a caller changed them
     instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE MEMORY_SLICES
                            (UUID `-`: a GPU instance without compute instance; memory slice n is bit n, 0: the driver does not report them)
-    event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that existed before it; 4294967295: of no instance)
+    event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that was created before the event; GPU_INSTANCE
+                           4294967295: the event concerns no GPU instance)
 
-The library itself writes these facts, which callers have set. They end when the driver is unloaded, MIG devices also by a reset of the GPU:
+The library writes these facts when a program changes the node through NVML. They end when the driver is unloaded, MIG devices also when the
+GPU is reset:
 
     computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
     migmode GPU 0|1                     migpending GPU 0|1 (from the next reset on)        `remade` with 2, and its `instance` facts
@@ -182,12 +184,12 @@ class SimControl:
         self._set(("mpsserver", str(gpu), str(pid)), str(memory_bytes))
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
-        """The process works through the MPS server with the pid `server`: the driver also lists it among the MPS processes, and its
-        utilization as the server's. Its use is nothing at first, then what `set_processes` or `set_work` set."""
+        """The process works through the MPS server with the pid `server`: the driver also lists the process among the MPS processes, and
+        reports its utilization under the server's pid. It uses nothing at first, then what `set_processes` or `set_work` set."""
         self._set(("mpsclient", str(gpu), str(pid)), str(server))
 
     def end_mps(self, pid: int) -> None:
-        """Ends the MPS server with this pid and its clients, or this client, on all GPUs. Other values of a client's process remain."""
+        """Ends the MPS server with this pid and its clients, or this client, on all GPUs. The `process` facts of a client remain."""
 
         def change(facts: Facts) -> None:
             gone = {key for key, value in facts.items() if key[0] == "mpsclient" and value == str(pid)}
@@ -343,8 +345,8 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Encloses a replacement of the control file. Only one block runs at a time, and the lock file counts the blocks; the library reads
-    this count without a system call."""
+    """Encloses a replacement of the control file. Only one caller at a time is inside this context. The lock file counts the replacements;
+    the library reads the count from mapped memory, without a system call."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

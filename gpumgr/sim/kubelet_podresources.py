@@ -78,7 +78,7 @@ class PodResourcesService:
         return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])
 
     def _get(self, request: bytes) -> bytes:
-        """Frees no ids, unlike List."""
+        """Does not free the ids of ended pods. List frees them, as in the kubelet."""
         asked: dict[int, list[str]] = {1: [""], 2: [""]}
         wire.scan(request, 0, len(request), asked)
         name, namespace = asked[1][-1], asked[2][-1]

@@ -144,7 +144,7 @@ def prepare(name_or_path: str, state_dir: Path) -> SimNode:
 def compile_library() -> Path:
     """The compiled library, built on first use and kept under $XDG_CACHE_HOME/gpumgr. Raises InputError."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumgr"
-    what, remedy = "the simulated NVML library", "set CC and XDG_CACHE_HOME to what works"
+    what, remedy = "the simulated NVML library", "set CC to a C compiler and XDG_CACHE_HOME to a folder that you can write to"
     return compiled(_SOURCE, _FLAGS, folder=folder, suffix=".so", what=what, remedy=remedy)
 
 
@@ -216,7 +216,7 @@ def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
         facts = {"numa_node": f"{numa_node}\n", "vendor": "0x10de\n", "class": "0x030200\n"}
         link, target = links / gpu.bus_id, Path("../../..") / place
         if link.is_symlink() and link.readlink() == target and facts == {name: _text_of(link / name) for name in facts}:
-            continue  # another agent of an update may be about to read it, or to make it
+            continue  # during a rolling update the other agent may read these files now: files that are right are not replaced
         for name, text in facts.items():
             (root / place / name).write_text(text, encoding="ascii")
         link.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Renders the topology with the holders of each GPU: the cost tree as text and as plain data."""
+"""Renders the topology tree, with the containers that hold each GPU, as text and as nested dictionaries."""
 
 from collections.abc import Iterator
 from typing import Any

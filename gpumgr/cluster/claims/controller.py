@@ -21,7 +21,7 @@ from gpumgr.settings.schema import ClaimsSettings
 
 _log = structlog.get_logger(__name__)
 
-#: The timeout of a write. A write starts only if this process surely leads for so long.
+#: The timeout of a write. A write starts only if this process is sure to remain the leader for this time.
 _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
 #: The pause between two steps: each examines all claims while pods have the gate.
@@ -135,7 +135,7 @@ class ClaimsController:
         created = await self._write("template", key, "POST", path, template(*key, shape), but=(409,))
         if created:
             _log.info("template_created", namespace=key[0], template=key[1])
-        if created is not None:  # until the watch shows it
+        if created is not None:  # this entry stays until the watch delivers the template
             self._watches.templates.setdefault(key, WatchedTemplate(uid=_UNSEEN, key=key, managed=True))
 
     async def _sweep(self) -> None:
@@ -170,7 +170,8 @@ class ClaimsController:
             await self._tell(pod, _QUOTA_EXCEEDED, text)
 
     async def _open(self, pod: UnboundPod) -> None:
-        """Removes the pod's gate. The tests make the API server refuse the patch if the pod was replaced or has other gates by now."""
+        """Removes the pod's gate. The API server refuses the patch, by its `test` operations, if the pod was replaced or its gates
+        changed."""
         gate = f"/spec/schedulingGates/{pod.gate}"
         patch = [
             {"op": "test", "path": "/metadata/uid", "value": pod.uid},
@@ -211,9 +212,9 @@ class ClaimsController:
         but: tuple[int, ...],
         patch: PatchKind = "merge",
     ) -> bool | None:
-        """False: the API server refused the write with one of the statuses `but`, because of another client's change. None: the write
-        failed, which is logged once for each text, or must wait. `key` identifies the object: after each refusal and failure nothing is
-        sent about the object for a pause, which grows."""
+        """Returns False if the API server refuses the write with a status in `but`: another client changed the object first. Returns None
+        if the write fails, which is logged once for each text, or must wait. `key` identifies the object. After a refusal or a failure, no
+        write of the object is sent during a pause, which doubles each time."""
         due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
         if not self.leads or self._clock() < due:
             return None

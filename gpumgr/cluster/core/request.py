@@ -46,7 +46,7 @@ class ContainerRequest:
 
     @property
     def share(self) -> Amounts:
-        """What it requests of its GPU if it is a vcuda container with a share of one."""
+        """What the container requests of its GPU. Only for a vcuda container with a share of exactly one GPU."""
         return Amounts(self.cores, self.memory_mebibytes)
 
     @property
@@ -55,7 +55,8 @@ class ContainerRequest:
 
     def on(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
         """What a GPU must have free for the request: the amounts of `counted`, but at least one core for a replica. The agent refuses a
-        replica on a GPU without a free core, and the kubelet may admit pods in another order."""
+        replica on a GPU without a free core, and the kubelet can admit pods in another order than the scheduler placed them: so the
+        scheduler reserves a core for each replica."""
         counted = self.counted(gpu_mebibytes, scaling)
         return counted if self.replica is None else replace(counted, cores=max(1, counted.cores), replicas=1)
 
@@ -117,12 +118,13 @@ class PodRequest:
 
     @property
     def in_total(self) -> Amounts:
-        """What kube-scheduler subtracts from a node's sums for the pod: of cores and of memory, the sum of its containers, or the largest
-        init container if that is larger. Sidecars count in both."""
+        """What kube-scheduler subtracts from a node's sums for the pod. For cores and for memory separately: the sum of the containers and
+        sidecars, or, if that is larger, the largest init container with the sidecars before it."""
         return _in_total((each, Amounts(each.cores, each.memory_mebibytes)) for each in self.containers)
 
     def least_in_total(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
-        """What the pod takes at least of such GPUs, however its containers reuse what init containers leave."""
+        """A lower bound of what the pod takes from GPUs with this memory, for every way in which later containers reuse the ids of init
+        containers."""
         on = ((each, each.on(gpu_mebibytes, scaling)) for each in self.containers)
         return _in_total((each, Amounts(each.gpus * of.cores, each.gpus * of.memory_mebibytes)) for each, of in on)
 

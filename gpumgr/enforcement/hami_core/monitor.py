@@ -25,12 +25,12 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 #: The library takes a slot shortly after a process's first context appears, so a process without a slot is reported only after this number
 #: of consecutive checks.
 CHECKS_UNREGISTERED: Final = 3
-#: The library looks for a process's pid on the host once, for a second at most, one process after another. If the region has a wrong pid at
-#: so many checks, the process changes it itself.
+#: The library looks up the host pid of each process once. A lookup takes up to a second, and only one process does it at a time. If the
+#: host pid is still wrong at this number of checks, the process itself writes it, which counts as tampering.
 CHECKS_WRONG_HOST: Final = 120
 _RELEASED: Final = (
-    "a process of {} was killed while HAMi-core started in it, and kept its others waiting in cuInit; gpumgr has freed them: "
-    "if this repeats, find out what ends the processes"
+    "a process of {} was killed while HAMi-core started in it, so the container's other processes waited in cuInit; gpumgr has ended "
+    "the wait: if this repeats, find out what ends the processes"
 )
 
 log = structlog.get_logger(__name__)
@@ -52,7 +52,7 @@ class RegionMonitor:
         self._written: RegionLimits | None = None
         self._pending: list[Finding] = []
         self._unseen: dict[int, int] = {}
-        #: Pid on the host -> at how many checks the region had another pid for the process.
+        #: Host pid -> the number of checks at which the region had another host pid for the process.
         self._wrong_hosts: Counter[int] = Counter()
         self._stuck_since: dict[tuple[int, int], float] = {}
         #: The waiters and slots while the semaphore `postinit` was held, and since when they have not changed; None while it is free.
@@ -149,7 +149,8 @@ class RegionMonitor:
             yield _tampered(tenant, [each.message for each in drift])
 
     def _changed(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """What the container changed. Empty if its share or the order of its GPUs is unknown, so that wrong limits are never written."""
+        """The repairs of what the container changed. Empty if its share or the order of its GPUs is unknown, so that wrong limits are never
+        written."""
         expected = self._written
         try:
             if expected is None:
@@ -166,7 +167,7 @@ class RegionMonitor:
         return [each for each in repairs.drifted(seen, expected) if each.code in repairs.TAMPERING]
 
     def _drifted(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """What differs from the limits that are wanted now; empty in the same case as `_changed`."""
+        """The repairs of all differences from the limits that apply now; empty in the same case as `_changed`."""
         try:
             self._written = content.limits(tenant.gpus)
         except ValueError as error:
@@ -219,7 +220,8 @@ class RegionMonitor:
             yield repairs.released()
 
     def _wrong(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
-        """Writes of the right pids on the host. A pid that the library may still look for is written only if the library takes too long."""
+        """Returns the repairs that write the right host pids. A slot that must be left alone for now (see `wrong_hosts`) waits for at most
+        CHECKS_WRONG_HOST checks."""
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
         for host, later, repair in found:
             self._wrong_hosts[host] += 1
@@ -231,7 +233,7 @@ class RegionMonitor:
 
 
 def _possible(gpu: SharedGpu, limit_bytes: int) -> bool:
-    """Whether an earlier process of the agent may have set this limit, for a burst of that time."""
+    """Whether an earlier process of the agent may have set this limit, for a burst that it allowed then."""
     return not gpu.whole and gpu.memory_bytes <= limit_bytes <= (gpu.total_bytes or 0)
 
 

@@ -100,7 +100,8 @@ def quit_daemon(protocol: MpsProtocol, patience_seconds: int) -> Command:
 def environment(protocol: MpsProtocol, uuid: str, pipe: Path, log: Path) -> Mapping[str, str]:
     """The environment of the daemon and of the programs that connect to it. The daemon sees one GPU, which has the index 0 in limits.
 
-    The version in the environment overrides the option, so a setting in the agent's own environment has no effect.
+    CUDA_MPS_PROTOCOL_VERSION overrides the option for the version. It is always set here, so a value in the agent's own environment has no
+    effect.
     """
     return {
         "CUDA_VISIBLE_DEVICES": uuid,
@@ -156,7 +157,7 @@ def set_bound(server: int | None, cores: int, memory_bytes: int) -> tuple[Comman
 
 
 def _place(server: int | None) -> tuple[str, str]:
-    """The argument of a command that names the server, and the part of the command's name for future servers."""
+    """Returns the argument that selects the server, and a part of the command's name: "default_" if the command is for future servers."""
     return (f" {server}", "") if server is not None else ("", "default_")
 
 

@@ -78,15 +78,15 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
 def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: str) -> str:
     who = f"one of {', '.join(suspects)}" if suspects else "a process that has ended"
     if len(suspects) == 1:
-        who = f"{suspects[0]}, the only container with a process that could do it when gpumgr looked"
+        who = f"{suspects[0]}, the only container with a process that could do it when gpumgr looked,"
     remedy = (
         "run containers without root on the host (runAsNonRoot, or hostUsers: false)"
         if protocol == 3
         else "install driver r615 or newer, where only root can do this, and drain the node once"
     )
     return (
-        f"a container {what} of MPS on GPU {gpu} through its daemon's control socket, by {who}; gpumgr corrected "
-        f"that, programs that started before keep their limits: {remedy}"
+        f"{who} {what} of MPS on GPU {gpu} through the daemon's control socket; gpumgr has corrected that, but programs "
+        f"that started before keep their limits: {remedy}"
     )
 
 

@@ -24,8 +24,8 @@ _DELETED_AT_ONCE: Final = 8
 
 @dataclass(slots=True)
 class Bounds:
-    """Protocol 2: the bound at one process of the daemon. `_answers`: server (None: future servers) -> the daemon's answer after the bound
-    was set."""
+    """Protocol 2: the bound that was set at one process of the daemon; a restarted daemon needs a new object. `_answers`: server (None:
+    future servers) -> the daemon's answer after the bound was set."""
 
     _answers: Mapping[int | None, str] = field(default_factory=dict)
     _bound: Share | None = None
@@ -57,8 +57,8 @@ class Bounds:
         await self.put(daemon, shares, (), anew=True)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, servers: Collection[int]) -> Tampering | None:
-        """Sets the bound again if a container changed it, and reports that. For a new server the bound is set by its pid, so that a later
-        change is noticed. Raises MpsError."""
+        """Sets the bound again if a container changed it, and reports that. If there is a new server, it also sets the bound under the
+        server's pid and keeps the answer, so that the next checks can detect a change. Raises MpsError."""
         if not shares:
             return None
         found = await _read(daemon, servers)
@@ -92,8 +92,8 @@ async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mappi
 
 @dataclass(slots=True)
 class Namespaces:
-    """Protocol 3: the namespaces at one process of the daemon. `_set`: the share that was set last for each container, and the daemon's
-    answer after that (limits of memory and cores)."""
+    """Protocol 3: the namespaces that were made at one process of the daemon; a restarted daemon needs a new object. `_set`: the share that
+    was set last for each container, and the daemon's answer after that (limits of memory and cores)."""
 
     _set: dict[AllocationId, tuple[Share, tuple[str, str]]] = field(default_factory=dict)
 

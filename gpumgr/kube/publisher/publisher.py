@@ -4,8 +4,9 @@ Invariants:
 1. No caller waits: a call changes the desired state of an object and queues it. The number of objects
    bounds the queue, and a capacity bounds the events in it; dropped events are counted.
 2. The latest desired state of an object is written before any event.
-3. Outages and errors of the API server are retried with growing, jittered pauses, or after its Retry-After. An answer that no retry
-   changes is logged with its remedy, and the write is given up until its state changes or is wanted again after the resync interval.
+3. Outages and errors of the API server are retried with growing, jittered pauses, or after its Retry-After. If a retry can't help,
+   the publisher logs the answer with its remedy and drops the write. It writes again when the desired state changes, or when a caller
+   sets it again after the resync interval.
 """
 
 import asyncio
@@ -46,11 +47,11 @@ _PAUSES_SECONDS: Final = (0.5, 30.0)
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another incarnation of the pod has the name.
 _MAX_CONFLICTS: Final = 5
-#: A write that failed waits longer than the queue does, so that the others are written first.
+#: The first pause of a failed write is this many times the first pause of the queue, so that the other writes are sent first.
 _FAILED_FACTOR: Final = 4.0
 #: How often the queue is checked for new writes while others wait for a retry.
 _POLL_SECONDS: Final = 0.25
-#: The longest pause of all writes that an API server can request by Retry-After.
+#: Retry-After pauses all writes, at most for this time.
 _LONGEST_PAUSE_SECONDS: Final = 120.0
 #: Refusals of the same kind, and dropped events, are logged once in this time.
 _LOG_AGAIN_SECONDS: Final = 3600.0
@@ -86,7 +87,7 @@ class _DeliveryLog:
         self.written["node" if isinstance(desired, NodePart) else desired.what, outcome] += 1
 
     def refused(self, desired: Desired, error: AnswerError) -> str:
-        """A refusal that no retry changes; logged once an hour for each kind. Returns the remedy."""
+        """Counts a refusal that a retry can't change, and logs it once an hour for each kind. Returns the remedy."""
         remedy = "nothing; it is not tried again"
         if error.status == 403:
             remedy = f"allow it in the agent's ClusterRole: {desired.rights}"
@@ -168,7 +169,7 @@ class Publisher:
             self._put(self._condition, due)
 
     def remove_annotation(self, key: str) -> None:
-        """Removes an annotation of the node once: another program sets it again and again."""
+        """Removes an annotation of the node once. It is not removed again, because another program may set it repeatedly."""
         self._annotations.unwritten[key] = None
         self._put(self._annotations)
 
@@ -187,7 +188,8 @@ class Publisher:
         self._put(desired)
 
     def forget_pod(self, uid: str) -> None:
-        """The pod is deleted. Nothing more is written to it, although a requester may want its eviction until its allocation is freed."""
+        """The pod is deleted. The publisher writes nothing more to it, even if a requester still lists it for eviction until its allocation
+        is freed."""
         if (annotations := self._pods.pop(uid, None)) is not None:
             self._queue.remove(annotations)
         if (eviction := self._evictions.get(uid)) is not None:
@@ -256,8 +258,8 @@ class Publisher:
             _log.error("daemon_failed", daemon="publisher", error=repr(error), exc_info=error)
 
     async def _next(self) -> Desired:
-        """What to write next, as soon as it is due and the rate allows its request. It is chosen last, since a write may be cancelled while
-        this waits."""
+        """Returns the next write, as soon as it is due and the rate allows its request. The method waits first and then chooses the write,
+        because a write can be cancelled during the wait."""
         while True:
             now = self._clock()
             if not self._queue:
@@ -271,7 +273,8 @@ class Publisher:
                 return desired
 
     async def _attempt(self, desired: Desired) -> float | None:
-        """Writes one object. None: continue with the next one; else a failure, with the seconds to wait that the API server requests."""
+        """Writes one object. Returns None if the caller can continue with the next one. Otherwise the queue must wait: returns the seconds
+        that the API server asks for (0: it asks for none)."""
         self._eviction_retries += desired.what == "eviction" and desired.requests > 0
         desired.requests += 1
         try:

@@ -8,7 +8,9 @@ Invariants:
 `read_checkpoint` works with and without a running agent. It changes nothing and creates no file.
 
 sqlite's read-only mode creates a missing -shm file, and needs the log (-wal) of a killed agent. Therefore:
-no log: the main file is complete, and is read as immutable; log and -shm: read-only mode; a log alone: a private copy is read.
+- Without a log, or with an empty one, the main file is complete: `read_checkpoint` opens it as immutable.
+- With a log and a -shm file it opens the main file in read-only mode.
+- With a log but without a -shm file it copies the main file and the log, and reads the copy.
 An agent that starts or stops between these checks changes the set of files, so a failed read is retried once.
 """
 

@@ -45,8 +45,8 @@ class ContainerNeeds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainNeeds:
-    """What must fit on the GPUs of a chain's first container: the sums of the ids of both resources, and the most cores that one
-    container of the chain requests."""
+    """What the GPUs of a chain's first container must have free. A chain is an init container and the later containers that get its ids
+    from the kubelet. `cores` and `memory_blocks` count all ids of the chain; `most_cores` is the largest request of one container."""
 
     cores: int = 0
     memory_blocks: int = 0
@@ -57,7 +57,8 @@ def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:
     """The needs of the first of `containers`, and of later containers that must use the same GPUs.
 
     The kubelet gives an init container's ids to the containers after it before it takes new ids; ids that a sidecar or an app container
-    takes leave this pool (devicemanager: devicesToReuse). A container that takes over ids of one resource must use their GPU for both.
+    takes leave this pool (devicemanager: devicesToReuse). If a container gets such ids of one resource, it must take both resources
+    from their GPU.
     """
     all_cores = all_blocks = most_cores = pool_cores = pool_blocks = 0
     for position, container in enumerate(containers):

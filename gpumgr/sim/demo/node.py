@@ -102,7 +102,7 @@ class SimulatedNode:
         return str(self.agent_log.find("web_listening")[-1]["url"])
 
     async def graph(self) -> list[Facts]:
-        """The agent's GPUs in NVML's order, from /graph; the others are last."""
+        """The agent's GPUs from /graph, in NVML's order; GPUs that the driver does not show are last."""
         async with self._http.get(f"{self.url}/graph", params={"format": "json"}) as answer:
             document = await answer.json()
         gpus = [*sorted(_leaves(document["tree"]), key=lambda gpu: int(gpu["index"])), *document["missing"]]

@@ -27,18 +27,22 @@ _REASON: Final = gauge(
     "gpu_unhealthy_reason", "1 for the reason why the GPU takes no new containers; no series otherwise.", "gpu", "reason"
 )
 _NOT_READABLE: Final = gauge(
-    "gpus_not_readable", "GPUs that the driver lists and can't describe, without those known by their UUID."
+    "gpus_not_readable", "GPUs that the driver lists but can't describe, unless gpumgr knows their UUID."
 )
 _NOT_LISTED: Final = gauge("gpus_not_listed", "NVIDIA GPUs on the node's PCI bus that the driver does not list.")
 _CORDONED: Final = gauge("gpu_cordoned", "1 if an operator took the GPU out of service.", "gpu")
 _LINKS: Final = gauge(
-    "nvlink_active_links", "NVLinks between two GPUs (through NVSwitch: that both have into the fabric).", "gpu", "peer"
+    "nvlink_active_links",
+    "Active NVLinks between two GPUs (with NVSwitch: each GPU has at least this number to the switches).",
+    *("gpu", "peer"),
 )
 _CORES: Final = gauge("gpu_core_allocated_ratio", "Share of the GPU's cores that containers hold.", "gpu")
 _MEMORY: Final = gauge(
-    "gpu_memory_allocated_bytes", "Memory that containers hold; all of it on a GPU that one container has whole.", "gpu"
+    "gpu_memory_allocated_bytes", "Memory that containers hold; if one container has the whole GPU, all its memory.", "gpu"
 )
-_SHARERS: Final = gauge("gpu_shared_containers", "Containers that share the GPU (0: none, or one container has it whole).", "gpu")
+_SHARERS: Final = gauge(
+    "gpu_shared_containers", "Containers that share the GPU (0: none, or one container has the whole GPU).", "gpu"
+)
 
 
 _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] = (

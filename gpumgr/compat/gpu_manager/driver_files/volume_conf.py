@@ -3,8 +3,8 @@
     {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
                  "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
 
-`libraries` are prefixes of file names. `mode` has no effect, as in gpu-manager, nor has `base` for the two volumes with folders in the
-settings (`nvidia` and `origin`). Without a file the built-in lists apply.
+`libraries` are prefixes of file names. `mode` has no effect, as in gpu-manager. `base` has no effect for the two volumes that have folders
+in the settings (`nvidia` and `origin`). Without a file the built-in lists apply.
 """
 
 import json
@@ -62,8 +62,8 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeConf:
-    """All volumes. `warnings`: sentences about ignored keys. `source` None: the built-in lists, which name more files than any one
-    driver has, so that missing ones are not reported."""
+    """All volumes. `warnings`: sentences about ignored keys. `source` None: the built-in lists. They name files of many drivers, so missing
+    files are not reported."""
 
     volumes: tuple[Volume, ...]
     warnings: tuple[str, ...] = ()

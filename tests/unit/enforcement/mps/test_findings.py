@@ -54,17 +54,16 @@ def test_users_are_checked_only_if_the_container_may_wait() -> None:
 @pytest.mark.parametrize(
     ("suspects", "who"),
     [
-        ((), "by a process that has ended;"),
-        (("evil",), "by demo/evil (main), the only container with a process that could do it when gpumgr looked;"),
-        (("a", "b"), "by one of demo/a (main), demo/b (main);"),
+        ((), "a process that has ended"),
+        (("evil",), "demo/evil (main), the only container with a process that could do it when gpumgr looked,"),
+        (("a", "b"), "one of demo/a (main), demo/b (main)"),
     ],
 )
 def test_tampering_is_reported_with_the_containers_that_may_have_done_it(suspects: tuple[str, ...], who: str) -> None:
     tenants = [gpu_share(pod=("demo", name)) for name in suspects]
     (finding,) = findings_of(View(protocol=3, multiuser=True, tampering=changed("a1"), suspects=tenants, clients={11: "a1"}))
     assert finding.code == "tampered"
-    assert "a container changed the limits of MPS on GPU 0fe1c342 through its daemon's control socket" in finding.message
-    assert who in finding.message
+    assert finding.message.startswith(f"{who} changed the limits of MPS on GPU 0fe1c342 through the daemon's control socket;")
 
 
 def test_tampering_is_reported_to_the_containers_that_it_concerns() -> None:
