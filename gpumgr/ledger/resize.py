@@ -4,7 +4,7 @@ A request is decided once, by what its GPUs have left then. More than the contai
 from what other containers were resized to less than they hold.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource
@@ -17,13 +17,14 @@ from gpumgr.placement.pods import ResizeRequest
 class Surroundings:
     """What a decision depends on beside the ledger. `used_bytes`: what containers use on their GPUs; None: not known. `memory_mebibytes`:
     the memory that each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why these mechanisms can't change
-    the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is not in force yet."""
+    the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is not in force yet, each
+    with the reason to refuse growth there ("": it waits)."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
     memory_mebibytes: Mapping[GpuName, int]
     most: Amounts
     obstacle: Callable[[tuple[str, ...], Resource], str | None]
-    lowered: Set[GpuName] = field(default_factory=frozenset)
+    lowered: Mapping[GpuName, str] = field(default_factory=dict)
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
         """The MiB that the container uses there above its limit, as a burst does."""
@@ -38,8 +39,11 @@ def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around:
         _refuse_fixed(allocation, asked)
         resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))
         _refuse_used(allocation, resized, around)
-        grows = {gpu for gpu in allocation.gpus if _more(allocation, resized, gpu).memory_mebibytes}
-        if grows & around.lowered:
+        grows = [gpu for gpu in allocation.gpus if _more(allocation, resized, gpu).memory_mebibytes]
+        waits = [around.lowered[gpu] for gpu in grows if gpu in around.lowered]
+        if why := "; ".join(filter(None, waits)):
+            raise ValueError(why)
+        if waits:
             return None
         _refuse_above_most(ledger, allocation, resized, around)
         for gpu in allocation.gpus:

@@ -54,6 +54,11 @@ class Suspension:
         """Whether its memory is in the host's memory, so that others may use the GPU's."""
         return self.state == "suspended"
 
+    @property
+    def measured(self) -> bool:
+        """Whether it has the memory that the driver reports of its processes: no operation is in progress, and none moved it away."""
+        return self.state in ("running", "failed")
+
     def to(self, state: State, now: float, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
         """The next state. Raises ValueError for a state that does not follow this one, which is a bug."""
         if state not in _NEXT[self.state]:

@@ -200,7 +200,7 @@ class MemoryLimitWatcher:
         """Imported when a container is to be resized: most agents never load the module."""
         from gpumgr.runtime.resizes import Resizes
 
-        return Resizes(self._records, self._pods, obstacle=self._backends.obstacle_to_change)
+        return Resizes(self._records, self._pods, obstacle=self._backends.obstacle_to_change, clock=self._clock)
 
     async def close(self) -> None:
         await self.suspensions.close()
@@ -208,7 +208,8 @@ class MemoryLimitWatcher:
         await self._owners.close()
 
     def _running(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse) -> Iterator[RunningContainer]:
-        ownership, away = self._owners.latest, self._records.suspensions
+        ownership = self._owners.latest
+        away = {name for name, each in self._records.suspensions.items() if not each.measured}
         for allocation, tenant in shares.items():
             if not (containers := ownership.containers.get(allocation)):
                 continue

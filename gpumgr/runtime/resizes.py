@@ -13,7 +13,7 @@ from gpumgr.agent.history import about
 from gpumgr.agent.pods import undecided_resize
 from gpumgr.agent.ports import Pods
 from gpumgr.common.errors import CheckpointError
-from gpumgr.common.units import Amounts, Resource
+from gpumgr.common.units import Amounts, GpuName, Resource
 from gpumgr.ledger.history import RESIZED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.resize import Surroundings, decide
@@ -25,15 +25,27 @@ log = structlog.get_logger(__name__)
 
 #: Reason of the event of a pod with a container that is not resized.
 REFUSED: Final = "GpuResizeRefused"
+#: How long growth waits until a lower limit of another container is in force.
+_LOWERED_SECONDS: Final = 15.0
 
 
 class Resizes:
-    """`obstacle`: see Surroundings."""
+    """`obstacle`: see Surroundings. `clock` is monotonic."""
 
-    def __init__(self, records: AgentRecords, pods: Pods, *, obstacle: Callable[[tuple[str, ...], Resource], str | None]) -> None:
-        self._records, self._pods, self._obstacle = records, pods, obstacle
-        #: (container, GPU) -> the number of the evaluation that lowers its memory there. Nothing grows there before that is in force.
-        self._lowered: dict[AllocationOnGpu, int] = {}
+    def __init__(
+        self,
+        records: AgentRecords,
+        pods: Pods,
+        *,
+        obstacle: Callable[[tuple[str, ...], Resource], str | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._records, self._pods, self._obstacle, self._clock = records, pods, obstacle, clock
+        #: (container, GPU) -> the number of the evaluation that lowers its memory there, and since when. Nothing grows there before that
+        #: is in force. An earlier process of the agent may have ended before it lowered what it had decided.
+        self._lowered: dict[AllocationOnGpu, tuple[int, float]] = {
+            (a.id, gpu): (1, clock()) for a in records.ledger.allocations.values() if a.resize is not None for gpu in a.gpus
+        }
 
     async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts, number: int, enforced: Enforced) -> bool:
         """Decides the new requests; returns whether the ledger has changed. `use`: what the containers of `ledger` use. `most`: see
@@ -41,16 +53,14 @@ class Resizes:
         self._lowered = {
             place: since
             for place, since in self._lowered.items()
-            if place[0] in ledger.allocations and (since > enforced.number or place[0] in enforced.obstacles)
+            if place[0] in ledger.allocations and (since[0] > enforced.number or place[0] in enforced.obstacles)
         }
-        lowered = {gpu for _, gpu in self._lowered}
+        lowered = self._waits(ledger, number, enforced)
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
+        away = {name for name, each in self._records.suspensions.items() if not each.measured}
         around = Surroundings(
             # What the driver reports of a suspended container is not what it has.
-            used_bytes={
-                place: None if place[0] in self._records.suspensions else each.memory_bytes
-                for place, each in use.containers.items()
-            },
+            used_bytes={place: None if place[0] in away else each.memory_bytes for place, each in use.containers.items()},
             memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
             most=most,
             obstacle=self._obstacle,
@@ -65,8 +75,8 @@ class Resizes:
                 if after is not None:
                     for gpu in a.gpus:
                         if after.limits_on(gpu).memory_mebibytes < a.limits_on(gpu).memory_mebibytes:
-                            self._lowered[a.id, gpu] = number
-                            lowered.add(gpu)
+                            self._lowered[a.id, gpu] = number, self._clock()
+                            lowered.setdefault(gpu, "")
                     entries.append(about(a, _entry(a, after)))
                     now = now.occupy(after)
             return now, entries
@@ -80,6 +90,19 @@ class Resizes:
             write = log.info if entry.code == RESIZED else log.warning
             write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)
         return bool(entries)
+
+    def _waits(self, ledger: Ledger, number: int, enforced: Enforced) -> dict[GpuName, str]:
+        """GPUs on which a lower limit is not in force; see Surroundings. A backend has the time of one evaluation even
+        if samples are rare."""
+        waits: dict[GpuName, str] = {}
+        for (name, gpu), (since, at) in self._lowered.items():
+            waits.setdefault(gpu, "")
+            if number > since + 1 and self._clock() - at >= _LOWERED_SECONDS:
+                why = enforced.obstacles.get(name, "its backend has not changed it yet")
+                waits[gpu] = (
+                    f"the lower memory limit of {ledger.allocations[name].describe()} on GPU {gpu} is not in force: {why}"
+                )
+        return waits
 
 
 def _entry(before: Allocation, after: Allocation) -> HistoryEntry:

@@ -281,3 +281,48 @@ async def test_the_quarantine_and_other_gpus_are_as_before() -> None:
     assert ledger.available(name_of(1)) == Amounts(100, 2048)
     assert ledger.available(GPU) == Amounts(40, 1536)
     assert ledger.in_force(GPU) == Amounts(60, 512)
+
+
+async def test_a_limit_that_an_earlier_agent_may_not_have_lowered_delays_growth() -> None:
+    """The agent was killed after it had saved the decision, and the container still has the limit from before."""
+    first = node_with(A, T)
+    ask(first, "a", WEB, wants(mebibytes=256))
+    await first.sampled(uses(a=100, t=100))
+    node = node_with(first.agent_state.ledger.allocations["a"], T)
+    ask(node, "a", WEB, wants(mebibytes=256))
+    ask(node, "t", TRAIN, wants(mebibytes=1792))
+    node.backends.obstacles = {"a": "its pages can't be used"}
+    for _ in range(3):
+        await node.sampled(uses(a=100, t=100))
+        assert limits(node)["t"] == (30, 1024)
+    node.backends.obstacles = {}
+    for _ in range(2):
+        await node.sampled(uses(a=100, t=100))
+    assert limits(node)["t"] == (30, 1792)
+
+
+@pytest.mark.parametrize(
+    ("obstacles", "why"),
+    [
+        ({"a": "its pages can't be used"}, "its pages can't be used"),
+        (None, "its backend has not changed it yet"),
+    ],
+)
+async def test_growth_that_waits_for_a_lower_limit_in_vain_is_refused(obstacles: dict[str, str] | None, why: str) -> None:
+    node = node_with(A, T)
+    node.set_timeout(0.01)
+    if obstacles is None:
+        node.backends.ready.clear()
+    else:
+        node.backends.obstacles = obstacles
+    ask(node, "a", WEB, wants(mebibytes=256))
+    await node.sampled(uses(a=100, t=100))
+    ask(node, "t", TRAIN, wants(mebibytes=1100))
+    await node.sampled(uses(a=100, t=100), after_seconds=60.0)
+    assert len(told(node)) == 1, "samples are rare, and a mechanism has the time until the next one"
+    await node.sampled(uses(a=100, t=100), after_seconds=60.0)
+    assert told(node)[1:] == [
+        f"GpuResizeRefused: container main is not resized: the lower memory limit of team/web (main) on GPU {GPU} is not in force: {why}"
+    ]
+    node.backends.ready.set()
+    await breathe()

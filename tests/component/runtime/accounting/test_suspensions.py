@@ -9,7 +9,7 @@ import pytest
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
-from gpumgr.placement.pods import PodView
+from gpumgr.placement.pods import PodView, ResizeRequest
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime import suspensions
 from gpumgr.runtime.memory_limit_watcher import OverLimit
@@ -287,3 +287,22 @@ def limit(node: Node, name: str) -> int:
     _, seen = node.backends.seen[-1]
     (found,) = [each.tenant.gpus[0].limit_bytes // MIB for each, _ in seen if each.tenant.allocation == name]
     return found
+
+
+async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -> None:
+    """`running` and `failed` stay for a long time: the limiter needs what the driver reports, and so does a resize to less."""
+    for expected in ("running", "failed"):
+        node = running(suspend=True)
+        if expected == "failed":
+            node.mover.answers = [Moved(pids=[PIDS["a"]], failed=[PIDS["a"]], error="CUDA error 304")]
+        await sampled(node)
+        if expected == "running":
+            await sampled(node, uses(a=0))
+            assert node.backends.seen[-1][1][0][0].memory_bytes[GPU] is None
+            await ask(node)
+        await sampled(node)
+        assert state(node) == expected
+        assert node.backends.seen[-1][1][0][0].memory_bytes[GPU] == 500 * MIB
+        demanding(node, suspend=True, resizes=(("main", ResizeRequest(memory_mebibytes=501)),))
+        await sampled(node)
+        assert node.backends.seen[-1][1][0][0].tenant.gpus[0].limit_bytes == 501 * MIB
