@@ -2,7 +2,7 @@
 
 import http.client
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ POLICIES = PROJECT / "config" / "scheduler" / "admission-policies.yaml"
 RESIZE_POLICY = PROJECT / "config" / "resize" / "admission-policy.yaml"
 NAMESPACE = "kube-system"
 SCHEDULER, AGENT, TENANT = f"{NAMESPACE}/gpumgr-scheduler", f"{NAMESPACE}/gpumgr", "default/tenant"
+#: Where bindings are created; "": at the pod.
+BINDINGS = ("", "/api/v1/namespaces/default/bindings")
 FORGED = {PLACEMENT_ANNOTATION: "{}"}
 REFUSED = f"annotation {PLACEMENT_ANNOTATION}: only the gpumgr scheduler, and the gpumgr agent on the pod's node, may write it"
 
@@ -63,7 +65,7 @@ def annotated(api: Api, name: str, annotations: dict[str, str | None], subresour
         connection.close()
 
 
-def bind(api: Api, name: str, annotations: dict[str, str], *, path: str = "") -> Json:
+def bind(api: Api, name: str, annotations: Mapping[str, str | None], *, path: str = "") -> Json:
     body = {
         "apiVersion": "v1",
         "kind": "Binding",
@@ -180,7 +182,7 @@ def test_users_own_annotations_and_unrelated_changes_pass(callers: Callers, made
 
 def test_a_binding_with_protected_annotations_is_the_schedulers(callers: Callers, made: Callable[..., str]) -> None:
     name, other = made("waits", by=callers.tenant), made("waits-too", by=callers.tenant)
-    for path in ("", "/api/v1/namespaces/default/bindings"):
+    for path in BINDINGS:
         text = refused(bind, callers.tenant, name, {**FORGED, "note": "ours"}, path=path)
         assert f"annotation {PLACEMENT_ANNOTATION}: only the gpumgr scheduler may bind a pod with it" in text
     bind(callers.tenant, other, {"note": "ours"})
@@ -207,7 +209,10 @@ def test_an_agent_writes_to_pods_of_its_node_alone(callers: Callers, made: Calla
 @pytest.fixture
 def editor(cluster: Cluster, callers: Callers) -> Iterator[Callable[..., Api]]:
     """Makes an account that may edit pods, and with `resizes` also resize them, under the policy about that."""
-    roles = {"edits": ("", ["pods"], ["create", "patch"]), "resizes": ("gpumgr.io", ["pods"], ["resize"])}
+    roles = {
+        "edits": ("", ["pods", "pods/binding", "bindings"], ["create", "patch"]),
+        "resizes": ("gpumgr.io", ["pods"], ["resize"]),
+    }
     for name, (group, resources, verbs) in roles.items():
         role = {
             "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -257,6 +262,11 @@ def test_only_accounts_with_the_verb_resize_let_a_container_have_other_amounts(
     for key, text in (("gpumgr.io/resize", '{"c": {"cores": 9}}'), ("gpumgr.io/memory-limit", '{"c": 9}')):
         change: Json = {key: text}
         why = f"annotation {key}: it needs the verb resize on pods.gpumgr.io"
+        unbound = made(f"waits-{key.partition('/')[2]}", by=plain)
+        for path in BINDINGS:
+            assert why in refused(bind, plain, unbound, {**change, "note": "mine"}, path=path)
+        bind(resizer, unbound, change)
+        assert callers.admin.request("GET", f"{PODS}/{unbound}")["metadata"]["annotations"] == change
         assert why in refused(annotated, plain, name, change)
         assert why in refused(plain.request, "POST", f"{PODS}?dryRun=All", outside("new", change))
         resizer.request("POST", f"{PODS}?dryRun=All", outside("new", change))
@@ -268,8 +278,13 @@ def test_only_accounts_with_the_verb_resize_let_a_container_have_other_amounts(
 
     answer: Json = {"gpumgr.io/resized": "{}"}
     only = "annotation gpumgr.io/resized: only the gpumgr agent on the pod's node may write it"
+    unbound = made("waits-resized", by=plain)
     for api in (plain, resizer, callers.admin, callers.agent_without_pod):
         assert only in refused(annotated, api, name, answer)
+        for path in BINDINGS:
+            assert only in refused(bind, api, unbound, answer, path=path)
+    assert only in refused(bind, callers.agent, unbound, answer)
+    bind(plain, unbound, {"note": "mine"})
     annotated(callers.agent, name, answer)
     assert only in refused(annotated, callers.agent, made("there", node="api-only", by=plain), answer)
 
