@@ -88,10 +88,21 @@ async def _annotate(
 
 
 def _states(pod: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-    """Container -> its state and the reason, as the agent wrote them. Raises GpumgrError."""
+    """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers. Raises
+    GpumgrError if none is left."""
     rows = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
     if not rows:
         raise GpumgrError(
             f"the pod has no annotation {ALLOCATIONS}: it has no GPU, or the agent of its node does not annotate pods"
         )
-    return {str(row.get("container")): (str(row.get("state", "running")), str(row.get("reason", ""))) for row in rows}
+    status = pod.get("status") or {}
+    known = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    ended = {each.get("name") for each in known if (each.get("state") or {}).get("terminated")}
+    left = {
+        str(row.get("container")): (str(row.get("state", "running")), str(row.get("reason", "")))
+        for row in rows
+        if row.get("container") not in ended
+    }
+    if not left:
+        raise GpumgrError("the containers of the pod that had GPUs have ended")
+    return left
