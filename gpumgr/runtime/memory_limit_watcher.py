@@ -28,7 +28,7 @@ from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspensions import Host, Mover, Pages, Parts, SuspendMeter, Suspensions
+from gpumgr.runtime.suspensions import REFUSED, Host, Mover, Pages, Parts, SuspendMeter, Suspensions
 
 if TYPE_CHECKING:
     from gpumgr.runtime.resizes import Resizes
@@ -102,7 +102,7 @@ class MemoryLimitWatcher:
         self._events = ContainerEvents(records, containers=lambda: owners.latest.containers)
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter, self._rule = meter, over_limit
-        self._shares, self._pods = _Shares(pods), pods
+        self._shares, self._pods = _Shares(pods, self._events), pods
         self.bursts = Bursts(
             records,
             pods,
@@ -315,10 +315,11 @@ class _Evictions:
 
 class _Shares:
     """The containers that share a GPU, as enforcement describes them. Each is made once and kept while its allocation, its GPUs and its
-    pod stay the same: otherwise every evaluation, one per second, would create all of them again."""
+    pod stay the same: otherwise every evaluation, one per second, would create all of them again. Only shares can be suspended: for another
+    container the annotation gpumgr.io/suspend leads to an event."""
 
-    def __init__(self, pods: Pods) -> None:
-        self._pods = pods
+    def __init__(self, pods: Pods, events: ContainerEvents) -> None:
+        self._pods, self._events = pods, events
         self._made: dict[AllocationId, tuple[tuple[Allocation, Sequence[Gpu | None], PodView | None], GpuShare | None]] = {}
 
     def of(self, ledger: Ledger, gpus: Mapping[str, Gpu]) -> Mapping[AllocationId, GpuShare]:
@@ -329,6 +330,10 @@ class _Shares:
             known = self._made.get(allocation.id)
             if known is None or known[0] != basis:
                 known = basis, tenant_of(allocation, ledger.gpu_registry, gpus, view)
+                held = "MIG devices" if allocation.by_mig else "whole GPUs" if allocation.whole else None
+                if held and view and view.suspend and not (allocation.init or view.deleted or view.ended):
+                    why = f"it has {held}, and only a container with a share of a GPU can be suspended"
+                    self._events.add_once(allocation.id, REFUSED, f"the container is not suspended: {why}")
             made[allocation.id] = known
         self._made = made
         return {allocation: tenant for allocation, (_, tenant) in made.items() if tenant is not None}

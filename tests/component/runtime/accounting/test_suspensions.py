@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpumgr.common.units import Amounts
+from gpumgr.ledger.ledger import Allocation, MigDevice
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView, ResizeRequest
@@ -15,6 +16,7 @@ from gpumgr.runtime import suspensions
 from gpumgr.runtime.memory_limit_watcher import OverLimit
 from tests.background import background
 from tests.unit.ledger.usage.samples import container
+from tests.unit.web.metrics.pictures import allocation
 
 from .node import Node, breathe
 from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, share, uses
@@ -306,3 +308,38 @@ async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -
         demanding(node, suspend=True, resizes=(("main", ResizeRequest(memory_mebibytes=501)),))
         await sampled(node)
         assert node.backends.seen[-1][1][0][0].tenant.gpus[0].limit_bytes == 501 * MIB
+
+
+WHOLE = allocation("a", WEB, cores={0: (1 << 100) - 1}, blocks={0: 0xFF})
+BY_MIG = replace(
+    WHOLE,
+    device_ids={},
+    gpus={GPU: Amounts(14, 256)},
+    mig_devices=(MigDevice(gpu=GPU, profile="1g.10gb", memory_slices=1, uuid="MIG-1"),),
+)
+
+
+@pytest.mark.parametrize(("held", "what"), [(WHOLE, "whole GPUs"), (BY_MIG, "MIG devices")])
+async def test_a_demand_for_a_container_without_a_share_is_refused_once(held: Allocation, what: str) -> None:
+    node = with_driver(Node(held))
+    node.runs(container("a", WEB), PIDS["a"])
+    for unwanted in ({}, {"suspend": False}, {"suspend_when_idle_seconds": 0.5}, {"suspend": True, "deleted": True}):
+        demanding(node, **unwanted)
+        await sampled(node)
+    assert not node.told
+    for started in (False, True):
+        demanding(node, suspend=True, started=started)
+        await sampled(node)
+    (entry,) = node.told
+    assert (entry.code, entry.pod) == ("GpuSuspendRefused", WEB)
+    assert (
+        entry.why == f"the container is not suspended: it has {what}, and only a container with a share of a GPU can be suspended"
+    )
+    assert not node.mover.done
+
+
+async def test_the_whole_gpu_of_an_init_container_is_no_obstacle_to_a_suspension() -> None:
+    node = with_driver(Node(replace(WHOLE, init=True)))
+    demanding(node, suspend=True)
+    await sampled(node)
+    assert not node.told
