@@ -346,7 +346,8 @@ async def test_the_commands_wait_for_the_containers_or_say_why_not(bounded: Path
         driver.fails("Lock", pod, 600)
         driver.works(pod)
         status, said, errors = await order(driver, "suspend", "demo/sleeper", "--wait", "1")
-        assert (status, said) == (1, "main: running\n")
+        assert status == 1
+        assert said in ("main: running\n", "main: suspending\n"), "the agent may be trying when the wait ends"
         assert "not all containers are suspended yet" in errors
         status, _, errors = await order(driver, "suspend", "demo/other")
         assert (status, "pod demo/other" in errors) == (1, True)
