@@ -43,8 +43,12 @@ GIB: Final = 1 << 30
 VARIABLES: Final = {"$__rate_interval": "10s", "$instance": ".*", "$namespace": ".*", "$model": ".*"}
 #: A metric's name with its matchers; what else has letters in PromQL are functions, keywords and labels.
 OPERAND: Final = re.compile(r"\b((?:gpumgr[_:][a-z0-9_:]+|process_[a-z_]+|up)(?:\{[^}]*\})?)")
-#: The demo's pods have no limiter; test_promtool.py has these queries and rules on series.
-TURNS: Final = ("gpumgr_container_held_seconds_total", "gpumgr_container_waited_seconds_total")
+#: The demo's pods have no limiter, and none is suspended; test_promtool.py has these queries and rules on series.
+NOT_IN_DEMO: Final = (
+    "gpumgr_container_held_seconds_total",
+    "gpumgr_container_suspension",
+    "gpumgr_container_waited_seconds_total",
+)
 WAIT_SECONDS: Final = 120.0
 
 
@@ -87,8 +91,8 @@ def dashboard_queries(dashboard: Path = DASHBOARD) -> Iterator[str]:
             yield query
 
 
-def without_turns(queries: Iterable[str]) -> set[str]:
-    return {query for query in queries if not any(name in query for name in TURNS)}
+def of_the_demo(queries: Iterable[str]) -> set[str]:
+    return {query for query in queries if not any(name in query for name in NOT_IN_DEMO)}
 
 
 def operands(text: str) -> set[str]:
@@ -109,7 +113,7 @@ async def until_all_have_data(prometheus: Prometheus, queries: set[str]) -> None
 
 
 async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
-    queries = without_turns(dashboard_queries())
+    queries = of_the_demo(dashboard_queries())
     assert len(queries) > 40
     settings = {"http": {"port": free_ports(1)[0]}}  # the agent is killed in this test, and must use the same port again
     # A short path: unix sockets are made in it.
@@ -130,7 +134,7 @@ async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
                 await until_fires(prometheus, "GpumgrGpuLost")
                 await simulated.agent.kill()
                 await simulated.start_agent()  # the driver lists a GPU that it can't describe, and a known one is missing
-                await until_all_have_data(prometheus, without_turns(operands(hurried_rules())))
+                await until_all_have_data(prometheus, of_the_demo(operands(hurried_rules())))
 
 
 async def test_every_query_and_every_operand_has_data_of_the_scheduler(tmp_path: Path) -> None:

@@ -142,3 +142,23 @@ def test_turns_show_where_the_limiter_limits(tmp_path: Path) -> None:
         ],
     }
     prove(case, tmp_path)
+
+
+def test_states_of_suspended_containers_are_counted(tmp_path: Path) -> None:
+    """The demo suspends no container."""
+    (states,) = panel_queries("Suspended containers")
+    series = [
+        f'gpumgr_container_suspension{{instance="n1", namespace="demo", pod="{pod}", container="main", gpu="GPU-a", state="{state}"}}'
+        for pod, state in (("a", "suspended"), ("b", "suspended"), ("c", "failed"))
+    ]
+    case = {
+        "input_series": [{"series": each, "values": "1x20"} for each in series],
+        "promql_expr_test": [
+            {
+                "expr": states,
+                "eval_time": "10m",
+                "exp_samples": [{"labels": '{state="failed"}', "value": 1}, {"labels": '{state="suspended"}', "value": 2}],
+            }
+        ],
+    }
+    prove(case, tmp_path)

@@ -78,9 +78,14 @@ def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     node.cluster.kubelet_restart()
     node.agent.wait_offered()
     node.cluster.wait_ready()
-    # The kubelet writes the phases of pods in the order in which it meets them: that of a refused one before that of a new one.
     node.run([gpu_pod("later", 25, 10)])
-    if node.count(node.cluster.pods.all(), ["stages"], "Failed"):
+
+    def refused() -> bool:
+        return bool(node.count(node.cluster.pods.all(), ["stages"], "Failed"))
+
+    # The agent may free the ids of a refused pod before the kubelet writes its phase.
+    wait_until("stages has its GPU or was refused", lambda: refused() or bool(node.ledger_of("stages")))
+    if refused():
         assert node.cluster.pods.all()["stages"]["status"]["reason"] == "UnexpectedAdmissionError"
         node.wait_freed("stages")
     else:
