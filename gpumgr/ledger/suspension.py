@@ -29,7 +29,8 @@ _FIRST_DRIVER, _FIRST_DRIVER_SEVERAL_GPUS = 570, 610
 _MACHINE: Final = "x86_64"
 #: The host needs more than the GPU had: 4.8 GiB for 4 GiB and a context of 0.5 GiB (H200, driver 580).
 _HOST_FACTOR, _HOST_EXTRA_BYTES = 1.05, 256 << 20
-#: A container that was resumed on demand is suspended again after this time without work while gpumgr.io/suspend demands it.
+#: The shortest time without work after which a container is suspended, so that memory is not moved again and again. A container that was
+#: resumed on demand is suspended again after it while gpumgr.io/suspend demands it.
 AGAIN_SECONDS: Final = 60.0
 #: The most containers that a reason names.
 _NAMED: Final = 3
@@ -39,11 +40,13 @@ _NAMED: Final = 3
 class Suspension:
     """The state of one allocation; an allocation without one runs. `processes`: those of the container when its suspension began.
     `memory_bytes`: what they had on each GPU. `since`: when the state began, `asked_at`: when the resume was asked for; both in unix
-    seconds. `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed."""
+    seconds. `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed. `required`: the pids
+    that had memory on a GPU, so the driver must report a state of each while it runs."""
 
     state: State
     demanded: bool = False
     processes: tuple[Process, ...] = ()
+    required: tuple[int, ...] = ()
     memory_bytes: Mapping[GpuName, int] = field(default_factory=dict)
     since: float = 0.0
     asked_at: float | None = None
@@ -75,14 +78,16 @@ class Suspension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What an operation did. `pids`: the container's processes that use CUDA; `held`: those of them that do not run now; `failed`: those
-    that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory."""
+    """What an operation did. `pids`: the container's processes that use CUDA; `held`: the processes that do not run now, or have an
+    unknown state; `failed`: the ones that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory.
+    `untouched`: it changed no process."""
 
     pids: Collection[int] = ()
     held: Collection[int] = ()
     failed: Collection[int] = ()
     error: str | None = None
     out_of_memory: bool = False
+    untouched: bool = False
 
 
 SuspensionsById = Mapping[AllocationId, Suspension]
@@ -133,7 +138,8 @@ def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, defa
         return None
     if view.suspend:
         return AGAIN_SECONDS if known is not None else 0.0
-    return (default_seconds if view.suspend_when_idle_seconds is None else view.suspend_when_idle_seconds) or None
+    seconds = default_seconds if view.suspend_when_idle_seconds is None else view.suspend_when_idle_seconds
+    return max(AGAIN_SECONDS, seconds) if seconds else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +151,10 @@ class Activity:
 
 
 def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) -> Activity:
-    """A container works while its launches increase, or its kernels run."""
+    """A container works while its launches increase, or its kernels run, or the driver does not report whether they run."""
     uses = tuple(uses)
     launches = sum(use.turns.launches for use in uses if use.turns)
-    works = before is None or launches != before.launches or any((use.utilization_ratio or 0) > 0 for use in uses)
+    works = before is None or launches != before.launches or any(use.utilization_ratio != 0 for use in uses)
     return Activity(launches, now if works or before is None else before.at)
 
 
@@ -177,6 +183,11 @@ def missing_bytes(need_bytes: int, guaranteed_bytes: int, *, free_bytes: int, un
 
 def waits_for(missing: int, gpu: GpuName, holders: Mapping[str, int]) -> str:
     """The reason of a resume that waits for memory. `holders`: the names of the others on the GPU, and what they use in bytes."""
+    return f"it waits for {-(-missing >> 20)} MiB of GPU {gpu}, used by {used_by(holders)}"
+
+
+def used_by(holders: Mapping[str, int]) -> str:
+    """The names of the holders with most memory, with what they use."""
     most = sorted((name for name, size in holders.items() if size), key=lambda name: -holders[name])[:_NAMED]
     used = ", ".join(f"{name} ({holders[name] >> 20} MiB)" for name in most)
-    return f"it waits for {-(-missing >> 20)} MiB of GPU {gpu}, used by {used or 'processes outside of containers'}"
+    return used or "processes outside of containers"

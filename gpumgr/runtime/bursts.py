@@ -198,7 +198,7 @@ class Bursts:
             if any((name, gpu.name) in self._above for gpu in share.gpus):
                 # A suspended container keeps its burst, since it has the memory again when it is resumed.
                 limits = {gpu: found[name] for gpu, found in now.items() if name in found} or self._away[name]
-                parts = [replace(gpu, burst_bytes=max(0, limits[gpu.name] - gpu.memory_bytes)) for gpu in share.gpus]
+                parts = [replace(gpu, burst_bytes=max(0, limits.get(gpu.name, 0) - gpu.memory_bytes)) for gpu in share.gpus]
                 limited[name] = replace(share, gpus=tuple(parts))
         return limited
 
@@ -250,10 +250,15 @@ class Bursts:
         while self.begun <= begun:
             await self._news.wait()
 
-    async def settled(self, allocation: Allocation) -> None:
-        """Returns once the limits of others on the GPUs of this share are lowered, as `kept_free` demands."""
-        if gpus := self._contested(allocation):
-            await self._lowered({each.id for found in gpus.values() for each in found})
+    def unsettled(self, allocation: Allocation, begun: int) -> str | None:
+        """Why the limits of others on the GPUs of this share are not lowered yet, as `kept_free` demands since the evaluation `begun`;
+        None: they are. Empty: the next samples show it."""
+        others = {each.id: each for found in self._contested(allocation).values() for each in found}
+        for name, why in self._enforced.obstacles.items():
+            if name in others:
+                return f"the memory limit of {others[name].describe()} can't be lowered: {why}"
+        waits = self._sampled.number <= begun or not self._sampled.obstacles.keys().isdisjoint(others)
+        return "" if others and waits else None
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int]) -> str | None:
         """Which GPU has too little memory for a suspended container, and who uses it; None: it can be resumed. `needs`: GPU -> bytes."""
@@ -272,9 +277,13 @@ class Bursts:
                 unused_bytes=unused_bytes(others.values(), self._granted_bytes(ledger, gpu)),
             )
             if missing:
-                names = {ledger.allocations[name].describe(): each.used_bytes or 0 for name, each in others.items()}
-                return waits_for(missing, gpu, names)
+                return waits_for(missing, gpu, self.others_use(allocation, gpu))
         return None
+
+    def others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
+        """What the other containers on the GPU use, by their names, in bytes."""
+        known, found = self._records.ledger.allocations, self._memories.get(gpu, {})
+        return {known[n].describe(): each.used_bytes or 0 for n, each in found.items() if n in known and n != allocation.id}
 
     def _granted_bytes(self, ledger: Ledger, gpu: GpuName) -> int:
         """What all containers on the GPU may use, without suspended containers."""

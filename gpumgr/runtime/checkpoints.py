@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,33 +29,48 @@ class Checkpoints:
     def __init__(self, *, library: str, proc_root: Path, lock_file: Path) -> None:
         self._library, self._proc_root, self._lock_file = library, proc_root, lock_file
 
-    async def suspend(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:
-        return await self._run("suspend", allocation, processes, memory_bytes)
+    async def suspend(
+        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
+    ) -> Moved:
+        return await self._run("suspend", allocation, processes, memory_bytes, required)
 
-    async def resume(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:
-        return await self._run("resume", allocation, processes, memory_bytes)
+    async def resume(
+        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
+    ) -> Moved:
+        return await self._run("resume", allocation, processes, memory_bytes, required)
 
-    async def _run(self, verb: str, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:
+    async def _run(
+        self,
+        verb: str,
+        allocation: AllocationId,
+        processes: Sequence[Process],
+        memory_bytes: int,
+        required: Collection[int],
+    ) -> Moved:
         seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (memory_bytes / (1 << 30))
-        program = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            str(PROGRAM),
-            self._library,
-            str(self._proc_root),
-            verb,
-            str(self._lock_file),
-            allocation,
-            f"{WORK_SECONDS:g}",
-            *(f"{pid}:{started}" for pid, started in processes),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        try:
+            program = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                str(PROGRAM),
+                self._library,
+                str(self._proc_root),
+                verb,
+                str(self._lock_file),
+                allocation,
+                f"{WORK_SECONDS:g}",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            why = f"the program that moves its memory can't be started: {error}"
+            return Moved(held=[pid for pid, _ in processes], error=why, untouched=True)
+        asked = json.dumps({"processes": [*processes], "required": [*required]}).encode()
         try:
             async with asyncio.timeout(seconds):
-                said, errors = await program.communicate()
+                said, errors = await program.communicate(asked)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 program.kill()
@@ -76,4 +92,5 @@ class Checkpoints:
             failed=answer["failed"],
             error=answer.get("error"),
             out_of_memory=answer.get("code") == _OUT_OF_MEMORY,
+            untouched=answer.get("untouched", False),
         )

@@ -1,9 +1,10 @@
 """A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
 
-Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a file, a name, the seconds that submitted work may take, then
-the processes as PID:START. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the ones among them that do not run;
-`failed`: the ones that can't go on; `error` with `code` (a CUresult) if something failed. A process that has ended, or does not use CUDA,
-is left out.
+Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a file, a name, the seconds that submitted work may take.
+Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids that must have a state with the
+driver while they run. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the ones that do not run, or have an
+unknown state; `failed`: the ones that can't go on; `error` with `code` (a CUresult) if something failed; `untouched`: it changed no
+process. A process that has ended, or does not use CUDA and is not required, is left out.
 
 Everything depends on the driver's state of each process, so an interrupted run can be repeated. With a lock on the file, a run waits for
 an earlier one of this name, which a killed agent may have left. If one process can't be suspended, the others are restored and unlocked;
@@ -17,6 +18,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 #: CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_ILLEGAL_STATE
@@ -37,13 +39,15 @@ class _CudaError(Exception):
 
 
 class _Processes:
-    def __init__(self, library: str, proc: Path, processes: list[str], work_seconds: float) -> None:
+    def __init__(self, proc: Path, asked: dict[str, list[Any]], work_seconds: float) -> None:
+        self._proc, self._milliseconds = proc, round(work_seconds * 1000)
+        self._started, self._required = {int(pid): int(started) for pid, started in asked["processes"]}, asked["required"]
+
+    def load(self, library: str) -> None:
         """Raises OSError if the library can't be loaded, _CudaError."""
-        self._cuda, self._proc = ctypes.CDLL(library), proc
+        self._cuda = ctypes.CDLL(library)
         if code := self._cuda.cuInit(0):
             raise _CudaError("cuInit", 0, code)
-        self._milliseconds = round(work_seconds * 1000)
-        self._started = {int(pid): int(started) for pid, started in (each.split(":") for each in processes)}
 
     def run(self, before: int, function: str, *, stop: bool = False) -> _CudaError | None:
         """Calls the function for all processes in the state `before`, with `stop` until it fails. Returns the first error."""
@@ -64,11 +68,19 @@ class _Processes:
 
     def states(self) -> dict[int, int]:
         found = {}
-        for pid in filter(self._runs, self._started):
+        for pid in self.running():
             state = ctypes.c_int()
             if self._cuda.cuCheckpointProcessGetState(pid, ctypes.byref(state)) == 0:
                 found[pid] = state.value
         return found
+
+    def running(self) -> list[int]:
+        return [*filter(self._runs, self._started)]
+
+    def unknown(self) -> list[int]:
+        """The required processes that run and have no state."""
+        states = self.states()
+        return [pid for pid in self._required if pid not in states and self._runs(pid)]
 
     def _runs(self, pid: int) -> bool:
         try:
@@ -83,6 +95,9 @@ _LOCK, _CHECKPOINT, _RESTORE, _UNLOCK = (RUNNING, "Lock"), (LOCKED, "Checkpoint"
 
 def _run(processes: _Processes, verb: str) -> dict[str, object]:
     if verb == "suspend":
+        why = f"process {missed[0]} can't be suspended" if (missed := processes.unknown()) else "none of its processes uses CUDA"
+        if missed or not processes.states():
+            return {"pids": [], "held": missed, "failed": [], "error": why, "untouched": True}
         error = processes.run(*_LOCK, stop=True) or processes.run(*_CHECKPOINT, stop=True)
         if error is not None:
             processes.run(*_RESTORE)
@@ -93,23 +108,28 @@ def _run(processes: _Processes, verb: str) -> dict[str, object]:
             processes.run(*_CHECKPOINT)
         else:
             error = processes.run(*_UNLOCK) or error
-    states = processes.states()
-    held = [pid for pid, state in states.items() if state in (LOCKED, CHECKPOINTED)]
+    states, missed = processes.states(), processes.unknown()
+    held = [pid for pid, state in states.items() if state in (LOCKED, CHECKPOINTED)] + missed
     answer: dict[str, object] = {
         "pids": [*states],
         "held": held,
         "failed": [pid for pid, state in states.items() if state == FAILED],
     }
+    if error is None and missed:
+        return {**answer, "error": f"the driver does not report the state of process {missed[0]}"}
     return answer if error is None else {**answer, "error": str(error), "code": error.code}
 
 
-def main(library: str, proc: str, verb: str, file: str, name: str, work_seconds: str, *processes: str) -> None:
+def main(library: str, proc: str, verb: str, file: str, name: str, work_seconds: str) -> None:
+    processes = _Processes(Path(proc), json.load(sys.stdin), float(work_seconds))
     with open(file, "ab") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX, 1, zlib.crc32(name.encode()))
         try:
-            answer = _run(_Processes(library, Path(proc), [*processes], float(work_seconds)), verb)
+            processes.load(library)
         except (OSError, _CudaError) as error:
-            answer = {"pids": [], "held": [], "failed": [], "error": str(error), "code": getattr(error, "code", 0)}
+            answer = {"pids": [], "held": processes.running(), "failed": [], "error": str(error), "untouched": True}
+        else:
+            answer = _run(processes, verb)
         print(json.dumps(answer), flush=True)
 
 

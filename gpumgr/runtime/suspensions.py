@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -31,6 +31,7 @@ from gpumgr.ledger.suspension import (
     ahead,
     idle_seconds_to_suspend,
     obstacle,
+    used_by,
 )
 from gpumgr.ledger.usage.node_use import Container, ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
@@ -49,8 +50,13 @@ FAILED: Final = "GpuSuspendFailed"
 HOLD_SECONDS: Final = 0.1
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
-#: A suspension that failed is tried again after this time, and a state that can't be saved.
-_AGAIN_SECONDS, _SAVE_AGAIN_SECONDS = 60.0, 1.0
+#: A suspension that failed is tried again after this time, which doubles with each failure up to the second figure; so is a resume that
+#: the driver refuses. A state that can't be saved is tried again after the last figure.
+_AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 60.0, 3600.0
+_RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
+_SAVE_AGAIN_SECONDS = 1.0
+#: How long a resume waits for lower limits of others; then it depends on the memory that is free.
+_LOWER_SECONDS: Final = 12.0
 #: After so many failures of a resume, other than for lack of memory, the driver can't restore the container.
 _MOST_FAILURES: Final = 3
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
@@ -91,9 +97,15 @@ class LocalHost:
 class Mover(Protocol):
     """Starts the helper process (gpumgr.runtime.checkpoints.Checkpoints)."""
 
-    async def suspend(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved: ...
+    async def suspend(
+        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
+    ) -> Moved:
+        """`required`: the processes that must have a state with the driver while they run."""
+        ...
 
-    async def resume(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved: ...
+    async def resume(
+        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
+    ) -> Moved: ...
 
 
 class Pages(Protocol):
@@ -146,12 +158,11 @@ class Suspensions:
         self.when_idle_seconds, self._clock, self._wall_clock = when_idle_seconds, clock, wall_clock
         self._activity: dict[AllocationId, Activity] = {}
         self._refused: dict[AllocationId, str] = {}
-        self._again_at: dict[AllocationId, float] = {}
+        #: Suspensions that failed: when they may be tried again, and the pause until then.
+        self._again: dict[AllocationId, tuple[float, float]] = {}
         self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
         #: Set by each change of a state.
         self._changed = asyncio.Event()
-        #: Shares that were looked at once: whether their pages say that they are suspended.
-        self._adopted: set[AllocationId] = set()
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +173,8 @@ class Suspensions:
                 del self._tasks[name]
                 task.result()
         await self._forget_ended()
-        await self._adopt(shares, ownership)
+        await self._adopt(shares, use, ownership)
+        self._again = {name: pause for name, pause in self._again.items() if name in self._records.ledger.allocations}
         now = self._clock()
         self._activity = {
             name: activity(self._activity.get(name), uses, now) for name in shares if (uses := _uses(shares[name], use))
@@ -176,14 +188,22 @@ class Suspensions:
                 self._events.add_once(name, REFUSED, f"the container is not suspended: {why}")
         self._refused = refused
 
-    async def _adopt(self, shares: Mapping[AllocationId, GpuShare], ownership: ProcessOwnership) -> None:
-        """Resumes containers that are suspended by their pages, but have no state: the checkpoint was lost."""
-        fresh = [name for name in shares if name not in self._adopted and ownership.pids.get(name)]
-        self._adopted = self._adopted & shares.keys() | {*fresh}
-        for name in fresh:
-            if name not in self._records.suspensions and self._pages.holds_calls(name):
-                started = await asyncio.to_thread(self._host.start_times, ownership.pids.get(name, ()))
-                lost = Suspension(state="suspended", processes=tuple(started.items()), since=self._wall_clock())
+    async def _adopt(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse, ownership: ProcessOwnership) -> None:
+        """Resumes containers that are suspended by their pages, but have no state: the checkpoint was lost. They may need what their
+        library counts, or else what they were granted."""
+        for name, share in shares.items():
+            if name in self._records.suspensions or name in self._tasks or not self._pages.holds_calls(name):
+                continue
+            if started := await asyncio.to_thread(self._host.start_times, ownership.pids.get(name, ())):
+                counted = {
+                    each.gpu: sum(each.turns.memory_bytes_by_kind.values()) if each.turns else 0 for each in _uses(share, use)
+                }
+                lost = Suspension(
+                    state="suspended",
+                    processes=tuple(started.items()),
+                    memory_bytes={gpu.name: counted.get(gpu.name) or gpu.memory_bytes or 0 for gpu in share.gpus},
+                    since=self._wall_clock(),
+                )
                 await self._save_once(name, lost.asked(lost.since))
 
     async def run(self) -> None:
@@ -213,6 +233,7 @@ class Suspensions:
             ]
         )
         for name in {*over, *(known.keys() - self._records.ledger.allocations.keys())} - self._tasks.keys():
+            self._pages.hold_calls(name, hold=False)  # a container that was started again can have the same page
             await self._save_once(name, None)
 
     async def _decide(
@@ -221,8 +242,8 @@ class Suspensions:
         allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         if known is not None and known.state in IN_PROGRESS:  # an earlier process of the agent began it
-            work = self._suspend(allocation, known) if known.state == "suspending" else self._resume(allocation, known)
-            self._tasks[name] = asyncio.create_task(work, name="suspension")
+            suspends = known.state == "suspending"
+            self._start(name, self._suspend(allocation, known, fresh=False) if suspends else self._resume(allocation, known))
         elif known is not None and known.away:
             unwanted = view is not None and (view.suspend is False or (known.demanded and not view.suspend))
             if known.asked_at is not None or unwanted:
@@ -231,15 +252,21 @@ class Suspensions:
             after_seconds = idle_seconds_to_suspend(view, known, self.when_idle_seconds)
             if view is not None and view.suspend_ignored:
                 refused[name] = view.suspend_ignored
-            if known is not None and not (view and view.suspend):
+            if known is not None and view is not None and not view.suspend:
                 await self._save_once(name, None)
             idle = after_seconds is not None and uses and self._clock() - self._activity[name].at >= after_seconds
-            if idle and self._clock() >= self._again_at.get(name, 0.0) and any(use.memory_bytes != 0 for use in uses):
+            due = self._clock() >= self._again.get(name, (0.0, 0.0))[0]
+            if idle and due and any(use.memory_bytes != 0 for use in uses) and not self._one_is_suspended_now():
                 assert view is not None
                 demanded = bool(view.suspend)
                 why = await self._begin(allocation, uses, ownership, demanded=demanded)
                 if why is not None and (demanded or view.suspend_when_idle_seconds is not None):
                     refused[name] = why
+
+    def _one_is_suspended_now(self) -> bool:
+        """One suspension at a time, since each changes what the host has left for the next one."""
+        suspending = any(each.state == "suspending" for each in self._records.suspensions.values())
+        return suspending or any(task.get_name() == "suspend" for task in self._tasks.values())
 
     async def _begin(
         self, allocation: Allocation, uses: Sequence[ContainerUse], ownership: ProcessOwnership, *, demanded: bool
@@ -264,47 +291,47 @@ class Suspensions:
                 state="suspending",
                 demanded=demanded,
                 processes=tuple(started.items()),
+                required=tuple(sorted({pid for use in uses for pid in use.processes} & started.keys())),
                 memory_bytes={use.gpu: use.memory_bytes or 0 for use in uses},
                 since=self._wall_clock(),
             )
-            required = frozenset(pid for use in uses for pid in use.processes)
-            self._tasks[allocation.id] = asyncio.create_task(self._suspend(allocation, begun, required), name="suspension")
+            self._start(allocation.id, self._suspend(allocation, begun, fresh=True), "suspend")
         return why
 
     def _ask(self, name: AllocationId, known: Suspension) -> None:
         if allocation := self._records.ledger.allocations.get(name):
-            work = self._resume(allocation, known.asked(self._wall_clock()))
-            self._tasks[name] = asyncio.create_task(work, name="suspension")
+            self._start(name, self._resume(allocation, known.asked(self._wall_clock())))
+
+    def _start(self, name: AllocationId, work: Coroutine[None, None, None], verb: str = "resume") -> None:
+        self._tasks[name] = asyncio.create_task(work, name=verb)
 
     # -- operations --------------------------------------------------------------------------------------------------------
 
-    async def _suspend(self, allocation: Allocation, begun: Suspension, required: Collection[int] = ()) -> None:
-        """`required`: the processes that have memory on the GPU."""
+    async def _suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:
+        """Not `fresh`: an earlier process of the agent began it."""
         name, size, since = allocation.id, sum(begun.memory_bytes.values()), self._clock()
         await self._save(name, begun)
         if self._pages.hold_calls(name, hold=True):
             await asyncio.sleep(HOLD_SECONDS)
-        moved = await self._mover.suspend(name, begun.processes, size)
-        missed = set(required) - set(moved.pids)
-        if moved.error is None and (missed or not moved.pids):
-            why = f"process {min(missed)} can't be suspended" if missed else "none of its processes uses CUDA"
-            undone = await self._mover.resume(name, begun.processes, size)
-            moved = Moved(pids=undone.pids, held=undone.held, failed=undone.failed, error=why)
+        moved = await self._mover.suspend(name, begun.processes, size, begun.required)
         now = self._wall_clock()
         if moved.failed:
             await self._fail(allocation, begun, moved)
         elif moved.error is None:
             await self._save(name, begun.to("suspended", now))
+            self._again.pop(name, None)
             self._meter.moved("suspend", self._clock() - since, size)
             log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=size)
             message = f"the container is suspended: {size >> 20} MiB of its GPU memory are in the host's memory"
             self._events.add(name, SUSPENDED, message)
             await self._bursts.measured()  # a resume needs to know what is free now
-        elif moved.held:  # they could not be restored, so a resume tries that again
+        elif moved.held and not (fresh and moved.untouched):  # they may not run, so a resume tries that again
             await self._save(name, begun.to("suspended", now, reason=moved.error, asked_at=now))
         else:
             self._pages.hold_calls(name, hold=False)
-            self._again_at[name] = self._clock() + _AGAIN_SECONDS
+            _, before = self._again.get(name, (0.0, _AGAIN_SECONDS / 2))
+            pause = min(2 * before, _MOST_AGAIN_SECONDS)
+            self._again[name] = self._clock() + pause, pause
             await self._save(name, None)
             if await self._runs(begun):
                 log.warning("suspend_failed", allocation=name, holder=allocation.describe(), reason=moved.error)
@@ -315,66 +342,93 @@ class Suspensions:
         """`known`: the container is suspended, or an earlier process of the agent began its resume."""
         name, size = allocation.id, sum(known.memory_bytes.values())
         await self._save(name, known)
-        failures = 0
+        failures, pause, said = 0, _RESUME_AGAIN_SECONDS, set[str]()
         while True:
             with self._bursts.kept_free([*known.memory_bytes]):
-                if known.away and not await self._wait_for_room(allocation, known):
-                    await self._save(name, None)
+                if known.away and not await self._wait_for_room(allocation, known, said):
+                    await self._drop(name)
                     return
                 if known.away:
                     known = known.to("resuming", self._wall_clock(), asked_at=known.asked_at)
                     await self._save(name, known)
                 since = self._clock()
-                moved = await self._mover.resume(name, known.processes, size)
+                moved = await self._mover.resume(name, known.processes, size, known.required)
             now = self._wall_clock()
-            failures += moved.error is not None and not moved.out_of_memory
+            failures += moved.error is not None and bool(moved.pids) and not moved.out_of_memory
             if moved.failed or failures == _MOST_FAILURES:
                 await self._fail(allocation, known, moved)
                 return
             if moved.error is None:
                 break
-            why = "the GPU has too little memory" if moved.out_of_memory else moved.error
             log.warning("resume_failed", allocation=name, holder=allocation.describe(), reason=moved.error)
-            known = known.to("suspended", now, reason=why, asked_at=known.asked_at)
+            known = known.to("suspended", now, reason=moved.error, asked_at=known.asked_at)
             await self._save(name, known)
-            await self._bursts.measured()
-        self._pages.hold_calls(name, hold=False)
+            await self._pause(allocation, known, moved, self._clock() + pause, said)
+            pause = min(2 * pause, _MOST_RESUME_AGAIN_SECONDS)
         self._activity.pop(name, None)
+        self._pages.hold_calls(name, hold=False)
         await self._save(name, known.to("running", now) if known.demanded else None)
+        if not moved.pids:  # the processes that were suspended have ended
+            return
         self._meter.moved("resume", self._clock() - since, size)
         self._meter.resumed(max(0.0, now - (known.asked_at or now)))
         log.info("container_resumed", allocation=name, holder=allocation.describe(), memory_bytes=size)
         self._events.add(name, RESUMED, "the container is resumed: its memory is on the GPU again")
 
+    async def _pause(self, allocation: Allocation, known: Suspension, moved: Moved, until: float, said: set[str]) -> None:
+        """The pause after a resume that failed, with its reason."""
+        await self._bursts.measured()
+        why = moved.error or ""
+        if moved.out_of_memory:
+            holders = (f"GPU {gpu}, used by {used_by(self._bursts.others_use(allocation, gpu))}" for gpu in known.memory_bytes)
+            why = f"the driver found too little memory on {' and '.join(holders)}"
+        await self._say_why(allocation, known, why, said)
+        while self._clock() < until and await self._runs(known):
+            await self._bursts.measured()
+
+    async def _drop(self, name: AllocationId) -> None:
+        """Forgets a container that has ended. One that was started again can have the same page."""
+        self._pages.hold_calls(name, hold=False)
+        await self._save(name, None)
+
     async def _runs(self, known: Suspension) -> bool:
         """Whether any of the container's processes still runs."""
         return await asyncio.to_thread(lambda: any(map(self._host.runs, known.processes)))
 
-    async def _wait_for_room(self, allocation: Allocation, known: Suspension) -> bool:
+    async def _wait_for_room(self, allocation: Allocation, known: Suspension, said: set[str]) -> bool:
         """Returns once the container is the next one, and its memory is free on the GPU. False: the container has ended."""
-        name, reported = allocation.id, ""
-        await self._bursts.settled(allocation)
+        name, begun, lowered_at = allocation.id, self._bursts.begun, self._clock() + _LOWER_SECONDS
         while await self._runs(known):
             others, allocations = self._records.suspensions, self._records.ledger.allocations
             if name not in allocations:
                 return False
+            why = self._bursts.unsettled(allocation, begun) if self._clock() < lowered_at else None
             if (before := ahead(others, name)) is not None:
                 holder = allocations.get(before)
-                why: str | None = f"it waits for {holder.describe() if holder else before}, which is before it"
-            else:
+                why = f"it waits for {holder.describe() if holder else before}, which is before it"
+            elif why is None:
                 why = self._bursts.obstacle_to_resume(allocation, known.memory_bytes)
             if why is None:
                 return True
-            if (kind := _FIGURES.sub("", why)) != reported:  # each text once: the figures change with every sample
-                reported = kind
-                await self._save(name, known.waiting(why))
-                self._events.add_once(name, WAITS, f"the container asks to be resumed: {why}")
-                if allocation.limits:  # its memory is oversubscribed
-                    said = f"the containers that work on it do not fit at once: {allocation.describe()} waits ({why})"
-                    entry = HistoryEntry(what="gpu", code="overcommitted", gpus=tuple(known.memory_bytes), why=said)
-                    self._records.history.add_unless_repeated(entry)
+            if why:
+                await self._say_why(allocation, known, why, said)
             await self._bursts.measured()
         return False
+
+    async def _say_why(self, allocation: Allocation, known: Suspension, why: str, said: set[str]) -> None:
+        """Reports each reason of a resume that waits once, since figures and the order of names change with every sample. `said`: what was
+        reported."""
+        kind, saved = _kind(why), self._records.suspensions.get(allocation.id)
+        if saved is None or _kind(saved.reason) != kind:
+            await self._save(allocation.id, known.waiting(why))
+        if kind in said:
+            return
+        said.add(kind)
+        self._events.add_once(allocation.id, WAITS, f"the container asks to be resumed: {why}")
+        if allocation.limits:  # its memory is oversubscribed
+            text = f"the containers that work on it do not fit at once: {allocation.describe()} waits ({why})"
+            entry = HistoryEntry(what="gpu", code="overcommitted", gpus=tuple(known.memory_bytes), why=text)
+            self._records.history.add_unless_repeated(entry)
 
     async def _fail(self, allocation: Allocation, begun: Suspension, moved: Moved) -> None:
         reason = f"{moved.error or 'the driver reports a failed state'}; {_HOPELESS}"
@@ -398,6 +452,11 @@ class Suspensions:
             self._changed.set()
         except CheckpointError as error:
             log.error("suspension_not_saved", allocation=name, error=str(error))
+
+
+def _kind(why: str) -> str:
+    """The words of a reason, without figures and order."""
+    return " ".join(sorted(_FIGURES.sub("", why).replace(",", " ").split()))
 
 
 def _uses(share: GpuShare, use: NodeUse) -> list[ContainerUse]:

@@ -48,7 +48,8 @@ class PageMonitor:
     def __init__(self, files: PageFiles | str, arbiter: Arbiter, identities: Identities, clock: Clock) -> None:
         """Owns the files, and adds the container to the arbiter. Raises ArbiterError."""
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
-        self._lock = threading.Lock()
+        #: `check` holds the first one for milliseconds, so the event loop takes only the second one.
+        self._lock, self._open = threading.Lock(), threading.Lock()
         self._closed = False
         self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []
@@ -81,7 +82,7 @@ class PageMonitor:
                 raise
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock, self._open:
             if not self._closed and isinstance(self._files, PageFiles):
                 for number in self._numbers:
                     self._arbiter.remove(number)
@@ -115,7 +116,7 @@ class PageMonitor:
         return self._on_pages(lambda files: files.resume_requested)
 
     def _on_pages(self, work: Callable[[PageFiles], bool]) -> bool:
-        with self._lock, suppress(OSError):  # a damaged page is reported by `check`
+        with self._open, suppress(OSError):  # a damaged page is reported by `check`
             return not self._closed and isinstance(self._files, PageFiles) and work(self._files)
         return False
 

@@ -1,5 +1,6 @@
 """The helper process against a stand-in for the driver's checkpoint functions, with two real processes of a container."""
 
+import resource
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ class Container:
     def pids(self) -> list[int]:
         return [each.pid for each in self.processes]
 
-    async def move(self, verb: str) -> Moved:
+    async def move(self, verb: str, *, more: int = 0) -> Moved:
+        """`more`: further processes, which have ended."""
         checkpoints = Checkpoints(library=str(self.library), proc_root=PROC, lock_file=self.folder / "lock")
         running = [(pid, start_time_ticks(pid) or 0) for pid in self.pids]
-        return await (checkpoints.suspend if verb == "suspend" else checkpoints.resume)("a", running, 1 << 30)
+        running += [(pid, 1) for pid in range(1 << 30, (1 << 30) + more)]
+        return await (checkpoints.suspend if verb == "suspend" else checkpoints.resume)("a", running, 1 << 30, self.pids[:2])
 
     def put(self, *states: str) -> None:
         for pid, state in zip(self.pids, states, strict=False):
@@ -104,11 +107,49 @@ async def test_a_process_that_has_ended_is_left_out(container: Container) -> Non
     assert await container.move("suspend") == Moved(pids=[container.pids[1]], held=[container.pids[1]], failed=[])
 
 
-async def test_a_driver_without_its_library_moves_nothing(container: Container) -> None:
+@pytest.mark.parametrize("verb", ["suspend", "resume"])
+async def test_without_the_drivers_library_no_state_is_known(container: Container, verb: str) -> None:
+    container.put(LOCKED, CHECKPOINTED)  # an earlier run was killed
     container.library.unlink()
-    moved = await container.move("suspend")
+    moved = await container.move(verb)
     assert "libcuda.so.1" in (moved.error or "")
-    assert (moved.pids, container.states()) == ([], [RUNNING, RUNNING])
+    assert (moved.pids, moved.held, moved.untouched, container.states()) == ([], container.pids, True, [LOCKED, CHECKPOINTED])
+
+
+@pytest.mark.parametrize("verb", ["suspend", "resume"])
+async def test_without_the_program_no_state_is_known(container: Container, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr("sys.executable", str(container.folder / "missing"))
+    moved = await container.move(verb)
+    assert "can't be started" in (moved.error or "")
+    assert (moved.held, moved.untouched) == (container.pids, True)
+
+
+async def test_the_kernels_limit_of_arguments_is_none_of_processes(container: Container) -> None:
+    """The arguments of a program may have a quarter of the stack's limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, hard))
+    try:
+        moved = await container.move("suspend", more=20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+    assert moved.error is None
+    assert container.states() == [CHECKPOINTED, CHECKPOINTED]
+
+
+async def test_a_process_on_the_gpu_without_a_state_prevents_the_suspension(container: Container) -> None:
+    (container.folder / str(container.pids[1])).unlink()
+    moved = await container.move("suspend")
+    assert moved.error == f"process {container.pids[1]} can't be suspended"
+    assert (moved.untouched, (container.folder / str(container.pids[0])).read_text()) == (True, RUNNING)
+    assert not (container.folder / "calls").exists()
+
+
+async def test_a_resume_without_the_state_of_a_process_is_no_success(container: Container) -> None:
+    container.put(CHECKPOINTED, CHECKPOINTED)
+    (container.folder / str(container.pids[1])).unlink()
+    moved = await container.move("resume")
+    assert moved.error == f"the driver does not report the state of process {container.pids[1]}"
+    assert moved.held == [container.pids[1]]
 
 
 async def test_an_operation_that_takes_too_long_is_ended(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from gpumgr.placement.pods import PodView
 GIB = 1 << 30
 MIB = 1 << 20
 SHARE = Allocation(id="a", gpus={"g": Amounts(10, 4096)}, mechanisms=("limiter",))
-USE = ContainerUse(allocation="a", gpu="g", uuid="GPU-g", memory_bytes=4 * GIB)
+USE = ContainerUse(allocation="a", gpu="g", uuid="GPU-g", memory_bytes=4 * GIB, utilization_ratio=0.0)
 
 
 def turns(launches: int, **kinds: int) -> TurnUse:
@@ -82,6 +82,8 @@ def test_the_annotations_decide_before_the_setting() -> None:
     assert idle_seconds_to_suspend(view(), None, 600.0) == 600.0
     assert idle_seconds_to_suspend(view(suspend_when_idle_seconds=90.0), None, 600.0) == 90.0
     assert idle_seconds_to_suspend(view(suspend_when_idle_seconds=0.0), None, 600.0) is None
+    assert idle_seconds_to_suspend(view(suspend_when_idle_seconds=1.0), None, 0.0) == AGAIN_SECONDS
+    assert idle_seconds_to_suspend(view(), None, 1.0) == AGAIN_SECONDS
     assert idle_seconds_to_suspend(view(suspend=True, suspend_when_idle_seconds=90.0), None, 0.0) == 0.0
     assert idle_seconds_to_suspend(view(suspend=True), done, 0.0) == AGAIN_SECONDS
     assert idle_seconds_to_suspend(view(suspend=False, suspend_when_idle_seconds=90.0), None, 600.0) is None
@@ -95,6 +97,7 @@ def test_launches_and_running_kernels_are_work() -> None:
     assert activity(first, [replace(USE, turns=turns(5))], 20.0) == Activity(5, 10.0)
     assert activity(first, [replace(USE, turns=turns(6))], 20.0) == Activity(6, 20.0)
     assert activity(first, [replace(USE, turns=turns(5), utilization_ratio=0.1)], 20.0) == Activity(5, 20.0)
+    assert activity(first, [replace(USE, turns=turns(5), utilization_ratio=None)], 20.0) == Activity(5, 20.0), "a kernel may run"
 
 
 def test_resumes_have_the_order_of_demand_on_each_gpu() -> None:

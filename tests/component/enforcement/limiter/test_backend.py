@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class Place:
     backend: Limiter
     #: What the agent's clock says.
     seconds: float = 100.0
+    nspid_of: Callable[[int], int | None] = number_in_container
     tenants: list[Tenant] = field(default_factory=list)
     #: What `adjust` returned after the last check.
     obstacles: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Place:
         return Limiter(
             library_dir=self.folder / "lib",
             run_dir=self.folder / "run",
-            nspid_of=number_in_container,
+            nspid_of=lambda pid: self.nspid_of(pid),
             quantum_milliseconds=20,
             contexts=Contexts(),  # type: ignore[arg-type]
             find_library=lambda name: self.programs / name,
@@ -588,3 +590,31 @@ async def test_a_resize_changes_cores_and_memory_while_the_container_runs(place:
             assert tenant.ask("info")[2] == mebibytes * MIB
             (limits,) = decode_limits(place.page("limits").read_bytes())
             assert limits.share_percent == cores
+
+
+async def test_the_event_loop_does_not_wait_for_a_check(place: Place) -> None:
+    """A container can make a check slow: it writes its page."""
+    await place.start()
+    began, ends = threading.Event(), threading.Event()
+
+    def slow(pid: int) -> int | None:
+        began.set()
+        ends.wait()
+        return number_in_container(pid)
+
+    place.nspid_of = slow
+    check = asyncio.create_task(place.check())
+    await asyncio.to_thread(began.wait)
+    answers = list[bool]()
+
+    def read() -> None:
+        answers.append(place.backend.hold_calls(ID, hold=True))
+        answers.append(place.backend.asks_for_resume(ID))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    await asyncio.to_thread(reader.join, 10.0)
+    seen = [*answers]
+    ends.set()
+    await check
+    assert seen == [True, False]

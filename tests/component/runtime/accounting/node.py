@@ -200,24 +200,41 @@ class MemoryHost:
 
 @dataclass
 class MemoryMover:
-    """Records the operations. `answers`: what the next ones do; None: they do not end."""
+    """Records the operations. `answers`: what the next ones do; None: they succeed once `ends` is set."""
 
     done: list[tuple[str, AllocationId]] = field(default_factory=list)
     answers: list[Moved | None] = field(default_factory=list)
+    ends: asyncio.Event = field(default_factory=asyncio.Event)
+    #: What the last operation got.
+    required: Collection[int] = ()
 
-    async def suspend(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:  # noqa: ARG002
+    async def suspend(
+        self,
+        allocation: AllocationId,
+        processes: Sequence[Process],
+        memory_bytes: int,  # noqa: ARG002
+        required: Collection[int] = (),
+    ) -> Moved:
+        self.required = required
         return await self._move("suspend", allocation, processes)
 
-    async def resume(self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int) -> Moved:  # noqa: ARG002
+    async def resume(
+        self,
+        allocation: AllocationId,
+        processes: Sequence[Process],
+        memory_bytes: int,  # noqa: ARG002
+        required: Collection[int] = (),
+    ) -> Moved:
+        self.required = required
         return await self._move("resume", allocation, processes)
 
     async def _move(self, verb: str, allocation: AllocationId, processes: Sequence[Process]) -> Moved:
         self.done.append((verb, allocation))
-        answer = self.answers.pop(0) if self.answers else Moved(pids=[pid for pid, _ in processes])
+        success = Moved(pids=[pid for pid, _ in processes])
+        answer = self.answers.pop(0) if self.answers else success
         if answer is None:
-            await asyncio.Event().wait()
-        assert answer is not None
-        return answer
+            await self.ends.wait()
+        return answer or success
 
 
 class Node:

@@ -19,7 +19,7 @@ from .node import Node, breathe
 
 GPU = name_of(0)
 WEB, TRAIN = ("team", "web"), ("team", "train")
-PIDS = {"a": 11, "t": 21}
+PIDS = {"a": 11, "t": 21, "b": 31}
 TOTAL = BLOCKS * BLOCK_BYTES
 
 
@@ -54,8 +54,8 @@ def demand(node: Node, limit: int | None, text: str | None = None) -> None:
 
 
 def uses(**mebibytes: int) -> NodeSample:
-    """One sample of GPU 0, with what is in use on it."""
-    found = sample({PIDS[letter]: size * MIB for letter, size in mebibytes.items()})
+    """One sample of GPU 0, with what is in use on it. No kernel runs."""
+    found = sample({PIDS[each]: size * MIB for each, size in mebibytes.items()}, ratios={PIDS[each]: 0.0 for each in mebibytes})
     gpu = replace(found.gpus[uuid_of(0)], memory_used_bytes=sum(mebibytes.values()) * MIB)
     return NodeSample(gpus={uuid_of(0): gpu})
 

@@ -26,7 +26,11 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def inline(work: Callable[..., object], *arguments: object) -> object:
+        return work(*arguments)
+
     monkeypatch.setattr(suspensions, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(asyncio, "to_thread", inline)
 
 
 def demanding(node: Node, **fields: object) -> None:
@@ -53,7 +57,6 @@ async def sampled(node: Node, sample: NodeSample | None = None, *, after_seconds
         await node.sampled(sample or uses(a=500), after_seconds=seconds)
         for _ in range(200):
             await asyncio.sleep(0)
-        await asyncio.sleep(0.01)  # threads
 
 
 async def ask(node: Node) -> None:
@@ -128,9 +131,9 @@ async def test_pages_are_read_again_and_again_only_while_a_container_is_suspende
 
 async def test_the_nodes_setting_counts_without_an_annotation() -> None:
     node = running()
-    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, suspend_when_idle_seconds=30.0))
+    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, suspend_when_idle_seconds=90.0))
     await sampled(node, after_seconds=1.0)
-    await sampled(node, after_seconds=40.0)
+    await sampled(node, after_seconds=100.0)
     assert state(node) == "suspended"
 
 
@@ -140,16 +143,52 @@ async def test_the_nodes_setting_counts_without_an_annotation() -> None:
         (lambda: with_driver(running(suspend=True), "560.1"), "version 570 or newer"),
         (lambda: running(suspend=True, mechanism="mps"), "clients of MPS"),
         (lambda: running(suspend_ignored="it must be true"), "it must be true"),
-        (lambda: running(suspend_when_idle_seconds=0.5, mechanism="hami-core"), "only the backend limiter notices"),
+        (lambda: running(suspend_when_idle_seconds=60.0, mechanism="hami-core"), "only the backend limiter notices"),
     ],
 )
 async def test_a_refusal_is_reported_once_and_nothing_is_locked(make: Callable[[], Node], why: str) -> None:
     node = make()
     for _ in range(3):
-        await sampled(node)
+        await sampled(node, after_seconds=60.0)
     (reason,) = events(node, "GpuSuspendRefused")
     assert why in reason
     assert (node.mover.done, node.agent_state.saved, node.backends.held) == ([], [], set())
+
+
+def two(*, a: Allocation = A, t: Allocation = T, **fields: object) -> Node:
+    """Two containers on one GPU, both with these fields; the fields of `t` can be changed by `demanding_train`."""
+    node = with_driver(Node(a, t))
+    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, burst=True))
+    demanding(node, **fields)
+    demanding_train(node, **fields)
+    node.runs(container("a", WEB), PIDS["a"])
+    node.runs(container("t", TRAIN), PIDS["t"])
+    return node
+
+
+def demanding_train(node: Node, **fields: object) -> None:
+    node.pods.views[TRAIN] = replace(PodView(namespace="team", name="train", uid="uid-t"), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("began", [False, True])
+async def test_one_container_is_suspended_at_a_time(began: bool) -> None:
+    """The host has room for one, so the second is refused when the first has ended. `began`: by an earlier agent."""
+    node = two(suspend=True)
+    if began:
+        node.agent_state.suspensions = {
+            "t": Suspension(state="suspending", processes=((21, 210),), memory_bytes={GPU: 800 * MIB})
+        }
+    node.host.left = HostMemory(node_bytes=1300 * MIB)
+    node.mover.answers = [None]
+    await sampled(node, uses(a=800, t=800))
+    await sampled(node, uses(a=800, t=800))
+    first, second = ("t", "a") if began else ("a", "t")
+    assert node.mover.done == [("suspend", first)]
+    node.host.left = HostMemory(node_bytes=500 * MIB)
+    node.mover.ends.set()
+    await sampled(node, uses(a=800, t=800))
+    assert node.mover.done == [("suspend", first)]
+    assert [entry.id for entry in node.told if entry.code == "GpuSuspendRefused"] == [second]
 
 
 async def test_the_host_must_hold_the_memory() -> None:
@@ -181,13 +220,158 @@ async def test_a_suspended_container_without_a_saved_state_is_resumed() -> None:
     assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
 
 
-async def test_the_state_of_a_container_that_has_ended_is_dropped() -> None:
-    node = running(suspend=True)
-    await sampled(node)
+async def test_it_is_resumed_as_soon_as_its_processes_are_known() -> None:
+    node = running()
+    node.backends.held.add("a")
+    node.host.ended = {PIDS["a"]}  # its files can't be read
+    await sampled(node, uses(a=0))
+    assert (node.mover.done, state(node), node.backends.held) == ([], None, {"a"})
+    node.host.ended = set()
+    await sampled(node, uses(a=0))
+    assert (node.mover.done, node.backends.held) == ([("resume", "a")], set())
+
+
+@pytest.mark.parametrize("counted_mebibytes", [None, 700])
+async def test_it_waits_for_what_its_library_counts_or_for_its_request(counted_mebibytes: int | None) -> None:
+    """It may burst, and its request is 512 MiB."""
+    node = two(memory_limits=(("main", 2048),))
+    node.backends.held.add("a")
+    if counted_mebibytes is not None:
+        kinds = {"device": counted_mebibytes * MIB}
+        counted = TurnUse(held_seconds=0.0, waited_seconds=0.0, launches=5, overruns=0, memory_bytes_by_kind=kinds)
+        node.backends.by_turns = {("a", GPU): counted}
+    for _ in range(4):
+        await sampled(node, uses(a=0, t=1900))
+    assert node.agent_state.suspensions["a"].memory_bytes == {GPU: (counted_mebibytes or 512) * MIB}
+    assert "used by team/train (main) (1900 MiB)" in events(node, "GpuResumeWaits")[0]
+    await sampled(node, uses(a=0, t=100))
+    assert (state(node), node.backends.held) == (None, set())
+
+
+async def test_a_state_without_sizes_ends_no_evaluation() -> None:
+    """An earlier version saved it for a container that may burst."""
+    node = two(memory_limits=(("main", 2048),))
+    node.agent_state.suspensions = {"a": Suspension(state="suspended", processes=((PIDS["a"], 110),))}
+    await sampled(node, uses(a=0, t=100))
+    assert limit(node, "a") == 512
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_a_container_that_was_started_again_is_not_held(asks: bool) -> None:
+    """The page is that of the first start, as with a claim, which is prepared once for a pod."""
+    node = two(a=replace(A, limits={GPU: Amounts(1, 2048)}))
+    demanding(node, suspend=True)
+    await sampled(node, uses(a=500, t=100))
+    assert (state(node), node.backends.held) == ("suspended", {"a"})
+    if asks:
+        await sampled(node, uses(a=0, t=1900))
+        await ask(node)
+        assert events(node, "GpuResumeWaits")
+    demanding(node)
     node.runtime.ended.add(PIDS["a"])
     node.runs(container("a", WEB, attempt=1), 99)
-    await node.sampled(uses(), after_seconds=1.0)
+    await sampled(node, uses(t=1900))
+    assert (state(node), node.backends.held) == (None, set())
+    assert not events(node, "GpuResumed")
+
+
+async def test_a_resume_without_processes_moves_nothing() -> None:
+    """The process that was suspended has ended, and its parent runs."""
+    node = running(suspend=True)
+    await sampled(node)
+    node.mover.answers = [Moved()]
+    demanding(node)
+    await sampled(node, uses(a=0))
+    assert (state(node), node.backends.held) == (None, set())
+    assert (node.meter.moves, events(node, "GpuResumed")) == ([("suspend", 500 * MIB)], [])
+
+
+async def test_an_unknown_pod_changes_nothing() -> None:
+    """It was resumed because it asked; then the API server does not answer for some time."""
+    node = running(suspend=True)
+    await sampled(node)
+    await sampled(node, uses(a=0))
+    await ask(node)
+    await sampled(node)
+    view = node.pods.views.pop(WEB)
+    await sampled(node)
+    node.pods.views[WEB] = view
+    await sampled(node)
+    assert (state(node), len(node.mover.done)) == ("running", 2)
+
+
+async def test_a_container_whose_driver_does_not_answer_stays_suspended() -> None:
+    """An earlier agent was killed while it suspended the container, so its processes may be locked."""
+    node = running()
+    known = Suspension(state="suspending", processes=((PIDS["a"], 110),), required=(PIDS["a"],), memory_bytes={GPU: 500 * MIB})
+    node.agent_state.suspensions = {"a": known}
+    node.backends.held.add("a")
+    node.mover.answers = [Moved(held=[11], error="libcuda.so.1: not found", untouched=True)] * 6
+    for _ in range(10):
+        await sampled(node, uses(a=0))
+    assert (state(node), node.backends.held) == ("suspended", {"a"})
+    assert node.agent_state.suspensions["a"].reason == "libcuda.so.1: not found"
+    assert len(node.mover.done) == 1 + 5, "after 1, 2, 4 and 8 s"
+    assert len(events(node, "GpuResumeWaits")) == 1
+    assert node.mover.required == (11,)
+    for _ in range(10):
+        await sampled(node, uses(a=0))
+    assert (state(node), node.backends.held) == (None, set())
+
+
+async def test_a_refused_resume_names_the_other_containers_on_the_gpu() -> None:
+    node = two()
+    demanding(node, suspend=True)
+    await sampled(node, uses(a=500, t=100))
+    node.mover.answers = [Moved(pids=[11], held=[11], error="CUDA error 2", out_of_memory=True)] * 3
+    demanding(node)
+    for _ in range(3):
+        await sampled(node, uses(a=0, t=100))
+    (why,) = events(node, "GpuResumeWaits")
+    assert f"the driver found too little memory on GPU {GPU}, used by team/train (main) (100 MiB)" in why
+    assert node.agent_state.suspensions["a"].reason in why
+
+
+async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another() -> None:
+    node = two(memory_limits=(("main", 2048),))
+    demanding(node, suspend=True)
+    await sampled(node, uses(a=500, t=1024))
+    await sampled(node, uses(a=0, t=1024))
+    node.backends.obstacles = {"t": "its pages can't be used"}
+    demanding(node)
+    await sampled(node, uses(a=0, t=1024))
+    await sampled(node, uses(a=0, t=1024))
+    assert state(node) == "suspended"
+    assert "limit of team/train (main) can't be lowered: its pages can't be used" in events(node, "GpuResumeWaits")[0]
+    await sampled(node, uses(a=0, t=1024), after_seconds=20.0)
     assert state(node) is None
+
+
+async def test_a_resume_that_waits_for_the_limit_of_another_ends_with_its_container() -> None:
+    node = two(memory_limits=(("main", 2048),))
+    demanding(node, suspend=True)
+    await sampled(node, uses(a=500, t=1024))
+    node.backends.obstacles = {"t": "its pages can't be used"}
+    demanding(node)
+    await sampled(node, uses(a=0, t=1024))
+    node.runtime.ended.add(PIDS["a"])
+    node.frees("a")
+    await sampled(node, uses(t=1024))
+    assert (node.agent_state.suspensions, node.backends.held) == ({}, set())
+
+
+async def test_a_reason_is_reported_once_though_figures_and_order_change() -> None:
+    half = {GPU: Amounts(1, 2048)}
+    node = two(a=replace(A, limits=half), t=replace(T, limits=half))
+    node.holds(replace(share("b", ("team", "third"), 0b11 << 6), limits=half))
+    node.runs(container("b", ("team", "third")), PIDS["b"])
+    demanding(node, suspend=True)
+    await sampled(node, uses(a=500, t=800, b=810))
+    assert state(node) == "suspended"
+    demanding(node)
+    for size in range(10):
+        await sampled(node, uses(a=0, t=800 + 20 * (size % 2) + size, b=810 + size))
+    assert len(events(node, "GpuResumeWaits")) == 1
 
 
 async def test_a_failed_suspension_leaves_the_container_running_and_is_tried_again_later() -> None:
@@ -202,12 +386,22 @@ async def test_a_failed_suspension_leaves_the_container_running_and_is_tried_aga
     assert state(node) == "suspended"
 
 
-async def test_a_process_that_uses_the_gpu_and_stays_is_no_suspension() -> None:
+async def test_a_suspension_that_can_not_succeed_is_tried_at_growing_intervals() -> None:
     node = running(suspend=True)
-    node.mover.answers = [Moved(pids=[12]), Moved(pids=[12])]
-    await sampled(node)
-    assert (node.mover.done, state(node)) == ([("suspend", "a"), ("resume", "a")], None)
+    node.mover.answers = [Moved(held=[11], error="process 11 can't be suspended", untouched=True)] * 5
+    for _ in range(16):
+        await sampled(node, after_seconds=60.0)
+        assert (state(node), node.backends.held) == (None, set())
+    assert node.mover.done == [("suspend", "a")] * 5, "after 1, 2, 4 and 8 minutes"
     assert "process 11 can't be suspended" in events(node, "GpuSuspendRefused")[0]
+    assert node.mover.required == (11,)
+    node.frees("a")
+    node.holds(T)  # so that samples are evaluated
+    await sampled(node, uses())
+    node.frees("t")
+    node.holds(share("a", WEB, 0b11))
+    await sampled(node)
+    assert len(node.mover.done) == 6, "another container"
 
 
 async def test_processes_that_could_not_be_restored_are_resumed() -> None:
@@ -234,7 +428,7 @@ async def test_a_resume_is_tried_until_there_is_memory_and_fails_if_the_driver_c
     await sampled(node, uses(a=0))
     node.mover.answers = [Moved(pids=[11], held=[11], error="CUDA error", out_of_memory=lacks_memory)] * 4
     await ask(node)
-    for _ in range(6):
+    for _ in range(10):
         await sampled(node, uses(a=0))
     assert (state(node), bool(events(node, "GpuSuspendFailed"))) == (ends, ends == "failed")
 
