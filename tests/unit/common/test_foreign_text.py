@@ -48,6 +48,7 @@ _OWN_DECODERS: Final = {
     "settings/load": "its types need a hook for paths, and it collects all mistakes of a file",
     "cli/simulate_live": "it refuses keys that are there twice, with their lines",
     "cli/config": "it decodes what it has encoded itself",
+    "runtime/cuda_checkpoint": "the agent wrote its input, and it imports nothing of gpumgr",
     "cluster/simulation/json_text": "it needs the lines of a JSON file; this package does not import msgspec",
     "compat/gpu_manager/driver_files/volume_conf": "it names the line and the column of a mistake",
     "sim/apiserver": "a stand-in; it copies its own objects",
