@@ -260,12 +260,18 @@ class Bursts:
         waits = self._sampled.number <= begun or not self._sampled.obstacles.keys().isdisjoint(others)
         return "" if others and waits else None
 
+    def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
+        """Which of these GPUs has an unknown amount of free memory, as a sentence; None: none has."""
+        unknown = [gpu for gpu in gpus if self._free_bytes.get(gpu) is None]
+        return f"the driver does not report how much memory of GPU {unknown[0]} is free" if unknown else None
+
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int]) -> str | None:
         """Which GPU has too little memory for a suspended container, and who uses it; None: it can be resumed. `needs`: GPU -> bytes."""
         ledger = self._records.ledger
         for gpu, need_bytes in needs.items():
             if (free_bytes := self._free_bytes.get(gpu)) is None:
-                continue
+                # A restore without enough memory can end the processes.
+                return self.unknown_memory([gpu])
             memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in ledger.allocations}
             others = {name: each for name, each in memories.items() if name != allocation.id}
             oversubscribed = gpu in allocation.limits

@@ -287,6 +287,8 @@ class Suspensions:
         if why is None and not started:
             why = "its processes are not known"
         if why is None:
+            why = self._bursts.unknown_memory([use.gpu for use in uses])
+        if why is None:
             begun = Suspension(
                 state="suspending",
                 demanded=demanded,

@@ -175,20 +175,26 @@ async def test_a_call_of_cuda_asks_for_the_resume(bounded: Path) -> None:
         await driver.node.agent_log.until("container_resumed")
 
 
+async def stopped_in(driver: Driver, function: str) -> tuple[SimPod, Path]:
+    """A pod. The driver does not return from this function, in its suspension or resume, until the file is removed."""
+    pod = driver.node.pod("sleeper", app(10, 4))
+    await driver.node.run(pod)
+    driver.works(pod)
+    waits = driver.waits(function)
+    await driver.annotate(pod, suspend="true")
+    if function in ("Restore", "Unlock"):
+        await driver.until_state(pod, "suspended")
+        driver.works(pod, 0)
+        await driver.annotate(pod, suspend="false")
+    await until(lambda: function in driver.calls())
+    return pod, waits
+
+
 @pytest.mark.parametrize("function", ["Lock", "Checkpoint", "Restore", "Unlock"])
 @pytest.mark.parametrize("helper_ends", [False, True])
 async def test_the_next_agent_continues_where_the_last_one_was_killed(bounded: Path, function: str, helper_ends: bool) -> None:
     async with driver_on(bounded) as driver:
-        pod = driver.node.pod("sleeper", app(10, 4))
-        await driver.node.run(pod)
-        driver.works(pod)
-        waits = driver.waits(function)
-        await driver.annotate(pod, suspend="true")
-        if function in ("Restore", "Unlock"):
-            await driver.until_state(pod, "suspended")
-            driver.works(pod, 0)
-            await driver.annotate(pod, suspend="false")
-        await until(lambda: function in driver.calls())
+        pod, waits = await stopped_in(driver, function)
         await driver.node.agent.kill()
         if helper_ends:  # without an agent, the helper ends its operation
             waits.unlink()
@@ -205,16 +211,7 @@ async def test_the_next_agent_continues_where_the_last_one_was_killed(bounded: P
 @pytest.mark.parametrize("function", ["Lock", "Checkpoint", "Restore", "Unlock"])
 async def test_a_killed_helper_leaves_a_container_that_is_resumed(bounded: Path, function: str) -> None:
     async with driver_on(bounded) as driver:
-        pod = driver.node.pod("sleeper", app(10, 4))
-        await driver.node.run(pod)
-        driver.works(pod)
-        waits = driver.waits(function)
-        await driver.annotate(pod, suspend="true")
-        if function in ("Restore", "Unlock"):
-            await driver.until_state(pod, "suspended")
-            driver.works(pod, 0)
-            await driver.annotate(pod, suspend="false")
-        await until(lambda: function in driver.calls())
+        pod, waits = await stopped_in(driver, function)
         (helper,) = helpers(driver.node.agent.pid)
         waits.unlink()
         os.kill(helper, signal.SIGKILL)

@@ -159,7 +159,7 @@ async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
 
 
 async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
-    version = str((await server.read("GET", "/version")).get("gitVersion", "of an unknown version"))
+    version = str((await server.read("GET", "/version")).get("gitVersion", "version unknown"))
     probe = probe_slice(node)
     try:
         loss = dropped(probe, await server.read("POST", SLICES, probe, query={"dryRun": "All"}))

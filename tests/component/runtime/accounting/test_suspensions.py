@@ -332,6 +332,26 @@ async def test_a_refused_resume_names_the_other_containers_on_the_gpu() -> None:
     assert node.agent_state.suspensions["a"].reason in why
 
 
+def without_memory(found: NodeSample) -> NodeSample:
+    """The driver does not report the memory of the GPU."""
+    return NodeSample(gpus={uuid: replace(each, memory_used_bytes=None) for uuid, each in found.gpus.items()})
+
+
+async def test_no_memory_is_moved_while_the_free_memory_of_the_gpu_is_not_known() -> None:
+    node = running(suspend=True)
+    await sampled(node, without_memory(uses(a=500)))
+    said = "the driver does not report how much memory of GPU"
+    assert node.mover.done == []
+    assert said in events(node, "GpuSuspendRefused")[0]
+    await sampled(node)
+    demanding(node)
+    await sampled(node, without_memory(uses(a=0)))
+    assert state(node) == "suspended"
+    assert said in events(node, "GpuResumeWaits")[0]
+    await sampled(node, uses(a=0))
+    assert (state(node), node.mover.done) == (None, [("suspend", "a"), ("resume", "a")])
+
+
 async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another() -> None:
     node = two(memory_limits=(("main", 2048),))
     demanding(node, suspend=True)
