@@ -9,13 +9,12 @@ from tools.docs.markdown import code, table
 READ: Final = {
     "GPUMGR_<SECTION>_<KEY>": (
         "all commands with settings",
-        "Overrides a key of the settings file: `GPUMGR_HTTP_PORT=9000`. Lists are separated by commas.",
+        "Overrides a key of the settings file. Lists are separated by commas.",
     ),
     "NODE_NAME": ("all commands with settings", "Sets `node.name`; a DaemonSet sets it from the pod's node."),
     "POD_NAME": (
         "`scheduler`, `claims`",
-        "Name of the pod, from the downward API. The scheduler's leader gives this pod the label `gpumgr.io/scheduler-leader` and the "
-        "annotation `gpumgr.io/waiting-pods-retried`.",
+        "Name of the pod, from the downward API, on which the scheduler's leader sets a label and an annotation.",
     ),
     "POD_NAMESPACE": (
         "`scheduler`, `claims`",
@@ -23,26 +22,29 @@ READ: Final = {
     ),
     "KUBERNETES_SERVICE_HOST": (
         "`run`, `doctor`",
-        "Shows that the command runs in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",
+        "Set in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",
     ),
-    "KUBECONFIG": ("`why`", "Names the kubeconfig file for the way to the scheduler (default: `~/.kube/config`)."),
+    "KUBECONFIG": (
+        "`why`, `resize`, `suspend`, `resume`, `simulate`",
+        "The kubeconfig file, unless `--kubeconfig` names one (default: `~/.kube/config`).",
+    ),
     "NOTIFY_SOCKET": ("`run`", "systemd sets it to the socket that READY and the status are sent to."),
     "WATCHDOG_USEC": ("`run`", "systemd sets it to the timeout of the watchdog."),
     "WATCHDOG_PID": ("`run`", "systemd sets it to the process that the watchdog observes."),
-    "JOURNAL_STREAM": ("`run`", "systemd sets it if the log goes to the journal. The log then has fields such as `GPUMGR_POD`."),
+    "JOURNAL_STREAM": ("`run`", "systemd sets it if the log goes to the journal, which then has fields such as `GPUMGR_POD`."),
     "CC": (
         "`--sim`, `demo`, backend `vcuda`",
-        "Sets the C compiler for the simulated driver, and for `gpu-client` if the package does not contain it.",
+        "The C compiler for the simulated driver, and for `gpu-client` if the package does not contain it.",
     ),
-    "XDG_CACHE_HOME": ("`--sim`, `demo`", "Sets the folder of the simulated driver (default: `~/.cache`)."),
+    "XDG_CACHE_HOME": ("`--sim`, `demo`", "The folder of the simulated driver (default: `~/.cache`)."),
 }
 
 #: Name -> when a container gets it, its value.
 GIVEN: Final = {
     "NVIDIA_VISIBLE_DEVICES": (
         "always",
-        "The UUIDs of the granted GPUs or MIG devices, for NVIDIA's container toolkit. It is `void`, so that the toolkit adds "
-        "nothing, with `vcuda`, and where the driver's files are mounted on a node with the toolkit.",
+        "The UUIDs of the granted GPUs or MIG devices, for NVIDIA's container toolkit. `void`, so that the toolkit adds nothing, with "
+        "`vcuda`, and where the driver's files are mounted on a node with the toolkit.",
     ),
     "LD_LIBRARY_PATH": (
         "`vcuda`; where the driver's files are mounted, on machines that are not x86-64",
@@ -59,8 +61,8 @@ GIVEN: Final = {
     "CUDA_DEVICE_MEMORY_SHARED_CACHE": ("`hami-core`", "The path of the container's region file."),
     "GPU_CORE_UTILIZATION_POLICY": (
         "`hami-core`",
-        "`force`: cores are limited independently of the content of the region. With `enforcement.injection: mounts` the pod's own "
-        "value takes precedence: `disable` removes the limit of cores.",
+        "`force`: cores are always limited. With `enforcement.injection: mounts` the pod's own value takes precedence: `disable` "
+        "removes the limit of cores.",
     ),
     "CUDA_DEVICE_ORDER": ("`hami-core`", "`PCI_BUS_ID`, which fixes the order of the GPUs."),
     "LIBCUDA_LOG_LEVEL": ("`hami-core`", "`hami_core.log_level` (`1`): the library logs errors and warnings."),

@@ -1,9 +1,11 @@
-"""docs/operations.md has a remedy for each alert of config/prometheus."""
+"""docs/operations.md has a remedy for each alert of config/prometheus, and names every command."""
 
 import re
 
+import click
 import yaml
 
+from gpumgr.cli import group
 from tools import PROJECT
 
 
@@ -18,6 +20,11 @@ def test_every_alert_has_a_row_with_a_remedy() -> None:
     rows = re.findall(r"^\| `(\w+)` \| [^|]{10,} \| [^|]{10,} \|$", _section("Alerts"), re.MULTILINE)
     assert len(alerts) > 10
     assert sorted(rows) == sorted(alerts)
+
+
+def test_every_command_is_named() -> None:
+    named = set(re.findall(r"`(?:gpumgr )?([a-z]+)\b[^`]*`", _section("Commands")))
+    assert set(group.list_commands(click.Context(group))) - named == set()
 
 
 def _section(title: str) -> str:

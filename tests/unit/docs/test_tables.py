@@ -29,8 +29,16 @@ from tools.docs.settings import entries, settings_tables
 _REASON: Final = re.compile(r"(Gpu|Gpus|Gpumgr)[A-Z][A-Za-z]+")
 _NO_REASON: Final = {"GpuNews", "GpuRegistry", "GpumgrConfig"}
 _KEY: Final = re.compile(r"(gpumgr\.io|tencent\.com)/[a-z-]+")
-#: How CDI calls devices, which is written into no object.
-_NO_KEY: Final = {"gpumgr.io/gpu"}
+#: How CDI calls devices, labels, and annotations that only gpumgr's own processes read (docs/scheduler.md, docs/dra.md).
+_NO_KEY: Final = {
+    "gpumgr.io/gpu",
+    "gpumgr.io/claim-template",
+    "gpumgr.io/claims-policies",
+    "gpumgr.io/claims-retried",
+    "gpumgr.io/quota",
+    "gpumgr.io/scheduler-leader",
+    "gpumgr.io/waiting-pods-retried",
+}
 #: What containers are given; and of the same look, but of MPS' daemons and of the process that tries HAMi-core's library.
 _GIVEN: Final = re.compile(r"(CUDA|NVIDIA|GPU|LD|LIBCUDA)_[A-Z0-9_]+")
 _OTHERS: Final = {"CUDA_REDIRECT", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_PROTOCOL_VERSION"}
@@ -88,7 +96,7 @@ def test_every_reason_in_the_code_is_documented() -> None:
 
 def test_every_annotation_in_the_code_is_documented() -> None:
     told = kubernetes.annotations_table() + kubernetes.labels_table()
-    packages = ("agent", "enforcement", "kube", "ledger", "node", "placement", "runtime")
+    packages = ("agent", "cluster", "enforcement", "kube", "kubelet", "ledger", "node", "placement", "runtime")
     used = {text for text in literals(*packages) if _KEY.fullmatch(text)}
     assert len(used) > 5
     assert {key for key in used - _NO_KEY if key not in told} == set()
@@ -146,6 +154,12 @@ def test_every_variable_that_is_read_is_documented() -> None:
     read = {one or other for file in PACKAGE.rglob("*.py") for one, other in re.findall(asked, file.read_text(encoding="utf-8"))}
     assert len(read) > 5
     assert read - environment.READ.keys() == set()
+
+
+def test_every_command_with_a_kubeconfig_of_the_environment_is_named() -> None:
+    named = {f"gpumgr {name}" for name in re.findall(r"`([a-z]+)`", environment.READ["KUBECONFIG"][0])}
+    reading = {name for name in exits() if "$KUBECONFIG" in CliRunner().invoke(group, [*name.split()[1:], "--help"]).stdout}
+    assert {" ".join(name.split()[:2]) for name in reading} == named
 
 
 def test_every_variable_of_containers_is_documented() -> None:
