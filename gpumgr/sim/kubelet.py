@@ -1,8 +1,8 @@
 """A simulated kubelet with the parts that a device plugin uses. It needs neither root nor a cluster.
 
-It behaves like kubelet 1.35, or an older one (kubelet_shape). It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock`
-under a folder, writes the device manager's checkpoint, and admits pods one at a time, with the calls and choices in the real order. The
-demo and the tests use it.
+It behaves like kubelet 1.35, or another one (kubelet_pods.SUPPORTED). It serves `device-plugins/kubelet.sock` and
+`pod-resources/kubelet.sock` under a folder, writes the device manager's checkpoint, and admits pods one at a time, with the calls and
+choices in the real order. The demo and the tests use it.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
-from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient, Registration
+from gpumgr.sim.kubelet_plugins import DeviceList, Endpoints, PluginClient, Registration
 from gpumgr.sim.kubelet_podresources import PodResourcesService
 from gpumgr.sim.kubelet_pods import (
     V1_35,
@@ -39,8 +39,9 @@ __all__ = ["PodStatus", "ResourceStatus", "SimCall", "SimContainer", "SimKubelet
 class SimKubelet:
     """A kubelet in this event loop. `async with SimKubelet(folder)` starts and kills it; `folder` must have a short path.
 
-    `register_error`: Register fails with this text. `register_hangs`: Register never answers. `statuses`: UID -> status, for each pod
-    that `admit` got and that was not deleted. `calls`: every call to a plugin.
+    `register_error`: Register fails with this text. `register_hangs`: Register never answers. `notices_ends`: while it is not set, the end
+    of a plugin's stream has no effect, as on a busy machine. `statuses`: UID -> status, for each pod that `admit` got and that was not
+    deleted. `calls`: every call to a plugin.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class SimKubelet:
         self.statuses: dict[str, PodStatus] = {}
         self.register_error: str | None = None
         self.register_hangs = False
+        self.notices_ends = asyncio.Event()
+        self.notices_ends.set()
         self.registrations: list[str] = []
         self._random = Random(seed)
         self._devices = DeviceManager(self._random, shape=shape, resource_order=resource_order, numa_aligned=numa_aligned)
@@ -94,6 +97,7 @@ class SimKubelet:
             if stat.S_ISSOCK(mode) or (self.shape.clears_folder and file != self.checkpoint and not stat.S_ISDIR(mode)):
                 file.unlink()
         self._devices.forget(self.shape, *load_checkpoint(self.checkpoint))
+        self._endpoints = Endpoints(self.shape, self._devices.clients, self._devices.disconnect)
         self.pod_resources = PodResourcesService(self.shape, self._devices, listed=self._listed, pods=self._pods)
         services = {self.pod_resources_socket: self.pod_resources, self.registration_socket: Registration(self._register)}
         for path, service in services.items():
@@ -228,7 +232,7 @@ class SimKubelet:
         path = self.plugin_folder / request.endpoint.lstrip("/")
         client = PluginClient(self.shape, request.resource_name, path, request.options)
         if self.shape.connects_in_register:
-            await self._connect(client)
+            await self._endpoints.connect(client, self._dial_timeout_seconds)
             following = self._watch(client)
         else:
             following = self._connect_and_watch(client)
@@ -236,25 +240,14 @@ class SimKubelet:
         self._watches[watch] = client
         watch.add_done_callback(lambda done: self._watches.pop(done, None))
 
-    async def _connect(self, client: PluginClient) -> None:
-        try:
-            await client.connect(self._dial_timeout_seconds)
-        except BaseException:
-            client.close()
-            raise
-        self._devices.clients[client.resource] = client
-
     async def _connect_and_watch(self, client: PluginClient) -> None:
         """For kubelets that answer Register first, and do not report a failed connection to the plugin."""
         with contextlib.suppress(SimKubeletError):
-            await self._connect(client)
+            await self._endpoints.connect(client, self._dial_timeout_seconds)
             await self._watch(client)
 
     async def _watch(self, client: PluginClient) -> None:
-        """Follows one plugin. When its stream ends, the kubelet disconnects the plugin that is registered under the resource's name *now*.
-
-        So in kubelet 1.25 to 1.35 a stream that ends late disconnects the plugin's successor.
-        """
+        """Follows one plugin. When its stream ends, the version decides which plugin is disconnected."""
 
         def receive(devices: DeviceList) -> None:
             self._devices.update(client.resource, devices)
@@ -262,11 +255,8 @@ class SimKubelet:
             self._tell()
 
         await client.watch(receive)
-        client.close()
-        current = self._devices.clients.get(client.resource)
-        if current is client or (current is not None and self.shape.stream_end_hits_successor):
-            current.close()
-            self._devices.disconnect(client.resource)
+        await self.notices_ends.wait()
+        self._endpoints.stream_ended(client)
         self._tell()
 
     def _free_ended(self) -> None:

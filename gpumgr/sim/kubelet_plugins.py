@@ -1,7 +1,7 @@
 """The simulated kubelet's connections to device plugins: the Registration service, and a client for each registered resource.
 
-Source: pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelet 1.35, and endpoint.go of kubelets before 1.25. Errors have the texts of
-grpc-go.
+Source: pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelets 1.35 and 1.37, and endpoint.go of kubelets before 1.25. Errors have the
+texts of grpc-go.
 """
 
 import asyncio
@@ -151,6 +151,66 @@ def parse_devices(message: bytes) -> DeviceList:
         )
         devices[ids[-1]] = (health[-1] == "Healthy", nodes)
     return devices
+
+
+class Endpoints:
+    """Which plugins are connected, with the rules of one version. `current`: resource -> the plugin that gets the calls."""
+
+    def __init__(self, shape: KubeletShape, current: dict[str, PluginClient], devices_gone: Callable[[str], None]) -> None:
+        """`devices_gone` gets a resource when its last plugin was disconnected."""
+        self._shape, self._current, self._devices_gone = shape, current, devices_gone
+        #: With `knows_sockets`: what the kubelet's `clients` and `endpointStore` have.
+        self._clients: list[PluginClient] = []
+        self._stored: dict[str, dict[Path, PluginClient]] = {}
+
+    async def connect(self, client: PluginClient, timeout_seconds: float) -> None:
+        """Connects to a plugin that registers. Raises SimKubeletError."""
+        self._clients.append(client)
+        try:
+            await client.connect(timeout_seconds)
+            stored = self._stored.setdefault(client.resource, {})
+            if self._shape.knows_sockets and client.path in stored:
+                raise SimKubeletError(f"device plugin already connected: {client.path}")
+        except BaseException:
+            self._forget(client)
+            client.close()
+            raise
+        stored[client.path] = self._current[client.resource] = client
+
+    def stream_ended(self, client: PluginClient) -> None:
+        """Disconnects `client`, or the plugin that this version takes for it."""
+        if self._shape.knows_sockets:
+            self._disconnect_at_socket(client)
+            return
+        client.close()
+        current = self._current.get(client.resource)
+        if current is client or (current is not None and self._shape.stream_end_hits_successor):
+            current.close()
+            self._devices_gone(client.resource)
+
+    def _disconnect_at_socket(self, client: PluginClient) -> None:
+        """Source: runClient, disconnectClient and PluginDisconnected of 1.37."""
+        found = next((each for each in self._clients if self._same(each, client)), None)
+        if found is None:
+            client.close()  # the kubelet leaks the connection
+            return
+        self._forget(found)
+        found.close()
+        stored = self._stored[client.resource]
+        if stored.pop(client.path, None) is None:
+            return
+        if stored:
+            self._current[client.resource] = next(iter(stored.values()))
+        else:
+            self._devices_gone(client.resource)
+
+    def _forget(self, client: PluginClient) -> None:
+        """Removes every client of this resource and socket, as the kubelet does."""
+        self._clients = [each for each in self._clients if not self._same(each, client)]
+
+    @staticmethod
+    def _same(one: PluginClient, other: PluginClient) -> bool:
+        return (one.resource, one.path) == (other.resource, other.path)
 
 
 class Registration(RegistrationBase):

@@ -2,9 +2,9 @@
 
 A pod has the part that a kubelet's device manager uses: containers in admission order, and the devices that each requests.
 
-Source of the versions: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4): pkg/kubelet/cm/devicemanager,
+Source of the versions: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4, 1.37.2): pkg/kubelet/cm/devicemanager,
 pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. 1.21 and 1.22 do not differ in these facts, nor do 1.23
-and 1.24.
+and 1.24. Only the registration of 1.37 was compared.
 
 The checkpoint, `kubelet_internal_checkpoint`, has ids by NUMA node, as kubelets since 1.20 write them, or in a list, and the responses
 to Allocate.
@@ -40,6 +40,8 @@ class KubeletShape:
     connects_in_register: bool = True
     #: The end of a plugin's stream disconnects the plugin that has the resource's name at that time (1.25 to 1.35).
     stream_end_hits_successor: bool = True
+    #: A resource may have several plugins, known by their sockets; the end of a stream disconnects the plugin of its socket (1.36).
+    knows_sockets: bool = False
     #: A start deletes every file of the folder except the checkpoint, not only sockets.
     clears_folder: bool = False
     #: The :authority of calls to plugins: "localhost" since 1.26, the socket's path before.
@@ -68,6 +70,7 @@ class KubeletShape:
 
 
 V1_35: Final = KubeletShape()
+V1_37: Final = replace(V1_35, version="1.37", stream_end_hits_successor=False, knows_sockets=True)
 V1_25: Final = replace(
     V1_35,
     version="1.25",
@@ -90,7 +93,7 @@ V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_n
 
 #: The kubelets that gpumgr supports, by version.
 SUPPORTED: Final[Mapping[str, KubeletShape]] = {
-    shape.version: shape for shape in (V1_20, V1_21, V1_22, V1_23, V1_24, V1_25, V1_35)
+    shape.version: shape for shape in (V1_20, V1_21, V1_22, V1_23, V1_24, V1_25, V1_35, V1_37)
 }
 
 

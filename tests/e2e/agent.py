@@ -127,6 +127,10 @@ class Agent:
         """The lines of its log so far."""
         return [json.loads(line) for line in whole_lines(self._cluster.processes.log(self._name)) if line.startswith("{")]
 
+    def registrations(self) -> int:
+        """How many registrations with the kubelet its log has."""
+        return sum(line.get("event") == "registered" for line in self.log())
+
     def close(self) -> None:
         """Ends the agent and the connection to the kubelet."""
         self.stop()

@@ -1,10 +1,47 @@
 """The agent dies, the kubelet restarts: running pods keep what they have, and new ones are served at once."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
 
 from .manifests import CORE, Json, container, gpu_pod, pod
 from .node import Node
+from .places import DEVICE_PLUGINS
 from .processes import wait_until
+
+REGISTRATIONS: Final = 10
+RESTARTS: Final = 3
+#: Longer than the agent needs to notice a missing socket.
+HELD_SECONDS: Final = 1.5
+
+
+@contextmanager
+def busy_processors() -> Iterator[None]:
+    """Two processes for each processor compute while the block lasts."""
+    command = [sys.executable, "-c", "while True: pass"]
+    loads = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for load in loads:
+            load.kill()
+            load.wait()
+
+
+@contextmanager
+def held(pid: int) -> Iterator[None]:
+    """The process does not run while the block lasts."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def residents() -> list[Json]:
@@ -101,3 +138,27 @@ def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     assert before <= set(node.agent.ledger())
     node.run([gpu_pod("last", 25, 10)])
     node.check_all_running(pods)
+
+
+def test_an_agent_registers_again_and_again(node: Node) -> None:
+    """The kubelet does not run while the sockets vanish, as on a busy machine: it reads the ends of the streams and the registrations at
+    the same time. It accepts each registration, and notices the end of each agent."""
+    with busy_processors():
+        for _ in range(REGISTRATIONS):
+            registered = node.agent.registrations()
+            with held(node.cluster.processes.pid("kubelet")):
+                for path in DEVICE_PLUGINS.glob("gpumgr-*.sock"):
+                    path.unlink()
+                time.sleep(HELD_SECONDS)
+            wait_until("both are registered again", partial(registered_again, node, registered))
+        for _ in range(RESTARTS):
+            node.agent.kill()
+            wait_until("the kubelet has seen its end", lambda: not node.agent.offered().get(CORE))
+            node.agent.start()
+    assert len(list(DEVICE_PLUGINS.glob("gpumgr-*.sock"))) == 2
+    node.run([gpu_pod("later", 25, 10)])
+    node.check()
+
+
+def registered_again(node: Node, before: int) -> bool:
+    return node.agent.registrations() >= before + 2

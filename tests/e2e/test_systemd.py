@@ -155,12 +155,9 @@ def test_the_service_from_its_start_to_its_stop(service: Machine) -> None:
         wait_until(said, lambda: service.show(UNIT, "StatusText") == said, every=0.1)
         kubelet.run("seen")
         kubelet.run("other")
-        for path in (
-            "/run/gpumgr/agent.sock",
-            "/run/gpu-manager.sock",
-            PLUGINS / "gpumgr-core.sock",
-            PLUGINS / "gpumgr-memory.sock",
-        ):
+        sockets = [PLUGINS / path.name for path in kubelet.sim.plugin_folder.glob("gpumgr-*.sock")]
+        assert len(sockets) == 2
+        for path in (Path("/run/gpumgr/agent.sock"), Path("/run/gpu-manager.sock"), *sockets):
             service.run("test", "-S", path)
         assert service.run("stat", "-c", "%a %U", "/var/lib/gpumgr") == "700 root\n"
         wait_until("the pod in the usage", lambda: "demo" in service.run(GPUMGR, "usage"), every=0.2)

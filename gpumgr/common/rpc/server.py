@@ -99,6 +99,10 @@ class DrainingServer(OpenServer):
         """Waits until no client holds a server-streaming call open, at most `timeout_seconds`."""
         await _settle(self._stream_calls, timeout_seconds)
 
+    async def wait_disconnected(self, timeout_seconds: float) -> None:
+        """Waits until all clients have closed their connections, at most `timeout_seconds`."""
+        await wait_at_most(self._none_connected, timeout_seconds)
+
     async def drain(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
         """Stops listening, lets unary calls finish, ends streams through `end_streams`, sends GOAWAY and disconnects.
 

@@ -136,6 +136,8 @@ class DevicePlugin:
 
 
 _PROBE_TIMEOUT_SECONDS: Final = 5.0
+#: How long the kubelet may take to close its connection after the end of its stream.
+_DISCONNECT_SECONDS: Final = 5.0
 
 
 class PluginServer(UnixServer):
@@ -165,8 +167,11 @@ class PluginServer(UnixServer):
         if options != OPTIONS:
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 
-    async def end_watches(self, patience_seconds: float) -> None:
-        """Waits for the running calls, `patience_seconds` at most, then ends the ListAndWatch streams. The server continues to serve."""
+    async def drain(self, grace_seconds: float) -> None:
+        """As the base; but the kubelet may first close its connection, which it does once it has forgotten this registration."""
+        self.remove()
+        await self._server.wait_idle(grace_seconds)
         if self.watchers:
-            await self._server.wait_idle(patience_seconds)
             self._end_streams()
+            await self._server.wait_disconnected(_DISCONNECT_SECONDS)
+        await super().drain(0.0)

@@ -5,15 +5,20 @@ Invariants:
 2. Register is called only after the plugin's own socket has answered: the kubelet dials it inside Register.
 3. "Registered" means that a kubelet watches the devices. A new kubelet.sock, a missing socket of the plugin, or a lack of ListAndWatch
    streams causes a new registration by the same process. These are polled, since inotify events can be lost.
-4. Old ListAndWatch streams end *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an old stream that ends later
-   disconnects the new registration.
-5. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: from then on pods hold GPUs
+4. The kubelet has closed its connection to the former socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an
+   old stream that ends later disconnects the new registration.
+5. Each registration has a socket path of its own. Kubelets since 1.36 find clients by resource name and path: if one registers again at a
+   path while the kubelet still knows the former client, the kubelet forgets the client but not its endpoint, and refuses the path until it
+   restarts.
+6. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: from then on pods hold GPUs
    that only this process accounts for, and another plugin would grant these again.
 """
 
 import asyncio
 import random
+import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +33,7 @@ from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.common.unix_socket import is_served
 from gpumgr.kubelet.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.kubelet.deviceplugin.plugin import Allocator, DevicePlugin, Observer, PluginServer
 from gpumgr.ledger.ids import GpuRegistry
@@ -36,12 +42,13 @@ from gpumgr.ledger.node import NodeDevices
 
 _log = structlog.get_logger(__name__)
 
-#: The names are short, since the whole path must fit a unix socket; the kubelet appends the name to its own folder.
-SOCKET_NAMES: Final[dict[Resource, str]] = {
-    "core": "gpumgr-core.sock",
-    "memory": "gpumgr-memory.sock",
-    "replica": "gpumgr-gpu.sock",
-    "mig": "gpumgr-mig.sock",
+#: The beginnings of the sockets' names. They are short, since the whole path must fit a unix socket; the kubelet appends the name to its
+#: own folder.
+SOCKET_STEMS: Final[dict[Resource, str]] = {
+    "core": "gpumgr-core",
+    "memory": "gpumgr-mem",
+    "replica": "gpumgr-gpu",
+    "mig": "gpumgr-mig",
 }
 KUBELET_SOCKET_NAME: Final = "kubelet.sock"
 _REMEDY: Final = (
@@ -100,8 +107,9 @@ class KubeletLink:
 
     def _make(self, key: str, kind: Resource, name: str, watched: LatestValue[bytes]) -> "_ResourceLink":
         make_plugin = partial(DevicePlugin, kind, self._allocator, watched, lambda rpc, _, *call: self._observe(rpc, key, *call))
-        socket = SOCKET_NAMES[kind] if key == kind else f"gpumgr-{key.rpartition('/')[2]}.sock"
-        return _ResourceLink(self._folder, socket, name, make_plugin, self._timing, partial(self._on_state, key), self._free)
+        return _ResourceLink(
+            self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key), self._free
+        )
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
         """Registers one more resource of this kind, also while `run` runs. Its name is its key in `states` and for `observe`."""
@@ -151,7 +159,16 @@ class KubeletLink:
                     resource.hold_back(reason)
             logged = reason
             await asyncio.sleep(self._timing.held_back_seconds)
+        remove_stale_sockets(self._folder)
         self._free.set()
+
+
+def remove_stale_sockets(folder: Path) -> None:
+    """Removes the plugin sockets in the folder that ended agents have left."""
+    for path in folder.glob("gpumgr-*.sock"):
+        with suppress(OSError):
+            if path.is_socket() and not is_served(path):
+                path.unlink()
 
 
 class _ResourceLink:
@@ -160,17 +177,16 @@ class _ResourceLink:
     def __init__(
         self,
         folder: Path,
-        socket: str,
+        stem: str,
         name: str,
         make_plugin: Callable[[], DevicePlugin],
         timing: LinkTiming,
         on_state: Callable[[LinkState], None],
         free: asyncio.Event,
     ) -> None:
-        """Nothing is registered before `free` is set."""
-        self._name = name
+        """`stem`: the beginning of the sockets' names. Nothing is registered before `free` is set."""
+        self._name, self._folder, self._stem = name, folder, stem
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
-        self._own_socket = folder / socket
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
@@ -190,10 +206,10 @@ class _ResourceLink:
             if kubelet != before:
                 retry_seconds = self._timing.first_retry_seconds
             try:
-                server = await self._answer_calls()
+                server = await self._serve()
                 # Directly before Register: a kubelet that replaces its socket at this time must not count as a further new kubelet.
                 kubelet = FileIdentity.at(self._kubelet_socket)
-                await self._register()
+                await self._register(server.path.name)
             except KubeletError as error:
                 self._failed(str(error))
                 await self._pause(retry_seconds * random.uniform(0.5, 1.0), kubelet)
@@ -214,17 +230,11 @@ class _ResourceLink:
             self.server = None
         self._become(replace(self.state, registered=False))
 
-    async def _answer_calls(self) -> PluginServer:
-        """Serves the socket and checks that it answers. Raises KubeletError."""
-        server = await self._serve()
-        await server.probe()
-        return server
-
-    async def _register(self) -> None:
-        """One attempt. Raises KubeletError."""
+    async def _register(self, endpoint: str) -> None:
+        """One attempt; `endpoint` is the name of the socket. Raises KubeletError."""
         request = RegisterRequest(
             version="v1beta1",
-            endpoint=self._own_socket.name,
+            endpoint=endpoint,
             resource_name=self._name,
             options=DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True),
         )
@@ -239,22 +249,18 @@ class _ResourceLink:
         self._log.info("registered", registrations=self.state.registrations)
 
     async def _serve(self) -> PluginServer:
-        """The server of the socket: the running one if its socket is still in place, else a new one that replaces it."""
-        old = self.server
-        if old is not None:
-            await old.end_watches(self._timing.handover_seconds)
-            if old.in_place:
-                return old
-        self.server = PluginServer(self._own_socket, self._make_plugin())
+        """Serves a new socket, checks that it answers, and then ends the former one. Raises KubeletError."""
+        server = PluginServer(self._folder / f"{self._stem}-{secrets.token_hex(3)}.sock", self._make_plugin())
         try:
-            await self.server.start()
-        except KubeletError:
-            self.server = None
+            await server.start()
+            await server.probe()
+        except BaseException:
+            await server.drain(0.0)
             raise
-        finally:
-            if old is not None:
-                await old.drain(self._timing.handover_seconds)
-        return self.server
+        former, self.server = self.server, server
+        if former is not None:
+            await former.drain(self._timing.handover_seconds)
+        return server
 
     async def _until_lost(
         self, server: PluginServer, kubelet: FileIdentity | None, first_watch_seconds: float

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.kubelet.deviceplugin.registration import SOCKET_NAMES
+from gpumgr.kubelet.deviceplugin.registration import SOCKET_STEMS
 from gpumgr.ledger.answer import DEVICE_ANNOTATION, HostPaths
 from gpumgr.placement.topology.devices import NodeSnapshot, Topology
 from gpumgr.placement.topology.matrix import parse_topology
@@ -137,7 +137,8 @@ async def test_streams_that_end_leave_no_reader_and_no_task(folder: Path) -> Non
     async with stage(folder, node=snapshot(1)) as node:
         core = node.devices["core"]
         tasks, readers = asyncio.all_tasks(), core.readers
-        async with kubelet_stub(node.kubelet.plugin_folder / SOCKET_NAMES["core"]) as client:
+        (path,) = node.kubelet.plugin_folder.glob(f"{SOCKET_STEMS['core']}-*.sock")
+        async with kubelet_stub(path) as client:
             for _ in range(100):
                 stream = client.ListAndWatch(deviceplugin.Empty())
                 assert len((await stream.read()).devices) == 100

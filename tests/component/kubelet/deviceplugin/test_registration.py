@@ -2,9 +2,8 @@
 
 import asyncio
 import socket
-import stat
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,11 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
+from gpumgr.kubelet.deviceplugin import plugin
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
-from gpumgr.kubelet.deviceplugin.registration import KubeletLink, LinkTiming
+from gpumgr.kubelet.deviceplugin.registration import SOCKET_STEMS, KubeletLink, LinkTiming
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletShape
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, kubelet_stub
 from tests.kubelet_api import deviceplugin as pb
 
@@ -89,6 +90,12 @@ async def offered(kubelet: SimKubelet) -> None:
     await kubelet.until_allocatable(MEMORY_RESOURCE, 40)
 
 
+def socket_of(kubelet: SimKubelet, kind: Resource) -> Path:
+    """The only socket of this resource."""
+    (found,) = kubelet.plugin_folder.glob(f"{SOCKET_STEMS[kind]}-*.sock")
+    return found
+
+
 async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimKubelet) -> None:
     with capture_logs() as logs:
         async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
@@ -123,8 +130,10 @@ async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKub
 
 async def test_a_stop_ends_the_streams_of_all_resources_together(kubelet: SimKubelet) -> None:
     """A pod that is admitted needs both: with the end of the first stream the kubelet refuses pods."""
-    async with linked(kubelet.plugin_folder) as link, kubelet_stub(kubelet.plugin_folder / "gpumgr-memory.sock") as stub:
+    async with AsyncExitStack() as stack:
+        link = await stack.enter_async_context(linked(kubelet.plugin_folder))
         await offered(kubelet)
+        stub = await stack.enter_async_context(kubelet_stub(socket_of(kubelet, "memory")))
         link.allocator.hold = asyncio.Event()
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])])
         call = stub.Allocate(request)
@@ -144,11 +153,11 @@ async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet, watched_po
     async with linked(kubelet.plugin_folder, replace(QUICK, watched_poll_seconds=watched_poll_seconds)) as link:
         await offered(kubelet)
         for restart in range(2, 4):
-            removed = FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock")
+            removed = FileIdentity.at(socket_of(kubelet, "core"))
             await kubelet.restart()
             await link.until_registrations(restart)
             await offered(kubelet)
-            assert FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock") not in (None, removed)
+            assert FileIdentity.at(socket_of(kubelet, "core")) != removed
         assert link.registered
 
 
@@ -167,14 +176,69 @@ async def test_a_kubelet_that_comes_back_late_is_not_waited_for_with_the_full_ba
 async def test_a_removed_socket_is_made_again(kubelet: SimKubelet) -> None:
     async with linked(kubelet.plugin_folder) as link:
         await offered(kubelet)
-        core_socket = kubelet.plugin_folder / "gpumgr-core.sock"
-        core_socket.unlink()
+        socket_of(kubelet, "core").unlink()
         await link.until(lambda: link.link.states["core"].registrations == 2)
-        assert stat.S_ISSOCK(core_socket.stat().st_mode)
+        assert socket_of(kubelet, "core").is_socket()
         await offered(kubelet)
         assert link.link.states["memory"].registrations == 1
         status = await kubelet.run(pod("after"))
         assert status.phase == "Running"
+
+
+@pytest.mark.parametrize("shape", [V1_25, V1_35, V1_37], ids=lambda shape: str(shape.version))
+async def test_nothing_is_registered_before_the_kubelet_has_disconnected_the_former_plugin(
+    folder: Path, shape: KubeletShape
+) -> None:
+    """Older kubelets would disconnect the new one, too."""
+    async with SimKubelet(folder, shape=shape) as kubelet, linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        kubelet.notices_ends.clear()
+        removed = socket_of(kubelet, "core")
+        removed.unlink()
+        await asyncio.sleep(0.2)
+        assert not removed.exists()
+        assert socket_of(kubelet, "core") != removed
+        assert kubelet.registrations.count(CORE_RESOURCE) == 1
+        kubelet.notices_ends.set()
+        await link.until(lambda: link.link.states["core"].registrations == 2)
+        await offered(kubelet)
+        assert (await kubelet.run(pod("after"))).phase == "Running"
+        assert kubelet.registrations.count(CORE_RESOURCE) == 2
+
+
+async def test_a_kubelet_that_notices_the_end_too_late_gets_a_plugin_that_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubelet 1.37 refuses a path for good that is registered again before it has noticed the end of the former stream."""
+    monkeypatch.setattr(plugin, "_DISCONNECT_SECONDS", 0.05)
+    async with SimKubelet(folder, shape=V1_37) as kubelet, linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        for number in range(2, 5):
+            kubelet.notices_ends.clear()
+            socket_of(kubelet, "core").unlink()
+            await link.until(lambda number=number: link.link.states["core"].registrations >= number)  # type: ignore[misc]
+            kubelet.notices_ends.set()
+            await offered(kubelet)
+        assert (await kubelet.run(pod("after"))).phase == "Running"
+        await link.link.stop(1)
+        await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
+
+
+async def test_sockets_of_ended_agents_are_removed(kubelet: SimKubelet) -> None:
+    """The socket of a former version's agent and others' files; what is served stays."""
+    left = [kubelet.plugin_folder / name for name in ("gpumgr-core.sock", "gpumgr-mem-0a1b2c.sock", "gpumgr-gpu-0a1b2c.sock")]
+    kept = [kubelet.plugin_folder / name for name in ("nvidia-gpu.sock", "gpumgr-notes.sock", "gpumgr-core-0a1b2c.sock")]
+    for path in (*left, kept[0]):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+    kept[1].write_text("no socket")
+    with socket.socket(socket.AF_UNIX) as served:
+        served.bind(str(kept[2]))
+        served.listen()
+        async with linked(kubelet.plugin_folder):
+            await offered(kubelet)
+            assert not any(path.exists() for path in left)
+            assert all(path.exists() for path in kept)
 
 
 async def test_a_dropped_stream_is_noticed(kubelet: SimKubelet) -> None:

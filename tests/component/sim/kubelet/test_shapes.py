@@ -23,6 +23,7 @@ from gpumgr.sim.kubelet_pods import (
     V1_24,
     V1_25,
     V1_35,
+    V1_37,
     KubeletShape,
 )
 from tests.component.sim.kubelet.plugin import GooglePlugin
@@ -89,7 +90,7 @@ async def test_ended_and_refused_pods_are_listed_without_ids_before_1_34(make_no
     await kubelet.run(pod("ended", 2))
     await kubelet.admit(pod("refused", 9))
     kubelet.end("uid-ended")
-    assert await listed(kubelet) == ({} if shape is V1_35 else {"ended": [], "refused": []})
+    assert await listed(kubelet) == ({} if shape in (V1_35, V1_37) else {"ended": [], "refused": []})
     assert kubelet.held("uid-ended", "app", CORE_RESOURCE) == frozenset()
     kubelet.delete("uid-ended")
     assert "ended" not in await listed(kubelet)
@@ -114,7 +115,7 @@ async def test_calls_that_fail(make_node: MakeNode, shape: KubeletShape, call: s
 # -- registration ------------------------------------------------------------------------------------------------------------
 
 
-@versions(*ALL)
+@versions(*(each for each in ALL if not each.knows_sockets))
 async def test_which_options_count(make_node: MakeNode, shape: KubeletShape) -> None:
     """The plugin's Register request has none, its GetDevicePluginOptions has both."""
     kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
@@ -140,8 +141,23 @@ async def test_a_late_end_of_an_old_stream_spares_its_successor_before_1_25(make
     await kubelet.stop_stream(CORE_RESOURCE)
     plugin.core.sick = {"c3"}
     plugin.core.changed.set()
-    left = 0 if shape is V1_35 else 3
+    left = 0 if shape in (V1_35, V1_37) else 3
     await kubelet.until(lambda: kubelet.node_status()[CORE_RESOURCE].allocatable == left)
+
+
+async def test_a_socket_that_registers_too_early_is_refused_for_good_since_1_36(make_node: MakeNode) -> None:
+    """The failed registration removes the former client, which then disconnects nothing. tests/e2e/test_restarts has a real kubelet."""
+    kubelet, plugin = await make_node(CORE, MEMORY, shape=V1_37)
+    kubelet.notices_ends.clear()
+    await plugin.stop()
+    with pytest.raises(grpc.aio.AioRpcError, match=r"device plugin already connected: .*/vcuda-core\.sock"):
+        await plugin.register()
+    kubelet.notices_ends.set()
+    with pytest.raises(grpc.aio.AioRpcError, match="already connected"):
+        await plugin.register()
+    assert kubelet.node_status()[CORE_RESOURCE].allocatable == len(CORE)
+    await kubelet.restart()
+    await plugin.register()
 
 
 @versions(*ALL)
@@ -151,7 +167,9 @@ async def test_what_a_start_deletes(make_node: MakeNode, shape: KubeletShape) ->
     (kubelet.plugin_folder / "folder").mkdir()
     await kubelet.restart()
     left = {path.name for path in kubelet.plugin_folder.iterdir()}
-    assert left == {"kubelet.sock", "kubelet_internal_checkpoint", "folder"} | ({"notes.txt"} if shape is V1_35 else set())
+    assert left == {"kubelet.sock", "kubelet_internal_checkpoint", "folder"} | (
+        {"notes.txt"} if shape in (V1_35, V1_37) else set()
+    )
 
 
 @versions(V1_25, V1_35)
@@ -184,7 +202,7 @@ async def test_a_pod_that_comes_while_the_plugin_is_away(make_node: MakeNode, sh
     await plugin.stop()
     await kubelet.until(lambda: kubelet.node_status()[CORE_RESOURCE].allocatable == 0)
     message = (await kubelet.admit(pod("a", 2))).message or ""
-    if shape in (V1_25, V1_35):
+    if shape in (V1_25, V1_35, V1_37):
         assert "no healthy devices present; cannot allocate unhealthy devices" in message
     else:
         assert f"requested number of devices unavailable for {CORE_RESOURCE}. Requested: 2, Available: 0" in message
@@ -198,7 +216,7 @@ async def test_cdi_devices_are_dropped_before_1_28(make_node: MakeNode, shape: K
     await kubelet.run(started)
     answer = await kubelet.start_container(started, "app")
     assert answer.envs[CORE_RESOURCE]
-    assert answer.cdi_devices == (("vendor/class=name",) if shape is V1_35 else ())
+    assert answer.cdi_devices == (("vendor/class=name",) if shape in (V1_35, V1_37) else ())
     (entry,) = parse_kubelet_checkpoint(kubelet.checkpoint.read_bytes())
     assert entry.response() == answer
 
