@@ -258,16 +258,12 @@ class ClusterIndex:
                 return names
             return NodeSet(nodes & self._profiles.all | self._profiles.nodes_of(there), names.others.difference(there), numbering)
         names = tuple(names)
-        # Each call has the same names in another order. Python salts their hashes, so no client can craft two sets with the same sum.
-        content = numbering, self._profiles.memberships, len(names), sum(map(hash, names))
+        # Each call has the same names in another order. Python salts their hashes, so no client can craft two sets with the same hash.
+        content = numbering, self._profiles.memberships, len(names), hash(frozenset(names))
         if (known := self._node_sets.get(content)) is not None:
             return known
-        others = frozenset[str]()
-        try:
-            nodes = self._profiles.nodes_of(names)
-        except KeyError:
-            others = frozenset(names) - self._profiles.slots.keys()
-            nodes = self._profiles.nodes_of([name for name in names if name not in others])
+        others = frozenset(names).difference(self._profiles.slots)
+        nodes = self._profiles.nodes_of([name for name in names if name not in others])
         if len(self._node_sets) >= _KEPT_NODE_SETS:
             self._node_sets.clear()
         return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))

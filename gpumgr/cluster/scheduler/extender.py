@@ -125,7 +125,8 @@ class Extender:
         if self._index.node_set(offered).numbering != offered.numbering:  # nodes have got other numbers
             offered = self._index.node_set(names)
         result = self.filter(pod, names, offered)
-        if result.node_names is not None and not (args.by_name or result.failed_nodes or result.failed_and_unresolvable_nodes):
+        whole_nodes = args.node_names is None
+        if whole_nodes and result.node_names is not None and not (result.failed_nodes or result.failed_and_unresolvable_nodes):
             items = args.items()
             return FilterResult(nodes={"metadata": {}, "items": [items[name] for name in result.node_names]})
         return result

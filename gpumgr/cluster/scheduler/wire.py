@@ -1,13 +1,9 @@
 """extender/v1: the requests of kube-scheduler and the answers to them. The keys are the names of the Go fields."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
-
-from gpumgr.common.foreign_text import UnreadableText, decode_json
-
-_NONE: Final = msgspec.Raw(b"null")
 
 
 class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
@@ -16,20 +12,11 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
 
     pod: msgspec.Raw
     nodes: dict[str, Any] | None = None
-    node_names: msgspec.Raw = _NONE
+    node_names: tuple[str, ...] | None = None
 
     def names(self) -> Sequence[str]:
         """Raises ValueError, KeyError or TypeError for nodes without a name."""
-        try:
-            names: tuple[str, ...] | None = decode_json(self.node_names, tuple[str, ...] | None)  # type: ignore[arg-type]
-        except UnreadableText as error:
-            raise ValueError(f"NodeNames: {error}") from error
-        return names if names is not None else list(self.items())
-
-    @property
-    def by_name(self) -> bool:
-        """Whether the answer has names instead of whole nodes."""
-        return bytes(self.node_names) != bytes(_NONE)
+        return self.node_names if self.node_names is not None else list(self.items())
 
     def items(self) -> Mapping[str, Any]:
         """Whole nodes by their names. Raises ValueError, KeyError or TypeError for nodes without a name."""

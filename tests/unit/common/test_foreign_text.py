@@ -168,7 +168,6 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "slice": (parsed(claims.parse_slice), UNREADABLE),
     "claim of a pod": (parsed(lambda item: allocated_claim(REF, "node", item)), (GpumgrError,)),
     "extender's request": (lambda text: decode_json(text, FilterArgs), (UnreadableText,)),
-    "extender's names": (lambda text: FilterArgs(pod=msgspec.Raw(b"{}"), node_names=_kubernetes_item(text)).names(), UNREADABLE),
     "kubelet's checkpoint": (lambda text: parse_kubelet_checkpoint(text.encode()), (GpumgrError,)),
     "kubelet's devices": (lambda text: parse_registered_devices(text.encode()), (GpumgrError,)),
     "volume.conf": (lambda text: parse_volume_conf(text.encode(), Path("volume.conf"), Path("/base")), (GpumgrError,)),

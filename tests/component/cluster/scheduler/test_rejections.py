@@ -23,9 +23,9 @@ from .conftest import Stage, inventory, node, pod, until
 OWN = "/api/v1/namespaces/team/pods/extender"
 
 
-async def waits(stage: Stage, name: str, cores: int = 100) -> None:
-    """A pod that node a has no GPU for."""
-    assert await stage.schedule(pod(name, ("app", cores, 0)), ["a"]) is None
+async def waits(stage: Stage, name: str, cores: int = 100, *names: str) -> None:
+    """A pod that node a has no GPU for. `names`: further nodes that are offered."""
+    assert await stage.schedule(pod(name, ("app", cores, 0)), ["a", *names]) is None
     await until(lambda: f"uid-{name}" in stage.watches.pending)
 
 
@@ -118,19 +118,20 @@ async def test_a_node_that_comes_or_is_made_anew_after_it_was_offered_is_a_reaso
     assert await fitting(full) == "waiting"
 
 
-async def test_a_higher_quota_and_an_assumption_that_ends_are_reasons(stage: Stage) -> None:
+@pytest.mark.parametrize("names", [(), ("not-seen-yet",)])
+async def test_a_higher_quota_and_an_assumption_that_ends_are_reasons(stage: Stage, names: tuple[str, ...]) -> None:
     def limit(cores: int) -> None:
         stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=cores),))}
 
     limit(100)
     assert (await stage.filter(pod("assumed", ("app", 100, 0)), ["a"]))["NodeNames"] == ["a"]
-    await waits(stage, "waiting")
+    await waits(stage, "waiting", 100, *names)
     stage.clock.now = 10
     assert await fitting(stage) is None
     limit(200)
     assert await fitting(stage) == "waiting"
     limit(100)
-    await waits(stage, "waiting")
+    await waits(stage, "waiting", 100, *names)
     stage.clock.now = 1000
     await stage.extender.look_up_assumed()
     assert await fitting(stage) == "waiting"

@@ -437,7 +437,7 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
             FilterArgs(
                 pod=msgspec.Raw(json.dumps(pod(f"new-{number}", ("app", 40, 8), ("app", 30, 8))).encode()),
                 nodes=None,
-                node_names=msgspec.Raw(json.dumps(names).encode()),
+                node_names=tuple(names),
             )
             for number in range(2)
         ]
