@@ -1,4 +1,4 @@
-"""The tables of settings: key, default, meaning, and whether a change is live."""
+"""The tables of settings: key with default, meaning, and whether a change is live."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -40,5 +40,5 @@ def _section(section: str, written: Mapping[str, tuple[str, str]]) -> str:
     rows = []
     for key, kind in sections()[section].items():
         default, comment = written[name := f"{section}.{key}"]
-        rows.append((code(name), code(default), f"{comment} *Live.*" if is_live(kind) else comment))
-    return table((f"`{section}`", "default", "meaning"), rows)
+        rows.append((code(f"{name}: {default}"), f"{comment} *Live.*" if is_live(kind) else comment))
+    return table((f"`{section}`", "meaning"), rows)
