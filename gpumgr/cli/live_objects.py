@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Final, Literal, Required, TypedDict, TypeVar
 
@@ -12,9 +11,12 @@ from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_node
 from gpumgr.cluster.simulation.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.cluster.simulation.node_filters import selects
 from gpumgr.common.foreign_text import UnreadableText, convert
+from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.pods import MIRROR_ANNOTATION, parse_milli
 
 Json = Mapping[str, Any]
+#: The namespace and the selector of a PodDisruptionBudget.
+Budget = tuple[str, Json | None]
 _T = TypeVar("_T")
 #: Demands of pods that the simulation does not model.
 UNCHECKED: Final = (
@@ -36,12 +38,13 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
     if document.get("poddisruptionbudgets") is None:
         problems.append("PodDisruptionBudgets can't be listed: no pod counts as protected by one")
 
-    def read(key: str, kind: str, decode: Callable[[Json], _T], consequence: str = "") -> Iterator[tuple[str, _T]]:
-        for name, item in _named(document, key, kind):
+    def read(key: str, kind: str, decode: Callable[[Any], _T], consequence: str = "") -> Iterator[tuple[str, _T]]:
+        for item in document.get(key) or ():
+            name = f"{kind} {_name(item)}"
             try:
                 yield name, decode(item)
-            except ValueError as error:
-                problems.append(f"{name} is left out{consequence}: {error}")
+            except UNREADABLE as error:
+                problems.append(f"{name} is left out{consequence}: {reason(error)}")
 
     unprotected, free = ", and the pods that it selects count as not protected", ", and what it uses counts as free"
     budgets = [budget for _, budget in read("poddisruptionbudgets", "PodDisruptionBudget", _budget, unprotected)]
@@ -59,34 +62,37 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
 
 
 def read_pod(
-    item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Json] = ()
+    item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Budget] = ()
 ) -> tuple[WatchedPod, LivePod]:
-    """`nodes`: name -> node, where the pod's node is looked up. Raises ValueError, which names the field."""
-    _check(item, _PodObject)
+    """`nodes`: name -> node, where the pod's node is looked up. Raises one of UNREADABLE, which `reason` explains."""
     pod = parse_watched_pod(item)
     return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)
 
 
-def _budget(item: Json) -> Json:
-    _check(item, _BudgetObject)
-    return item
+def reason(error: Exception) -> str:
+    """What is wrong with an object."""
+    return str(UnreadableText(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
+
+
+def _budget(item: Json) -> Budget:
+    selector = (item.get("spec") or {}).get("selector")
+    selects(selector, {})  # raises an error for another structure
+    return str(item["metadata"]["namespace"]), selector
 
 
 def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
-    _check(item, _NodeObject)
     node = parse_node(item)
     return node, _live_node(item, node)
 
 
 def _live_node(item: Json, node: WatchedNode) -> LiveNode:
-    """Raises ValueError."""
     spec, status = item.get("spec") or {}, item["status"]
     ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
     derived = [_NOT_READY.get(ready, "node.kubernetes.io/not-ready")]
     derived += ["node.kubernetes.io/unschedulable"] if spec.get("unschedulable") else []
     return LiveNode(
         state=node.state,
-        labels=item["metadata"].get("labels") or {},
+        labels=dict(item["metadata"].get("labels") or {}),
         taints=tuple(
             {"key": each["key"], "effect": each["effect"], "value": each.get("value")} for each in spec.get("taints") or ()
         )
@@ -95,10 +101,10 @@ def _live_node(item: Json, node: WatchedNode) -> LiveNode:
     )
 
 
-def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Json]) -> LivePod:
-    """`node` is the pod's node; None: it has none, or the node is not known. Raises ValueError."""
+def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Budget]) -> LivePod:
+    """`node` is the pod's node; None: it has none, or the node is not known."""
     spec = item["spec"]
-    rules = {key: spec.get(key) for key in ("tolerations", "nodeSelector", "affinity")}
+    rules = convert({key: spec.get(key) for key in _Rules.__annotations__}, _Rules)
     unchecked = tuple(_unchecked(spec))
     fixed = _fixed(item, pod, node, budgets) or (f"has {unchecked[0]}, which are not checked" if unchecked else "")
     return LivePod(
@@ -115,11 +121,11 @@ def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Seque
     )
 
 
-def _fixed(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Json]) -> str:
+def _fixed(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Budget]) -> str:
     """Why the pod may not be moved, or ""."""
     metadata = item["metadata"]
     owners = [each["kind"] for each in metadata.get("ownerReferences") or () if each.get("controller")]
-    selectors = [(each.get("spec") or {}).get("selector") for each in budgets if each["metadata"]["namespace"] == pod.namespace]
+    selectors = [selector for namespace, selector in budgets if namespace == pod.namespace]
     known = pod.shares is not None or (node is not None and pod.uid in node.state.other)
     reasons = {
         "is a mirror pod": MIRROR_ANNOTATION in (metadata.get("annotations") or {}),
@@ -176,44 +182,14 @@ def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
     return found
 
 
-def _named(document: Json, key: str, kind: str) -> Iterator[tuple[str, Any]]:
-    """The objects, each with its name for messages. The name of an object from a file begins with the object's place there."""
-    items = document.get(key) or ()
-    for item, place in zip_longest(items, document.get("places", {}).get(key, ())):
-        metadata = item.get("metadata") if isinstance(item, Mapping) else None
-        texts = [metadata.get(part) for part in ("namespace", "name")] if isinstance(metadata, Mapping) else []
-        name = "/".join(str(text) for text in texts if text) or "without a name"
-        yield f"{place}: {kind} {name}" if place else f"{kind} {name}", item
+def _name(item: Any) -> str:
+    """The object's name for messages."""
+    metadata = item.get("metadata") if isinstance(item, Mapping) else None
+    texts = [metadata.get(part) for part in ("namespace", "name")] if isinstance(metadata, Mapping) else []
+    return "/".join(str(text) for text in texts if text) or "without a name"
 
 
-# -- the fields of API objects that are read, with their types -----------------------------------------------------------------
-
-
-_Texts = dict[str, str] | None
-_Amounts = dict[str, str | int | float] | None
-
-
-class _Owner(TypedDict, total=False):
-    kind: Required[str]
-    controller: bool | None
-
-
-class _Metadata(TypedDict, total=False):
-    name: Required[str]
-    uid: Required[str]
-    labels: _Texts
-    annotations: _Texts
-    ownerReferences: list[_Owner] | None
-
-
-class _PodMetadata(_Metadata, total=False):
-    namespace: Required[str]
-
-
-class _Taint(TypedDict, total=False):
-    key: Required[str]
-    effect: Required[str]
-    value: str | None
+# -- the rules of a pod that are read later, with their types --------------------------------------------------------------------
 
 
 class _Toleration(TypedDict, total=False):
@@ -246,82 +222,7 @@ class _Affinity(TypedDict, total=False):
     nodeAffinity: _NodeAffinity | None
 
 
-class _Resources(TypedDict, total=False):
-    requests: _Amounts
-    limits: _Amounts
-
-
-class _Container(TypedDict, total=False):
-    name: Required[str]
-    restartPolicy: str | None
-    resources: _Resources | None
-    ports: list[dict[str, Any]] | None
-    env: list[dict[str, Any]] | None
-
-
-class _PodSpec(TypedDict, total=False):
-    containers: Required[list[_Container]]
-    initContainers: list[_Container] | None
-    nodeName: str | None
-    nodeSelector: _Texts
+class _Rules(TypedDict):
     tolerations: list[_Toleration] | None
+    nodeSelector: dict[str, str] | None
     affinity: _Affinity | None
-    overhead: _Amounts
-    resources: _Resources | None
-    priority: int | None
-    volumes: list[dict[str, Any]] | None
-
-
-class _PodObject(TypedDict, total=False):
-    metadata: Required[_PodMetadata]
-    spec: Required[_PodSpec]
-    status: dict[str, Any] | None
-
-
-class _NodeSpec(TypedDict, total=False):
-    unschedulable: bool | None
-    taints: list[_Taint] | None
-
-
-class _Condition(TypedDict):
-    type: str
-    status: str
-
-
-class _NodeStatus(TypedDict, total=False):
-    capacity: _Amounts
-    allocatable: _Amounts
-    conditions: list[_Condition] | None
-
-
-class _NodeObject(TypedDict, total=False):
-    metadata: Required[_Metadata]
-    spec: _NodeSpec | None
-    status: Required[_NodeStatus]
-
-
-class _Selector(TypedDict, total=False):
-    matchLabels: _Texts
-    matchExpressions: list[_Requirement] | None
-
-
-class _BudgetSpec(TypedDict, total=False):
-    selector: _Selector | None
-
-
-class _BudgetMetadata(TypedDict):
-    namespace: str
-
-
-class _BudgetObject(TypedDict, total=False):
-    metadata: Required[_BudgetMetadata]
-    spec: _BudgetSpec | None
-
-
-def _check(item: object, kind: Any) -> None:
-    """Raises ValueError, which names the field."""
-    try:
-        convert(item, kind)
-    except UnreadableText as error:
-        what, _, path = str(error).replace("`", "").partition(" - at $")
-        raise ValueError(f"{path.removeprefix('.') or 'the object'}: {what[:1].lower()}{what[1:]}") from error

@@ -10,28 +10,28 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal, TypedDict
 
 import click
 import msgspec
-import yaml
 
-from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod
+from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod, reason
 from gpumgr.cli.options import ExitingCommand, default_kubeconfig
 from gpumgr.cli.rendering.formats import cleaned
 from gpumgr.cli.simulate import CPUS_PER_GPU, SOURCE, read_text, text_table
 from gpumgr.cluster.scheduler.selection import POLICIES
 from gpumgr.cluster.simulation.defrag import Defrag
-from gpumgr.cluster.simulation.json_text import JsonText, count_text, short
+from gpumgr.cluster.simulation.json_text import count_text
 from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.common.foreign_text import UnreadableText, decode_json, decode_yaml
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.settings.tree import UnreadableError, compose, line_of
 
 Document = dict[str, Any]
-_FORMAT: Final = {"kind": "gpumgr snapshot", "version": 1}
 _REMEDY: Final = "make it with `gpumgr simulate --from-cluster --snapshot FILE` of this version"
+#: The largest file of a pod.
+_MOST_BYTES: Final = 1 << 20
 #: The fields that are kept, by their paths. Other annotations, environment variables and the like may contain anything.
 _KEPT: Final = re.compile(
     r"""[a-z]+/metadata/(name|namespace|uid|labels/.*)
@@ -49,29 +49,28 @@ _KEPT: Final = re.compile(
 )
 
 
+class _Snapshot(TypedDict):
+    """`poddisruptionbudgets` None: they can't be listed."""
+
+    kind: Literal["gpumgr snapshot"]
+    version: Literal[1]
+    nodes: list[Any]
+    pods: list[Any]
+    poddisruptionbudgets: list[Any] | None
+
+
 def read_cluster(kubeconfig: Path) -> Document:
     """Raises GpumgrError."""
     return asyncio.run(_read(kubeconfig))
 
 
 def load(file: Path) -> Document:
-    """The document in the file. Under the key `places` it has the file and line of each object, for each list. Raises InputError."""
-    text = JsonText(str(file), read_text(file))
-    entries = {entry.key: entry for entry in text.entries("{")}
-    for key, value in _FORMAT.items():
-        if key not in entries:
-            raise InputError(f"{file}, line 1: the key {key} is missing, so it is not a snapshot; {_REMEDY}")
-        if entries[key].value != value:
-            found = short(json.dumps(entries[key].value))
-            raise InputError(f"{text.place(entries[key].at)}: {key} is {found}, and {json.dumps(value)} is expected; {_REMEDY}")
-    document = {key: entry.value for key, entry in entries.items()}
-    document["places"] = {}
-    for key in ("nodes", "pods", "poddisruptionbudgets"):
-        if document.get(key) is not None:
-            document["places"][key] = [text.place(each.at) for each in text.entries("[", entries[key].at)]
-        elif key != "poddisruptionbudgets":
-            raise InputError(f"{file}, line 1: the list {key} is missing; {_REMEDY}")
-    return document
+    """The document in the file. Raises InputError."""
+    text = read_text(file)
+    try:
+        return {**decode_json(text, _Snapshot)}
+    except UnreadableText as error:
+        raise InputError(f"{file} is not a snapshot: {error}; {_REMEDY}") from error
 
 
 def save(document: Document, file: Path) -> None:
@@ -94,7 +93,7 @@ async def _read(kubeconfig: Path) -> Document:
         raise GpumgrError(f"the cluster of {kubeconfig} can't be read: {error or type(error).__name__}; {remedy}") from error
     finally:
         await server.close()
-    return {**_FORMAT, "nodes": nodes, "pods": pods, "poddisruptionbudgets": budgets}
+    return {"kind": "gpumgr snapshot", "version": 1, "nodes": nodes, "pods": pods, "poddisruptionbudgets": budgets}
 
 
 async def _items(server: ApiServer, path: str, **query: str) -> list[Any]:
@@ -241,25 +240,22 @@ def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path |
 
 def _read_pod(file: BinaryIO) -> LivePod:
     """Raises InputError."""
-    item = read_object(file.name, file.read())
-    if item.get("kind") != "Pod":
-        kind = json.dumps(item.get("kind"), default=str)
-        raise InputError(f"{file.name}: its kind is {kind}; give a Pod, for example from the template in it")
-    metadata = item.get("metadata")
-    if isinstance(metadata, dict):
-        metadata = {"namespace": "default", "name": metadata.get("generateName", ""), **metadata, "uid": f"file {file.name}"}
     try:
-        item = {**item, "metadata": metadata, "status": {}}
+        (item,) = decode_yaml(file.read(), max_bytes=_MOST_BYTES)
+        if item["kind"] != "Pod":
+            raise InputError(f"{file.name}: its kind is {item['kind']}; give a Pod, for example from the template in it")
+        named = {"namespace": "default", "name": item["metadata"].get("generateName", "")}
+        item |= {"metadata": {**named, **item["metadata"], "uid": f"file {file.name}"}, "status": {}}
         watched, pod = read_pod(item)
-    except ValueError as error:
-        raise InputError(f"{file.name}: {error}; correct it, see `kubectl explain pod`") from error
-    reasons = {
+    except UNREADABLE as error:
+        raise InputError(f"{file.name} is not a pod: {reason(error)}; correct it, see `kubectl explain pod`") from error
+    problems = {
         "it has spec.nodeName, so no scheduler places it; remove this line": watched.node,
         watched.refusal: watched.refusal,
         "it requests no GPU; set the limit tencent.com/vcuda-core in a container": not watched.wants_gpu,
     }
-    if (reason := next((reason for reason, applies in reasons.items() if applies), None)) is not None:
-        raise InputError(f"{file.name}: {reason}")
+    if (problem := next((problem for problem, applies in problems.items() if applies), None)) is not None:
+        raise InputError(f"{file.name}: {problem}")
     return pod
 
 
@@ -274,33 +270,3 @@ def _place(cluster: LiveCluster, pod: LivePod, spot: Spot | None) -> Json:
 def _where(place: Json) -> str:
     gpus = ",".join(str(gpu["index"]) for gpu in place["gpus"])
     return f"{place['node']} GPU {gpus}" if gpus else str(place["node"])
-
-
-def read_object(file: str, content: bytes) -> dict[str, Any]:
-    """Reads one object. Raises InputError, which names file and line, even for a key that appears twice."""
-    try:
-        node = compose(content)
-    except UnreadableError as error:
-        place = file if error.line is None else f"{file}, line {error.line}"
-        raise InputError(f"{place}: {error}") from error
-    if not isinstance(node, yaml.MappingNode):
-        raise InputError(f"{file}: an object is expected, with apiVersion, kind, metadata and spec")
-    try:
-        made: dict[str, Any] = _Constructor().construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else line_of(node)
-        raise InputError(f"{file}, line {line}: {error.problem}") from error
-    except Exception as error:  # PyYAML raises any error for a bad tag
-        raise InputError(f"{file}: a value does not have the form that its tag demands, or is nested too deeply") from error
-    return made
-
-
-class _Constructor(yaml.constructor.SafeConstructor):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value in keys:
-                what = f"the key {key.value} is there twice" if isinstance(key, yaml.ScalarNode) else "a key is no text"
-                raise yaml.constructor.ConstructorError(None, None, f"{what}; keep one text for each key", key.start_mark)
-            keys.add(key.value)
-        return super().construct_mapping(node, deep)

@@ -100,20 +100,26 @@ def test_the_state_of_a_node_counts_as_a_taint(changes: Json, reason: str | None
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("changes", "problem"),
     [
-        ({"status": 5}, "status"),
-        ({"spec": {"containers": [{"name": "c", "env": [5]}]}}, "spec.containers[0].env[0]"),
-        ({"spec": {"containers": [{}]}}, "spec.containers[0]"),
-        ({"spec": {"containers": [], "nodeSelector": {"a": 1}}}, "spec.nodeSelector[...]"),
-        ({"spec": {"containers": [], "volumes": [None]}}, "spec.volumes[0]"),
-        ({"metadata": {"name": "x", "namespace": "team"}}, "metadata"),
+        ({"status": 5}, "AttributeError: "),
+        ({"spec": {"containers": [{}]}}, "KeyError: 'name'"),
+        ({"spec": {"containers": [], "nodeSelector": {"a": 1}}}, "Expected `str`, got `int` - at `$.nodeSelector[...]`"),
+        ({"spec": {"containers": [], "volumes": [None]}}, "AttributeError: "),
+        ({"metadata": {"name": "x", "namespace": "team"}}, "KeyError: 'uid'"),
     ],
 )
-def test_a_field_of_another_type_is_named(changes: Json, field: str) -> None:
+def test_a_pod_of_another_structure_is_left_out_and_named(changes: Json, problem: str) -> None:
     item = {"metadata": {"name": "x", "namespace": "team", "uid": "x"}, "spec": {"containers": []}, **changes}
-    _, (problem,) = live_cluster({"nodes": nodes(), "pods": [item], "poddisruptionbudgets": []}, "binpack")
-    assert problem.startswith(f"pod team/x is left out, and what it uses counts as free: {field}: ")
+    _, (found,) = live_cluster({"nodes": nodes(), "pods": [item], "poddisruptionbudgets": []}, "binpack")
+    assert found.startswith(f"pod team/x is left out, and what it uses counts as free: {problem}")
+
+
+@pytest.mark.parametrize("spec", [5, {"selector": 5}, {"selector": {"matchLabels": 5}}, {"selector": {"matchExpressions": [{}]}}])
+def test_a_budget_of_another_structure_is_left_out_and_named(spec: Any) -> None:
+    budget = {"metadata": {"namespace": "team", "name": "pdb"}, "spec": spec}
+    _, (found,) = live_cluster({"nodes": nodes(), "pods": [], "poddisruptionbudgets": [budget]}, "binpack")
+    assert found.startswith("PodDisruptionBudget team/pdb is left out, and the pods that it selects count as not protected: ")
 
 
 def test_a_comparison_without_a_value_matches_nothing() -> None:

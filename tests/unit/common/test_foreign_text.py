@@ -16,7 +16,6 @@ from gpumgr.cli import live_objects
 from gpumgr.cli.client import agent_client as schema
 from gpumgr.cli.examination.cluster_config import parse_config
 from gpumgr.cli.place import StateFile
-from gpumgr.cli.simulate_live import read_object
 from gpumgr.cluster.claims import objects as claims
 from gpumgr.cluster.scheduler.objects import QuotaLabels, decode_pod, parse_node, parse_watched_pod
 from gpumgr.cluster.scheduler.quota_sources import GPU_ADMISSION_KEY, PLAIN_KEY, parse_quotas
@@ -46,7 +45,6 @@ _OWN_DECODERS: Final = {
     "kube/credentials": "it reads on a thread, and its errors must not quote secrets",
     "settings/tree": "it needs the lines of a YAML file",
     "settings/load": "its types need a hook for paths, and it collects all mistakes of a file",
-    "cli/simulate_live": "it refuses keys that are there twice, with their lines",
     "cli/config": "it decodes what it has encoded itself",
     "runtime/cuda_checkpoint": "the agent wrote its input, and it imports nothing of gpumgr",
     "cluster/simulation/json_text": "it needs the lines of a JSON file; this package does not import msgspec",
@@ -179,8 +177,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "object of kubectl": (read_documents, (GpumgrError,)),
     "object of kubectl, decoded": (parsed(lambda item: parse_object({"kind": "Pod", "spec": item}, "file")), (GpumgrError,)),
     "state of GPUs": (lambda text: decode_json(text, StateFile), (UnreadableText,)),
-    "pod in a file": (lambda text: read_object("file", text.encode()[:YAML_BYTES]), (GpumgrError,)),
-    "snapshot": (lambda text: list(JsonText("file", text).entries("{")), (GpumgrError,)),
+    "nodes in a file": (lambda text: list(JsonText("file", text).entries("{")), (GpumgrError,)),
     "objects of a snapshot": (
         parsed(lambda item: live_objects.live_cluster({"nodes": [item, {}], "pods": [item]}, "spread")),
         (),
