@@ -6,17 +6,17 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 import click
 from rich.text import Text
 
 from gpumgr.cli.examination import api_server, enforcement, folders, gpus, kubelet, runtime
-from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, aside, error_of, examine, ok, warning
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, Report, aside, error_of, examine, ok, warning
 from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.rendering.tables import open_table, show
@@ -231,7 +231,7 @@ def command(
         raise click.UsageError("--kubeconfig and --scheduler-config need --cluster")
     with hardware_of(sim, settings.nvml.library_path) as hardware:
         in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-        report_node(checks_for(settings, hardware, in_pod=in_pod, before_start=before_start), as_json=as_json)
+        report(examine(checks_for(settings, hardware, in_pod=in_pod, before_start=before_start)), as_json=as_json)
 
 
 def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: bool) -> NoReturn:
@@ -243,34 +243,29 @@ def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: b
     from gpumgr.kube.client import ApiServer
 
     text = config.read() if config is not None else None
-    with asyncio.Runner() as runner:
-        server = runner.run(
-            ApiServer.connect(kubeconfig, remedy="give --kubeconfig FILE, or run in a pod with a service account")
-        )
-        try:
-            _report(runner, cluster.checks_for_cluster(server, text), as_json=as_json, limit_seconds=cluster.LIMIT_SECONDS)
-        finally:
-            runner.run(server.close())
+
+    async def examined() -> Report:
+        remedy = "give --kubeconfig FILE, or run in a pod with a service account"
+        async with ApiServer.session(kubeconfig, remedy=remedy) as server:
+            return await examine(cluster.checks_for_cluster(server, text), limit_seconds=cluster.LIMIT_SECONDS)
+
+    report(examined(), as_json=as_json)
 
 
-def report_node(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
+def report(examination: Coroutine[Any, Any, Report], *, as_json: bool) -> NoReturn:
     """Prints the findings, and ends the process with their exit code."""
     with asyncio.Runner() as runner:
-        _report(runner, checks, as_json=as_json, limit_seconds=limit_seconds)
-
-
-def _report(runner: asyncio.Runner, checks: Sequence[Check], *, as_json: bool, limit_seconds: float) -> NoReturn:
-    report = runner.run(examine(checks, limit_seconds=limit_seconds))
-    if as_json:
-        click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in report.findings.items()], indent=2))
-    else:
-        # Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output.
-        table = open_table(("", False), ("", False), ("", False), header=False)
-        for name, finding in sorted(report.findings.items(), key=lambda found: found[1].state == "error"):
-            text = "; ".join(filter(None, (finding.message, finding.remedy)))
-            table.add_row(Text(finding.state, style=_COLORS[finding.state]), Text(name), Text(text))
-        show(lambda _width: table)
-    if report.hung:
-        sys.stdout.flush()
-        os._exit(report.exit_code)  # a normal exit would wait for threads that hang
-    sys.exit(report.exit_code)
+        done = runner.run(examination)
+        if as_json:
+            click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in done.findings.items()], indent=2))
+        else:
+            # Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output.
+            table = open_table(("", False), ("", False), ("", False), header=False)
+            for name, finding in sorted(done.findings.items(), key=lambda found: found[1].state == "error"):
+                text = "; ".join(filter(None, (finding.message, finding.remedy)))
+                table.add_row(Text(finding.state, style=_COLORS[finding.state]), Text(name), Text(text))
+            show(lambda _width: table)
+        if done.hung:
+            sys.stdout.flush()
+            os._exit(done.exit_code)  # the runner would wait for threads that hang
+    sys.exit(done.exit_code)

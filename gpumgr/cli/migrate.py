@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 import click
 
 from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, effective_settings, output_option
@@ -23,7 +22,7 @@ from gpumgr.compat.hami import takeover
 from gpumgr.compat.hami.config import Config, read_config
 from gpumgr.compat.objects import Object, Pod, of_type, parse_object, read_objects
 from gpumgr.compat.plan import Plan, settings_yaml, text_of, write_settings
-from gpumgr.kube.client import UNREADABLE, ApiServer
+from gpumgr.kube.client import ApiServer
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import (
     FILE_NAME,
     parse_registered_devices,
@@ -282,17 +281,12 @@ def _verify(config: Config, found: takeover.HamiState, to: Path, *, as_json: boo
 
 async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
     """The node and its pods. Raises GpumgrError."""
-    server = await ApiServer.connect(kubeconfig, remedy="name another one with --kubeconfig, or the pods with --pods")
-    try:
+    async with ApiServer.session(kubeconfig, remedy="name another one with --kubeconfig, or the pods with --pods") as server:
         pods = await server.read("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"})
         return (
             parse_object({**await server.read("GET", f"/api/v1/nodes/{node}"), "kind": "Node"}, _API_SERVER),
             *(parse_object({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods["items"]),
         )
-    except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:
-        raise GpumgrError(f"the API server can't be reached: {' '.join(str(error).split()) or type(error).__name__}") from error
-    finally:
-        await server.close()
 
 
 def _library(folder: Path) -> tuple[Path, str] | None:

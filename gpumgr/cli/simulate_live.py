@@ -23,9 +23,9 @@ from gpumgr.cluster.scheduler.selection import POLICIES
 from gpumgr.cluster.simulation.defrag import Defrag
 from gpumgr.cluster.simulation.json_text import count_text
 from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
-from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.errors import InputError
 from gpumgr.common.foreign_text import UnreadableText, decode_json, decode_yaml
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kube.client import UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings.schema import SchedulerSettings
 
 Document = dict[str, Any]
@@ -78,8 +78,7 @@ def save(document: Document, file: Path) -> None:
 
 
 async def _read(kubeconfig: Path) -> Document:
-    server = await ApiServer.connect(kubeconfig, remedy="give another --kubeconfig")
-    try:
+    async with ApiServer.session(kubeconfig, remedy="give another --kubeconfig") as server:
         nodes = await _items(server, "/api/v1/nodes")
         pods = await _items(server, "/api/v1/pods", fieldSelector="status.phase!=Succeeded,status.phase!=Failed")
         try:
@@ -88,11 +87,6 @@ async def _read(kubeconfig: Path) -> Document:
             if error.status != 403:
                 raise
             budgets = None
-    except API_FAILURES as error:
-        remedy = "check its address, and the rights to list nodes and pods"
-        raise GpumgrError(f"the cluster of {kubeconfig} can't be read: {error or type(error).__name__}; {remedy}") from error
-    finally:
-        await server.close()
     return {"kind": "gpumgr snapshot", "version": 1, "nodes": nodes, "pods": pods, "poddisruptionbudgets": budgets}
 
 

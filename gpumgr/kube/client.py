@@ -115,6 +115,19 @@ class ApiServer:
         files = CredentialFiles(kubeconfig, remedy)
         return cls(files, await files.read(), clock, max_retry_after_seconds)
 
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def session(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> AsyncIterator[Self]:
+        """As `connect`, and closes the connection at the end of the block. A request in the block without an answer is a GpumgrError."""
+        server = await cls.connect(kubeconfig, remedy=remedy)
+        try:
+            yield server
+        except (aiohttp.ClientError, OSError) as error:
+            place = "the API server" + (f" of {kubeconfig}" if kubeconfig else "")
+            raise GpumgrError(f"{place} did not answer: {' '.join(str(error).split()) or type(error).__name__}") from error
+        finally:
+            await server.close()
+
     async def close(self) -> None:
         await self._session.close()
 

@@ -52,27 +52,18 @@ class SchedulerLocation:
 
 async def ask_scheduler(location: SchedulerLocation, name: PodName, *, each_node: bool) -> tuple[dict[str, Any], Why]:
     """Returns the answer as it was received, and decoded with printable texts. Raises GpumgrError."""
-    server = await ApiServer.connect(location.kubeconfig, remedy="give another --kubeconfig")
-    try:
-        return await _ask(server, location, name, each_node=each_node)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise GpumgrError(f"the API server of {location.kubeconfig} did not answer: {error or type(error).__name__}") from error
-    finally:
-        await server.close()
-
-
-async def _ask(server: ApiServer, location: SchedulerLocation, name: PodName, *, each_node: bool) -> tuple[dict[str, Any], Why]:
     namespace, pod = name.namespace, name.name
-    if namespace is None:
-        found = await _pods(server, "fieldSelector", f"metadata.name={pod}")
-        namespace, _ = name.among([(each["metadata"]["namespace"], pod) for each in found])
-    scheduler = await _scheduler(server, location)
-    query = {"namespace": namespace, "name": pod, **({"nodes": "1"} if each_node else {})}
-    if location.token is not None:
-        headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"}
-        document = await _through_proxy(server, scheduler, query, headers)
-    else:
-        document = await _through_forwarded_port(location.kubeconfig, scheduler, query)
+    async with ApiServer.session(location.kubeconfig, remedy="give another --kubeconfig") as server:
+        if namespace is None:
+            found = await _pods(server, "fieldSelector", f"metadata.name={pod}")
+            namespace, _ = name.among([(each["metadata"]["namespace"], pod) for each in found])
+        scheduler = await _scheduler(server, location)
+        query = {"namespace": namespace, "name": pod, **({"nodes": "1"} if each_node else {})}
+        if location.token is not None:
+            headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"}
+            document = await _through_proxy(server, scheduler, query, headers)
+        else:
+            document = await _through_forwarded_port(location.kubeconfig, scheduler, query)
     try:
         return document, convert(cleaned(document), Why)
     except UnreadableText as error:

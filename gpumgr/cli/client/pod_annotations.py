@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import aiohttp
 import click
 
 from gpumgr.cli.options import DEFAULT_NAMESPACE, PodName, default_kubeconfig
@@ -48,13 +47,8 @@ async def remote_pod(name: PodName, kubeconfig: Path | None) -> AsyncIterator[Re
     """The pod. Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
     if (file := kubeconfig or default_kubeconfig()) is None:
         raise InputError("there is no kubeconfig: give --kubeconfig FILE")
-    server = await ApiServer.connect(file, remedy="give another --kubeconfig")
-    try:
+    async with ApiServer.session(file, remedy="give another --kubeconfig") as server:
         yield RemotePod(server, name)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise GpumgrError(f"the API server of {file} did not answer: {error or type(error).__name__}") from error
-    finally:
-        await server.close()
 
 
 def annotation(pod: Mapping[str, Any], key: str, kind: type[T], default: str) -> T:

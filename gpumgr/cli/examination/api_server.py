@@ -44,13 +44,10 @@ async def judged(look: Awaitable[CheckResult]) -> CheckResult:
 async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckResult]]) -> CheckResult:
     """Calls `look` with the API server of the settings, and returns the judged result."""
     try:
-        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
+        async with ApiServer.session(settings.kubernetes.kubeconfig) as server:
+            return await judged(look(server))
     except GpumgrError as failure:
         return error_of(failure, IF_HUNG)
-    try:
-        return await judged(look(server))
-    finally:
-        await server.close()
 
 
 # -- the rights of the agent's account -----------------------------------------------------------------------------------------

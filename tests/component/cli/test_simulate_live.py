@@ -265,8 +265,8 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
     api.forbidden.add(("list", "pods"))
     found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
     assert found.code == 1
-    assert "can't be read: HTTP 403" in found.err
+    assert "gpumgr: HTTP 403" in found.err
     await api.stop()
     found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
     assert found.code == 1
-    assert "check its address, and the rights to list nodes and pods" in found.err
+    assert f"the API server of {tmp_path / 'kubeconfig'} did not answer: " in found.err

@@ -156,8 +156,8 @@ def test_wrong_settings_are_an_input_error(folder: Path) -> None:
 
 STUCK = """
 import asyncio, time
-from gpumgr.cli.doctor import report_node
-from gpumgr.cli.examination.examine import Check, ok
+from gpumgr.cli.doctor import report
+from gpumgr.cli.examination.examine import Check, examine, ok
 
 async def stuck():
     await asyncio.shield(asyncio.to_thread(time.sleep, 3600))
@@ -165,11 +165,8 @@ async def stuck():
 async def well():
     return ok("as it should be")
 
-report_node(
-    [Check("stuck", stuck, "reboot"), Check("well", well, "")],
-    as_json=True,
-    limit_seconds=0.05,
-)
+checks = [Check("stuck", stuck, "reboot"), Check("well", well, "")]
+report(examine(checks, limit_seconds=0.05), as_json=True)
 """
 
 

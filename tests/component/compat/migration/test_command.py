@@ -283,5 +283,5 @@ async def test_hami_from_the_api_server(folder: Path) -> None:
         api.forbidden.add(("get", "nodes"))
         with pytest.raises(GpumgrError, match="403"):
             await asyncio.to_thread(migrate, *arguments)
-    with pytest.raises(GpumgrError, match="the API server can't be reached"):
+    with pytest.raises(GpumgrError, match=r"the API server of .* did not answer"):
         await asyncio.to_thread(migrate, *arguments)
