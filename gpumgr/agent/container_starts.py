@@ -4,6 +4,9 @@ Converts allocations to tenants, the form that enforcement uses.
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
+
+import structlog
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.pods import find_pod
@@ -12,11 +15,18 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import ALL_RESOURCES, RESOURCES, GpuName, Resource
 from gpumgr.ledger.answer import ContainerResponse, HostPaths, core_answer, instance_answer, memory_answer, merged, replica_answer
+from gpumgr.ledger.claims import refuse_two_limits
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.placement.pods import USUAL_PRIORITY, PodView
 from gpumgr.placement.topology.devices import Gpu
+
+log = structlog.get_logger(__name__)
+
+#: Reason of the event of a pod with two sets of limits.
+TWO_LIMITS: Final = "GpuTwoLimits"
 
 
 def is_share(allocation: Allocation) -> bool:
@@ -168,3 +178,21 @@ class ContainerStarts:
                 f"the container was admitted as one of {exemption}, which the operator excepts from the node's limits, and is none; delete "
                 f"the pod and create it again",
             )
+
+
+def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
+    """Reports a pod with a container that gets two sets of limits, because its claims were prepared for other pods before. The kubelet
+    makes no Prepare call for it, so nothing can refuse the pod: it gets the variables and files of one set.
+
+    `pod` has appeared on the node. Does nothing if a Prepare call of one of its claims is still to come."""
+    ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
+    for claim in ledger.claims.values():
+        if (claim.namespace, claim.name) in names:
+            try:
+                refuse_two_limits(ledger, claim, [pod])
+            except Refusal as refusal:
+                why = f"the pod can't be refused, since its claims were prepared for other pods: {refusal}"
+                log.warning("two_limits", pod="/".join(pod.key), pod_uid=pod.uid, reason=why)
+                entry = HistoryEntry(what="event", code=TWO_LIMITS, pod=pod.key, pod_uid=pod.uid, why=why)
+                agent_state.history.add_unless_repeated(entry)
+                return

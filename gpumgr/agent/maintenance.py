@@ -14,14 +14,13 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
-from gpumgr.agent.api import builtins
+from gpumgr.agent.api import builtins, rows_on, unattributed_rows
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.history import about
 from gpumgr.agent.pods import find_pod, pods_of
 from gpumgr.agent.ports import Eviction, Evictor, Pods
-from gpumgr.agent.rows import rows_on, unattributed_rows
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal

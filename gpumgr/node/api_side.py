@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from gpumgr.agent.container_starts import report_two_limits
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
-from gpumgr.agent.shared_limits import report_two_limits
 from gpumgr.common.aio import forever, persistently
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods, GracePeriods
 from gpumgr.kube.cache import FailedPods, NoPods, PodCache

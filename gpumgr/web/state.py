@@ -29,9 +29,9 @@ from gpumgr.agent.api import (
     QueueRow,
     TreeNode,
     UnattributedSum,
+    container_row,
 )
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.agent.rows import container_row
 from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, GpuName
 from gpumgr.ledger.gpu_share import describe_limits
 from gpumgr.ledger.history import HistoryEntry

@@ -2,9 +2,9 @@
 
 from typing import Final
 
+from gpumgr.agent.container_starts import TWO_LIMITS
 from gpumgr.agent.maintenance import EVICTED as DRAINED
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
-from gpumgr.agent.shared_limits import TWO_LIMITS
 from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.cluster.scheduler.selection import POLICY
 from gpumgr.common.units import (

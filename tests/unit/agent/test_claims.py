@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
 from gpumgr.agent.claims import NodeClaims
-from gpumgr.agent.shared_limits import report_two_limits
+from gpumgr.agent.container_starts import report_two_limits
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, Resource
 from gpumgr.enforcement.backend import Backend, BackendName
