@@ -65,7 +65,7 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path) ->
         while not told[-1].startswith(b"ok "):
             told.append(await process.stdout.readline())
             assert told[-1], b"".join(told).decode()
-        assert re.search(rb"the page is at http://127\.0\.0\.1:[0-9]+/\n", b"".join(told))
+        assert re.search(rb"web_listening .*url=http://127\.0\.0\.1:[0-9]+", b"".join(told))
         (child,) = _children(process.pid)
         (used,) = {Path(word).parent for word in _command(child) if word.endswith("gpumgr.yaml")}
         assert used.parent == folder

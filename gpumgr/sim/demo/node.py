@@ -50,9 +50,8 @@ class Use:
 class SimulatedNode:
     """A simulated node; create it with `open_node`.
 
-    `config` is the agent's settings file, for commands that need it. `pods` are the pods that exist. `labels` maps a GPU's name and UUID
-    to its label ("GPU3"), once `graph` was called. `indices` are NVML's indices by GPU name, as `control` and `start_unattributed` take
-    them.
+    `config` is the agent's settings file, for commands that need it. `pods` are the pods that exist. `indices` are NVML's indices by GPU
+    name, as `control` and `start_unattributed` take them.
 
     Faults: `control` causes faults of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
     start again with `start`.
@@ -73,7 +72,6 @@ class SimulatedNode:
         self.config = folder / _CONFIG
         self.control = SimControl(folder / _GPUS / "control.txt")
         self.pods: dict[str, SimPod] = {}
-        self.labels: dict[str, str] = {}
         self.indices: dict[GpuName, int] = {}
         for index in range(len(description.gpus)):
             self.indices[gpu_name(description.uuid_of(index), self.indices)] = index
@@ -105,10 +103,7 @@ class SimulatedNode:
         """The agent's GPUs from /graph, in NVML's order; GPUs that the driver does not show are last."""
         async with self._http.get(f"{self.url}/graph", params={"format": "json"}) as answer:
             document = await answer.json()
-        gpus = [*sorted(_leaves(document["tree"]), key=lambda gpu: int(gpu["index"])), *document["missing"]]
-        shown = [gpu for gpu in gpus if gpu["index"] is not None]
-        self.labels |= {gpu[key]: f"GPU{gpu['index']}" for gpu in shown for key in ("name", "uuid")}
-        return gpus
+        return [*sorted(_leaves(document["tree"]), key=lambda gpu: int(gpu["index"])), *document["missing"]]
 
     async def maintain(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
         """Sends a maintenance request as `gpumgr gpu` does, over root's unix socket. Raises aiohttp.ClientError if it is refused."""
