@@ -1,4 +1,4 @@
-"""The `gpumgr` command. Each subcommand is a module of its own, which is imported only when the subcommand is called.
+"""The `gpumgr` command. Each subcommand has a module, which is imported only when the subcommand is called.
 
 Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this node;
 4 the checkpoint cannot be used; 5 the driver was replaced under the running agent (start it again).
@@ -38,6 +38,8 @@ _COMMANDS: Final = {
     "config": "Check and show settings.",
     "demo": "Play a script on a simulated node.",
 }
+#: Command -> its module, if the module has another name.
+_MODULES: Final = {"resume": "suspend"}
 #: Commands that run for months; their modules are imported without the parts of libraries that they never use.
 _DAEMONS: Final = ("run", "scheduler", "claims")
 #: The disk, a quota or a limit has no space left, or the disk is broken.
@@ -53,7 +55,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 (click's signature)
         if cmd_name not in _COMMANDS:
             return None
-        name = f"gpumgr.cli.{cmd_name}"
+        name = f"gpumgr.cli.{_MODULES.get(cmd_name, cmd_name)}"
         if cmd_name in _DAEMONS:
             from gpumgr.cli.daemon import lean_imports
 
@@ -61,7 +63,7 @@ class _Lazy(click.Group):
                 module = importlib.import_module(name)
         else:
             module = importlib.import_module(name)
-        command = module.command
+        command = getattr(module, cmd_name if cmd_name in _MODULES else "command")
         assert isinstance(command, click.Command)
         return command
 

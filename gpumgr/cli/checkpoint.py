@@ -10,10 +10,10 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from gpumgr.cli.formats import printable
 from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
-from gpumgr.cli.rendering.formats import printable
-from gpumgr.cli.rendering.tables import open_table
-from gpumgr.cli.rendering.tables import show as show_table
+from gpumgr.cli.tables import open_table
+from gpumgr.cli.tables import show as show_table
 from gpumgr.common.errors import CheckpointError
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ledger import Allocation, Ledger

@@ -19,7 +19,7 @@ from gpumgr.cli.examination import api_server, enforcement, folders, gpus, kubel
 from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, Report, aside, error_of, examine, ok, warning
 from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
-from gpumgr.cli.rendering.tables import open_table, show
+from gpumgr.cli.tables import open_table, show
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import configure_log
 from gpumgr.driver.driver import Nvml

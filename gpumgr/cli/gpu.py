@@ -14,9 +14,9 @@ import click
 
 from gpumgr.agent.api import ContainerRow, MaintenanceResult, NodeState
 from gpumgr.agent.cordons import REASON_CHARACTERS
-from gpumgr.cli.client.agent_client import STATE, AgentClient, AgentUnavailable, read_result, read_state, report_unavailable
+from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, read_result, read_state, report_unavailable
+from gpumgr.cli.formats import clock_time, cores, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, output_option, sendable
-from gpumgr.cli.rendering.formats import clock_time, cores, json_line, memory_text, printable
 from gpumgr.common.errors import GpumgrError
 
 WAIT_SECONDS: Final = 600.0

@@ -7,8 +7,8 @@ from typing import Final
 
 import click
 
+from gpumgr.cli.formats import printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
-from gpumgr.cli.rendering.formats import printable
 from gpumgr.common.errors import GpumgrError
 
 #: Shorter than the timeout of the image's health check (3 s).

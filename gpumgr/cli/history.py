@@ -10,11 +10,11 @@ from typing import Final, Literal
 
 import click
 
-from gpumgr.cli.client.agent_client import STATE, AgentClient, follow_states, read_entries, read_state, report_unavailable
-from gpumgr.cli.client.node_data import AgentData, Document, NodeData, open_node_data
+from gpumgr.cli.agent_client import STATE, AgentClient, follow_states, read_entries, read_state, report_unavailable
+from gpumgr.cli.formats import clock_time, cores, json_line, printable
+from gpumgr.cli.gpu_labels import GpuLabels, gpus_of
+from gpumgr.cli.node_data import AgentData, Document, NodeData, open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, PodName, agent_options, unknown_pod_message
-from gpumgr.cli.rendering.formats import clock_time, cores, json_line, printable
-from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry, What

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import click
 
+from gpumgr.cli.formats import cleaned, printable
 from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, effective_settings, output_option
-from gpumgr.cli.rendering.formats import cleaned, printable
 from gpumgr.common.errors import GpumgrError, InputError, KubeletError
 from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import VCUDA_NAMES

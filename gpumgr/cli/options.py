@@ -13,7 +13,7 @@ from typing import Any, Final, Self, TypeVar, cast
 
 import click
 
-from gpumgr.cli.rendering.formats import printable
+from gpumgr.cli.formats import printable
 from gpumgr.common.errors import InputError
 from gpumgr.placement.pods import PodKey
 from gpumgr.settings import Settings, load_settings

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import click
 
-from gpumgr.cli.client.pod_annotations import RemotePod, annotation, pod_kubeconfig_option, remote_pod
+from gpumgr.cli.formats import printable
 from gpumgr.cli.options import ExitingCommand, PodName, sendable
-from gpumgr.cli.rendering.formats import printable
+from gpumgr.cli.remote_pod import RemotePod, annotation, pod_kubeconfig_option, remote_pod
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import CORES_PER_GPU, RESIZE_ANNOTATION, RESIZED_ANNOTATION
 from gpumgr.kube.client import AnswerError

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import click
 import msgspec
 
+from gpumgr.cli.formats import printable
 from gpumgr.cli.options import ExitingCommand, FiniteRange
-from gpumgr.cli.rendering.formats import printable
 from gpumgr.cluster.simulation import inflate, replay
 from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS
 from gpumgr.cluster.simulation.json_text import count_text, short
@@ -259,7 +259,7 @@ def text_table(rows: Iterable[Sequence[str]]) -> str:
     # Imported here, since each simulation is a process that imports this module.
     from rich.text import Text
 
-    from gpumgr.cli.rendering.tables import open_table, plain_text
+    from gpumgr.cli.tables import open_table, plain_text
 
     header, *others = rows
     table = open_table(*((title, False) for title in header))

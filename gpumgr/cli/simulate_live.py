@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, Final, Literal, TypedDict
 import click
 import msgspec
 
+from gpumgr.cli.formats import cleaned
 from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod, reason
 from gpumgr.cli.options import ExitingCommand, default_kubeconfig
-from gpumgr.cli.rendering.formats import cleaned
 from gpumgr.cli.simulate import CPUS_PER_GPU, SOURCE, read_text, text_table
 from gpumgr.cluster.scheduler.selection import POLICIES
 from gpumgr.cluster.simulation.defrag import Defrag

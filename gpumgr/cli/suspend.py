@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import click
 
-from gpumgr.cli.client.pod_annotations import annotation, pod_kubeconfig_option, remote_pod
+from gpumgr.cli.formats import printable
 from gpumgr.cli.options import ExitingCommand, FiniteRange, PodName, sendable
-from gpumgr.cli.rendering.formats import printable
+from gpumgr.cli.remote_pod import annotation, pod_kubeconfig_option, remote_pod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import SUSPEND_ANNOTATION
 from gpumgr.kube.client import AnswerError

@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
-from gpumgr.cli.client.agent_client import AgentClient, follow_states, read_state, report_unavailable
-from gpumgr.cli.client.node_data import open_node_data
+from gpumgr.cli.agent_client import AgentClient, follow_states, read_state, report_unavailable
+from gpumgr.cli.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, percent
+from gpumgr.cli.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
+from gpumgr.cli.node_data import open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
-from gpumgr.cli.rendering.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, percent
-from gpumgr.cli.rendering.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
-from gpumgr.cli.rendering.tables import open_table, show
+from gpumgr.cli.tables import open_table, show
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal width from which the container's name and its mechanisms have their own columns.

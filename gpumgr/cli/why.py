@@ -8,8 +8,10 @@ from typing import Final, Literal
 
 import click
 
-from gpumgr.cli.client.agent_client import read_pod, read_state
-from gpumgr.cli.client.node_data import Document, open_node_data
+from gpumgr.cli.agent_client import read_pod, read_state
+from gpumgr.cli.formats import json_line
+from gpumgr.cli.gpu_labels import gpus_of
+from gpumgr.cli.node_data import Document, open_node_data
 from gpumgr.cli.options import (
     AgentLocation,
     ExitingCommand,
@@ -20,9 +22,7 @@ from gpumgr.cli.options import (
     sendable,
     unknown_pod_message,
 )
-from gpumgr.cli.rendering.formats import json_line
-from gpumgr.cli.rendering.gpu_labels import gpus_of
-from gpumgr.cli.rendering.pod_text import pod_text
+from gpumgr.cli.pod_text import pod_text
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.placement.pods import PodKey
@@ -97,7 +97,7 @@ def command(
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {token_file} can't be read: {error}") from error
     # Imported here: the module loads the API server's client, which a question to the agent does not need.
-    from gpumgr.cli.client.cluster_why import SchedulerLocation, ask_scheduler, why_text
+    from gpumgr.cli.cluster_why import SchedulerLocation, ask_scheduler, why_text
 
     place = SchedulerLocation(kubeconfig=cluster, pod=scheduler, token=token)
     document, why = asyncio.run(ask_scheduler(place, name, each_node=each_node))

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpumgr.cli.client.agent_client import AgentClient
+from gpumgr.cli.agent_client import AgentClient
 from gpumgr.common.units import RESOURCES, VCUDA_NAMES
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.ledger import Allocation, Ledger

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from gpumgr.cli.client.agent_client import STATE, AgentClient, read_state
+from gpumgr.cli.agent_client import STATE, AgentClient, read_state
 from gpumgr.cli.examination.examine import CheckResult, aside, error, ok, skipped, warning
 from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
-from gpumgr.cli.rendering.gpu_labels import excess_sentence, gpus_of
+from gpumgr.cli.gpu_labels import excess_sentence, gpus_of
 from gpumgr.common.errors import GpumgrError, NvmlError
 from gpumgr.common.proc import mount_of
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpumgr.cli.client.agent_client import AgentClient, AgentUnavailable
+from gpumgr.cli.agent_client import AgentClient, AgentUnavailable
 from gpumgr.common.errors import GpumgrError, InputError
 
 from .peer import Handler, listening

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.cli.client.agent_client import read_state
+from gpumgr.cli.agent_client import read_state
 from tests.unit.cli.node_story import NAMES, container, state, usage_text
 
 from .conftest import Gpumgr

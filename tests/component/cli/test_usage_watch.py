@@ -5,7 +5,7 @@ import termios
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gpumgr.cli.client.agent_client import read_state
+from gpumgr.cli.agent_client import read_state
 from tests.unit.cli.node_story import GIB, NAMES, container, state, usage_text
 
 from .fake_agent import FakeAgent

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.cli.client.agent_client import read_entries, read_pod, read_state
+from gpumgr.cli.agent_client import read_entries, read_pod, read_state
+from gpumgr.cli.formats import cleaned, json_line, printable
+from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.history import history_line
-from gpumgr.cli.rendering.formats import cleaned, json_line, printable
-from gpumgr.cli.rendering.gpu_labels import gpus_of
-from gpumgr.cli.rendering.pod_text import pod_text
+from gpumgr.cli.pod_text import pod_text
 from gpumgr.common.errors import GpumgrError
 from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story, usage_text
 

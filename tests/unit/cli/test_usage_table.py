@@ -3,8 +3,8 @@
 import pytest
 
 from gpumgr.agent.api import GpuRow
-from gpumgr.cli.client.agent_client import read_state
-from gpumgr.cli.rendering.gpu_labels import gpu_status
+from gpumgr.cli.agent_client import read_state
+from gpumgr.cli.gpu_labels import gpu_status
 from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state, usage_text
 
 NARROW = """\

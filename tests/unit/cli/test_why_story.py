@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from gpumgr.agent.api import GpuRow
-from gpumgr.cli.client.agent_client import read_pod, read_state
+from gpumgr.cli.agent_client import read_pod, read_state
+from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.options import PodName
-from gpumgr.cli.rendering.gpu_labels import gpus_of
-from gpumgr.cli.rendering.pod_text import pod_text
+from gpumgr.cli.pod_text import pod_text
 from gpumgr.common.errors import InputError
 from tests.unit.cli.node_story import AT, GIB, LOST, NAMES, candidate, container, entries, entry, gpu, state, story
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from gpumgr.agent.cordons import decode_cordons
+from gpumgr.cli import agent_client as schema
 from gpumgr.cli import live_objects
-from gpumgr.cli.client import agent_client as schema
 from gpumgr.cli.examination.cluster_config import parse_config
 from gpumgr.cli.place import StateFile
 from gpumgr.cluster.claims import objects as claims

@@ -8,9 +8,9 @@ from typing import Final, Self
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
-from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, limits_sentence, memory_text, percent
-from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpu_sentences
-from gpumgr.cli.rendering.tables import open_table, plain_text
+from gpumgr.cli.formats import blocks, clock_time, cores, gibibytes, limits_sentence, memory_text, percent
+from gpumgr.cli.gpu_labels import GpuLabels, gpu_sentences
+from gpumgr.cli.tables import open_table, plain_text
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
 from gpumgr.ledger.history import Call, Candidate, HistoryEntry
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from gpumgr.agent.api import Failure, GpuRow
 from gpumgr.agent.gpu_names import KnownGpu, find_gpu
-from gpumgr.cli.rendering.formats import clock_time, gibibytes
+from gpumgr.cli.formats import clock_time, gibibytes
 from gpumgr.common.errors import InputError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry

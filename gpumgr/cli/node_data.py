@@ -18,9 +18,9 @@ from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.cli.client.agent_client import PODS, STATE, AgentClient, read_pods
+from gpumgr.cli.agent_client import PODS, STATE, AgentClient, read_pods
+from gpumgr.cli.formats import clock_time, printable
 from gpumgr.cli.options import AgentLocation
-from gpumgr.cli.rendering.formats import clock_time, printable
 from gpumgr.common.errors import CheckpointError, GpumgrError, InputError
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.store import read_checkpoint

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import click
 
+from gpumgr.cli.formats import printable
 from gpumgr.cli.options import DEFAULT_NAMESPACE, PodName, default_kubeconfig
-from gpumgr.cli.rendering.formats import printable
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer

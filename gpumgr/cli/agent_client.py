@@ -12,7 +12,7 @@ import aiohttp
 import click
 
 from gpumgr.agent.api import MaintenanceResult, NodeState, PodDetails, PodRef
-from gpumgr.cli.rendering.formats import cleaned, printable
+from gpumgr.cli.formats import cleaned, printable
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.ledger.history import HistoryEntry

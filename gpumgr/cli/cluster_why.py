@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 import aiohttp
 
+from gpumgr.cli.formats import cleaned, printable
 from gpumgr.cli.options import PodName
-from gpumgr.cli.rendering.formats import cleaned, printable
 from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json

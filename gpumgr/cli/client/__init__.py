@@ -1,1 +1,0 @@
-"""How commands reach this node's agent, and its answers."""

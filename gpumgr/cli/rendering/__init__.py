@@ -1,1 +1,0 @@
-"""What commands print: values in, lines and tables out."""
