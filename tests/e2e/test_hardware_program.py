@@ -5,7 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 from gpumgr.sim.nodes import load_node
 from tests.component.enforcement.limiter.harness import Node, compile_all
+from tests.hardware import suspend
 from tests.hardware.bare import ROOT
 from tests.hardware.measure import TORCH_ALLOCATORS, TORCH_LOADS
 from tests.lab.files import CONTROL_PROGRAM, LabFiles, obstacle
@@ -112,3 +116,29 @@ def test_a_suspension_is_measured_until_a_step_fails(failures: str, status: int,
     assert said in done.stderr
     rows = [line.partition(":")[0] for line in done.stdout.splitlines() if "GiB" in line]
     assert rows == ([] if failures else ["2 GiB, 2 of 2 rounds", "3 GiB, 1 of 1 rounds"])
+
+
+def test_a_failed_step_ends_the_tenants_whose_answers_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, answers = threading.Event(), list[bool]()
+
+    class Stuck:
+        """Its tenant answers only by its end."""
+
+        def __init__(self, folder: Path) -> None: ...
+
+        def start(self) -> float:
+            return 1.0
+
+        def hold(self, gib: int, byte: int) -> None: ...
+
+        def move(self, _byte: int, _rate: float, pool: ThreadPoolExecutor) -> Mapping[str, float]:
+            pool.submit(lambda: answers.append(ended.wait(20)))
+            raise suspend.SuspendError("agent, restore")
+
+        def close(self) -> None:
+            ended.set()
+
+    monkeypatch.setattr(suspend, "_Suspension", Stuck)
+    with pytest.raises(suspend.SuspendError, match="restore"):
+        suspend.measured(tmp_path, [(2, 1)], time.monotonic() + 60)
+    assert answers == [True]

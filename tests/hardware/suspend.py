@@ -101,8 +101,8 @@ def measured(folder: Path, rounds: Sequence[tuple[int, int]], deadline: float) -
     Raises SuspendError."""
     suspension = _Suspension(folder)
     made: list[Mapping[str, float]] = []
-    try:
-        with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:
+        try:
             rate = suspension.start()
             for gib, wanted in rounds:
                 made = []
@@ -113,8 +113,8 @@ def measured(folder: Path, rounds: Sequence[tuple[int, int]], deadline: float) -
                     made.append(suspension.move(gib, rate, pool))
                     longest = max(longest, time.monotonic() - begun)
                 print(f"{gib} GiB, {len(made)} of {wanted} rounds:", _row(made), flush=True)
-    finally:
-        suspension.close()
+        finally:
+            suspension.close()  # within the pool, whose threads wait for answers until the tenants end
     return len(made) == wanted
 
 
