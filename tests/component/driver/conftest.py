@@ -27,6 +27,13 @@ def _sessions_end_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumgr.driver.session._SHUTDOWN_SECONDS", 30.0)
 
 
+@pytest.fixture(autouse=True)
+def _short_waits_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session ends when its thread returns from the wait for events, so each test would last a second longer."""
+    monkeypatch.setattr("gpumgr.driver.session._WAIT_MILLISECONDS", 20)
+    monkeypatch.setattr("gpumgr.driver.session._PAUSE_SECONDS", 0.02)
+
+
 def give_up_after(nvml: Nvml, seconds: float) -> None:
     """From now on. As long as the driver is to answer it has its time, which passes too while this very process is stopped."""
     nvml._timeout_seconds = seconds
