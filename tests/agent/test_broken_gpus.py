@@ -10,7 +10,7 @@ from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.sim.kubelet import SimKubeletError
 from tests.component.driver.smi import install_smi
 
-from .stage import SIM, app, asked, condition, events, running, stage, until, until_sampled
+from .stage import HASTY, SIM, app, asked, condition, events, running, stage, until, until_sampled
 
 FOUR_GPUS = Path(SIM).read_text()
 LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
@@ -71,7 +71,7 @@ async def test_gpus_that_the_driver_does_not_list_are_in_condition_readiness_and
     (device / "vendor").write_text("0x10de\n")
     (device / "class").write_text("0x030200\n")
     sentence = f"the driver lists {listed} of the {listed + 1} NVIDIA GPUs on the PCI bus, not 0000:aa:00.0: see `dmesg`"
-    async with stage(folder, sim=SIM if listed else str(empty)) as node:
+    async with stage(folder, sim=SIM if listed else str(empty), command=HASTY) as node:
         await node.agent.start()
         await node.agent.while_running(node.agent_log.until("ready"))
         await until(lambda: condition(node).get("message") == sentence)
@@ -89,7 +89,7 @@ async def test_gpus_that_the_driver_does_not_list_are_in_condition_readiness_and
 async def test_a_card_that_was_replaced_while_the_node_was_off_is_forgotten(folder: Path) -> None:
     sim = folder / "node.yaml"
     sim.write_text(FOUR_GPUS)
-    async with stage(folder, sim=str(sim)) as node:
+    async with stage(folder, sim=str(sim), command=HASTY) as node:
         await node.start_agent()
         (old,) = (name for name, index in node.indices.items() if index == 1)
         await until_sampled(node)
@@ -108,7 +108,7 @@ async def test_a_card_that_was_replaced_while_the_node_was_off_is_forgotten(fold
 async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_reset(folder: Path) -> None:
     program = install_smi(folder)
     environ = {"FAKE_SMI_NODE": str(folder / "gpus")}
-    async with running(folder, environ=environ, settings={"nvml": {"smi_program": program}}) as node:
+    async with running(folder, environ=environ, settings={"nvml": {"smi_program": program}}, command=HASTY) as node:
         (name,) = (name for name, index in node.indices.items() if index == 2)
 
         def offered() -> bool:

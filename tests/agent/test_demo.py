@@ -18,11 +18,19 @@ from gpumgr.sim.demo.workload import Activity, Workload
 
 from .stage import app
 
+#: The command without the pauses between its steps, which are for a reader.
+_NO_PAUSE = """
+from gpumgr.sim.demo import runner
+vars(runner)["_PAUSE_SECONDS"] = 0
+from gpumgr.cli import main
+main()
+"""
+
 
 async def test_on_a_terminal_the_demo_continues_after_the_script_until_ctrl_c() -> None:
     ours, theirs = pty.openpty()
     size = {**os.environ, "COLUMNS": "160", "LINES": "50"}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", stdin=theirs, stdout=theirs, env=size)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _NO_PAUSE, "demo", stdin=theirs, stdout=theirs, env=size)
     os.close(theirs)
     told = bytearray()
     with FileIO(ours) as terminal:

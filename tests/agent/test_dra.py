@@ -19,7 +19,7 @@ from gpumgr.sim.kubelet import PodStatus
 from tests.component.kubelet.dra.harness import DRIVER, Caller, StubKubelet, soon
 from tests.component.kubelet.dra.resources import Resources
 
-from .stage import app, stage
+from .stage import HASTY, app, stage
 
 KUBELET = {"plugins_dir": "plugins", "plugins_registry_dir": "plugins_registry"}
 
@@ -56,9 +56,9 @@ async def until_held_back(node: SimulatedNode, holder: str) -> None:
 
 
 @asynccontextmanager
-async def dra_stage(folder: Path) -> AsyncIterator[tuple[SimulatedNode, StubKubelet, Resources]]:
+async def dra_stage(folder: Path, **options: Any) -> AsyncIterator[tuple[SimulatedNode, StubKubelet, Resources]]:
     """The node, the kubelet's part that registers drivers, and the API server's ResourceSlices and ResourceClaims."""
-    async with stage(folder) as node:
+    async with stage(folder, **options) as node:
         assert node.api is not None
         await node.api.stop()
         resources, kubelet = Resources(node.api, NODE_NAME), StubKubelet(folder)
@@ -164,7 +164,7 @@ async def test_a_start_without_the_driver_offers_no_gpus(folder: Path) -> None:
         found = resources.named(slice_name(NODE_NAME))
         return -1 if found is None else len(found["spec"]["devices"])
 
-    async with dra_stage(folder) as (node, kubelet, resources):
+    async with dra_stage(folder, command=HASTY) as (node, kubelet, resources):
         set_mode(node, "dra")
         await node.agent.start()
         await node.agent.while_running(kubelet.register())

@@ -10,7 +10,7 @@ from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.sim.demo.node import SimulatedNode
 
-from .stage import BLOCKS, app, running, stage, until, until_sampled
+from .stage import BLOCKS, HASTY, app, running, stage, until, until_sampled
 
 
 async def until_cores(node: SimulatedNode, count: int) -> None:
@@ -119,7 +119,7 @@ async def test_a_lost_gpu_is_not_allocated_until_it_is_back(folder: Path) -> Non
 
 
 async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Path) -> None:
-    async with running(folder) as node:
+    async with running(folder, command=HASTY) as node:
         tenant = node.pod("tenant", app(100))
         await node.run(tenant)
         (name,) = node.gpus_of(tenant)

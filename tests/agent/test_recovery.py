@@ -19,7 +19,7 @@ from gpumgr.sim.kubelet import SimKubeletError, SimPod
 from tests.component.cli.examination.conftest import listening
 from tests.component.sim.kubelet.plugin import GooglePlugin
 
-from .stage import BLOCKS, RUNNER, app, init, running, stage
+from .stage import BLOCKS, HASTY, RUNNER, app, init, running, stage
 
 
 def essence(ledger: Ledger) -> Mapping[str, object]:
@@ -144,7 +144,7 @@ async def not_ready(node: SimulatedNode) -> str:
 
 @pytest.mark.parametrize("api_server", [True, False])
 async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unknown(folder: Path, api_server: bool) -> None:
-    async with stage(folder, api_server=api_server) as node:
+    async with stage(folder, api_server=api_server, command=HASTY) as node:
         old = node.pod("old", app(30, 4))
         await of_gpu_manager(node, old)
         await node.agent.start()

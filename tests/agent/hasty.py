@@ -1,0 +1,29 @@
+"""The real agent with tenths of a second in place of pauses and deadlines of ten to thirty seconds: `python -m tests.agent.hasty run ...`.
+
+For tests of what happens after such a pause. Unit and component tests check how long the pauses are.
+"""
+
+from functools import partial
+from typing import Final
+
+from gpumgr.agent import gone_gpus, reconciler, state
+from gpumgr.cli import main
+from gpumgr.compat.gpu_manager import running_pods
+from gpumgr.driver.monitor import Monitor
+from gpumgr.kube.publisher import node_reporter, objects
+from gpumgr.kubelet.dra import side
+from gpumgr.node import components, lifecycle
+
+_SECONDS: Final = 0.5
+
+if __name__ == "__main__":
+    vars(reconciler)["INCOMPLETE_SECONDS"] = _SECONDS
+    vars(running_pods)["INCOMPLETE_SECONDS"] = _SECONDS
+    vars(state)["EXPECTED_SECONDS"] = _SECONDS
+    vars(gone_gpus)["_PATIENCE_SECONDS"] = _SECONDS
+    vars(objects)["_CONDITION_SECONDS"] = _SECONDS
+    vars(side)["SLOW_DRIVER_SECONDS"] = _SECONDS
+    vars(node_reporter)["PATIENCE_SECONDS"] = _SECONDS
+    vars(lifecycle)["FIRST_SNAPSHOT_SECONDS"] = _SECONDS
+    vars(components)["Monitor"] = partial(Monitor, retry_seconds=(_SECONDS, _SECONDS))
+    main()
