@@ -19,7 +19,7 @@ SIM: Final = str(Path(__file__).with_name("four-gpus.yaml"))
 RUNNER: Final = (sys.executable, "-m", "tests.agent.runner")
 #: The agent as it is where nothing stalls.
 PATIENT: Final = (sys.executable, "-m", "tests.agent.patient")
-#: The agent whose long pauses are short.
+#: The agent with short pauses in place of long ones.
 HASTY: Final = (sys.executable, "-m", "tests.agent.hasty")
 _TEST_SECONDS: Final = 90
 

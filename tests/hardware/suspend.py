@@ -114,7 +114,7 @@ def measured(folder: Path, rounds: Sequence[tuple[int, int]], deadline: float) -
                     longest = max(longest, time.monotonic() - begun)
                 print(f"{gib} GiB, {len(made)} of {wanted} rounds:", _row(made), flush=True)
         finally:
-            suspension.close()  # within the pool, whose threads wait for answers until the tenants end
+            suspension.close()  # before the end of the pool: its threads wait for answers until the tenants end
     return len(made) == wanted
 
 
