@@ -19,8 +19,8 @@ _ROWS: Final = {
     "claim_not_restored": "The limits or the CDI spec of a prepared claim can't be written; its containers can't start. Retried.",
     "claim_not_adopted": "The ledger was lost, and this claim was not prepared again. Its GPUs count as free: delete the pod.",
     "claims_not_adopted": (
-        "The ledger was lost in mode plugin, and the agent may not read ResourceClaims. After mode dra, GPUs of claims may "
-        "count as free: grant the right, or drain the node."
+        "The ledger was lost, and the agent may not read ResourceClaims. After mode dra, GPUs of claims may count as free: "
+        "grant the right, or drain the node."
     ),
     "leaked_claims_not_examined": "The agent can't read whether these claims are still allocated. They keep their GPUs.",
     "claim_reclaimed": "The API server lacks the claim, and the kubelet its pod. Its GPUs are free again.",
@@ -50,7 +50,7 @@ _ROWS: Final = {
     "resize_decided": "A resize was granted or refused; `code` is the event's reason, `reason` its message.",
     "pod_resources_unavailable": "PodResources of the kubelet does not answer. Pods are identified by the order of calls.",
     "gpu_not_forgotten gpus_not_remembered name_not_remembered sweep_not_remembered": (
-        "The checkpoint can't be written: pods' names, new and replaced GPUs, and ends of pods are not saved, and new GPUs not "
+        "The checkpoint can't be written: names and ends of pods, new and replaced GPUs are not saved, and new GPUs not "
         "offered. Check the disk. Retried."
     ),
     "failed_pod_not_deleted": "The API server did not delete a refused pod. Check the RBAC rules. Retried.",
@@ -64,15 +64,14 @@ _ROWS: Final = {
         "The driver reported an XID or a double-bit error. The GPU, or the MIG devices of `gpu_instance`, may go out of service."
     ),
     "gpu_health_changed": (
-        "Only this GPU is out of service, until several good readings. `reason` `hang`: calls about it hang; if they do not "
-        "return, restart the node."
+        "Only this GPU is out of service, until several good readings. `reason` `hang`: if calls about it do not return, "
+        "restart the node."
     ),
     "gpu_quarantined": "Processes of an ended container still run on the GPU after 10 s. It takes no pods until they end.",
-    "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on. Retried.",
+    "nvml_down nvml_not_reopened": "The driver does not answer. All ids are Unhealthy, running pods go on. Retried.",
     "background_call_failed cancelled_call_failed nvml_close_failed": (
         "A call failed when the agent stopped, or after the kubelet had cancelled it. Nothing depends on it."
     ),
-    "nvml_not_reopened": "The session with the driver could not be opened again. Retried.",
     "mig_device_gone": "A MIG device that a container holds was destroyed. Delete the pod.",
     "mig_device_not_destroyed": (
         "A MIG device without a container can't be destroyed, for example while it has processes. Its place stays unused. "
@@ -122,28 +121,23 @@ _ROWS: Final = {
         "The kubelet lost its checkpoint and offers the ids of a running pod again; no other pod gets them. Delete the pod in "
         "`holder` when its work allows it."
     ),
-    "orphan_not_removed orphans_not_listed": "Files of ended containers can't be listed or removed. Retried.",
+    "driver_files_not_removed orphan_not_removed orphans_not_listed": (
+        "Files of ended containers or of an earlier driver can't be removed. Retried."
+    ),
     "orphans_kept": "The mounts of processes can't be read, so files of ended containers are kept. `remedy` says what to do.",
     "container_over_limit": "A container uses more memory than it was granted. With `enforcement.evict` its pod is evicted.",
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
-    "gpu_process_unattributed": (
-        "No container is charged for the memory of this process. For an ended container's process only after 10 s."
-    ),
+    "gpu_process_unattributed": "No container is charged for the memory of this process.",
     "gpus_oversubscribed": (
         "`hami.device_memory_scaling` or `device_core_scaling` is above 1: containers may need more than a GPU has."
     ),
-    "container_files_not_bounded": (
-        "Containers can fill `enforcement.run_dir` for a second, since their files are in plain folders."
-    ),
+    "container_files_not_bounded": "Containers can fill `enforcement.run_dir` for a second ([why](enforcement.md#hami-core)).",
     "context_measured": (
         "What a CUDA context takes on a GPU. Without `bytes` it could not be measured: a context then counts within a second."
     ),
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`, which takes effect after them.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new one is started.",
-    "mps_daemon_hangs": (
-        "The MPS daemon of a GPU does not serve new clients. New containers are refused; the daemon is replaced when no "
-        "container uses it."
-    ),
+    "mps_daemon_hangs": "The MPS daemon of a GPU does not serve new clients ([effect](enforcement.md#mps)).",
     "mps_clients_not_ended": "MPS clients of a deleted pod could not be terminated in time.",
     "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. Checked again.",
     "mps_daemon_does_not_quit mps_daemon_not_ended": "The MPS daemon of a GPU did not quit on request. It is killed.",
@@ -151,9 +145,7 @@ _ROWS: Final = {
         "A bug in a page, a verb of the extender or the check of an MPS daemon. The rest is served."
     ),
     "mps_daemons_not_resumed": "MPS is not available, and the files of running daemons can't be read. Retried.",
-    "mps_limits_changed": (
-        "A process changed the limits of an MPS daemon. The agent restores them and reports containers as `tampered`."
-    ),
+    "mps_limits_changed": "A process changed the limits of an MPS daemon ([effect](enforcement.md#mps)).",
     "mps_not_probed": "MPS could not be tried on an idle GPU. Retried.",
     "mps_record_unreadable": "The saved record of a container or a GPU is damaged and is skipped.",
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
@@ -165,9 +157,10 @@ _ROWS: Final = {
     ),
     "driver_files_incomplete": "Some of the driver's files are missing, so containers may lack them.",
     "driver_files_not_mirrored": "The driver's files can't be copied (`error`): new containers don't see the driver. Retried.",
-    "driver_files_not_removed": "Files of an earlier driver can't be removed. Retried.",
-    "driver_files_damaged": "The copy of the driver's files was changed. It is kept under `kept`, and made again.",
-    "driver_folder_set_aside": "Something else was in the copy's place; it is kept under `kept`.",
+    "driver_files_damaged driver_folder_set_aside": (
+        "The copy of the driver's files was changed, or something else is in its place. That is kept under `kept`, and the copy "
+        "made again."
+    ),
     # the container runtime
     "cri_unavailable": "The container runtime does not answer. The agent uses its last list; new containers can't be observed.",
     "container_not_located container_processes_unknown": (
@@ -176,16 +169,18 @@ _ROWS: Final = {
     # the API server
     "api_server_retries": "The API server is unavailable or refuses a list or a watch. Retried; placement continues.",
     "objects_outdated": (
-        "Watches and lists of this resource failed for `scheduler.max_silence_seconds`. No pod is placed, `gpumgr claims` "
-        "writes nothing, `/readyz` is 503."
+        "Watches and lists of this resource failed for `scheduler.max_silence_seconds` "
+        "([effect](scheduler.md#when-the-api-server-is-slow-or-silent))."
     ),
     "api_object_unreadable": (
         "An object of the API server can't be read; its last readable state is used. Its event is `GpumgrCannotRead`."
     ),
     "credentials_not_renewed": "The credentials for the API server can't be read again; the previous ones stay in use.",
-    "announcements_wait": "The API server is unavailable. The latest state is written when it answers.",
+    "announcements_dropped announcements_wait": (
+        "The API server is slow or unavailable. The latest state is written when it answers; the oldest events are dropped and "
+        "counted."
+    ),
     "announcement_refused": "RBAC or an admission policy forbids a write; `remedy` names the missing rule.",
-    "announcements_dropped": "The API server accepts events too slowly; the oldest are dropped and counted.",
     # the scheduler
     "lease_lost": "This replica did not renew the Lease in time. It answers 503 from now on.",
     "lease_not_released": "This replica ended without giving up the Lease. Another one takes it when it expires.",
@@ -202,11 +197,10 @@ _ROWS: Final = {
     "quotas_unusable": "The quotas' ConfigMap can't be read. The previous quotas stay; without any, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     # DRA: the node's ResourceSlice
-    "slice_not_published": (
-        "The ResourceSlice can't be written; kube-scheduler sees the previous one. HTTP 403: the account lacks rights (chart "
-        "value `mode: dra`), or its token names no node. Retried."
+    "slice_not_looked_up slice_not_published": (
+        "The ResourceSlice can't be read or written; kube-scheduler sees the previous one. HTTP 403: the account lacks rights "
+        "(chart value `mode: dra`), or its token names no node. Retried."
     ),
-    "slice_not_looked_up": "The ResourceSlice can't be read: grant the right to get ResourceSlices. Retried.",
     "slice_fields_dropped": "The API server drops parts of the ResourceSlice; `reason` names the feature gate and the remedy.",
     "slice_not_withdrawn": (
         "The agent could not delete its ResourceSlice. Pods scheduled here within 30 s wait for a minute or longer."
