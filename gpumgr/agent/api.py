@@ -1,7 +1,7 @@
 """The schema of the JSON API: the web server encodes these structs, and the commands decode them. At the end, the rows about allocations,
 GPUs and their processes are made.
 
-A field that an agent of another version may leave out has a default. None means: not known.
+A field that an agent of another version may leave out has a default. None means "not known" where the struct says nothing else.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,7 +23,7 @@ from gpumgr.placement.pods import PodKey
 
 
 class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`since` is in unix seconds."""
+    """Why a GPU is out of service. `since` is in unix seconds. A GPU without such a row is not cordoned."""
 
     reason: str = ""
     since: float = 0.0
@@ -68,7 +68,8 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation on one of its GPUs; `cores` and `memory_bytes` are what it holds there, the fields after `whole` what it uses."""
+    """One allocation on one of its GPUs. `cores` and `memory_bytes` are what it holds there; `memory_used_bytes`, `utilization_ratio`,
+    `processes`, `held_ratio` and `waited_ratio` are what it uses."""
 
     allocation: str
     namespace: str | None = None
@@ -127,7 +128,7 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of writes to the API server."""
+    """The queue of writes to the API server. `away`: the API server does not answer."""
 
     waiting: int
     dropped: int
@@ -146,8 +147,8 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries without their candidates, newest first.
-    `mode` is the setting node.mode: plugin or dra.
+    """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries, newest first, without the GPUs that each
+    decision considered (`candidates`). `mode` is the setting node.mode: plugin or dra.
 
     In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is one text about all GPUs; `gpus` has the limits of each.
     """
@@ -210,7 +211,7 @@ class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process on a GPU that belongs to no allocation there."""
+    """A process that uses a GPU without belonging to an allocation on it. `container`: the container that it runs in, if any."""
 
     pid: int
     memory_bytes: int | None = None

@@ -10,7 +10,7 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 
 #: The key of the checkpoint's note.
 CORDONS_NOTE: Final = "cordons"
-#: Refusals contain the reason and become messages of events, for which the API server accepts 1024 bytes.
+#: Refusals contain the reason and become messages of events, which gpumgr cuts at 1024 bytes. A longer reason would displace the rest.
 REASON_CHARACTERS: Final = 256
 
 
@@ -40,6 +40,6 @@ def decode_cordons(note: str) -> dict[str, Cordon]:
         return decode_json(note, dict[str, Cordon])
     except UnreadableText as error:
         raise CheckpointError(
-            f"the checkpoint's note of cordoned GPUs can't be read ({error}): start the gpumgr that wrote it, or remove the note "
-            f"{CORDONS_NOTE!r} and cordon the GPUs again"
+            f"the checkpoint's note of cordoned GPUs can't be read ({error}): start the version of gpumgr that wrote it, or delete "
+            f"the row {CORDONS_NOTE!r} from the table notes of the checkpoint's database and cordon the GPUs again"
         ) from error

@@ -39,25 +39,26 @@ def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]
         if not found and index[1] in broken:
             raise InputError(
                 f"GPU{index[1]} of this node is not readable: {broken[index[1]]}; if it was readable before, "
-                f"give its UUID; there are: {_listed(known)}"
+                f"give its UUID; the GPUs of this node are: {_listed(known)}"
             )
     else:
         digits = _digits(word)
         found = [gpu for gpu in known if digits and _digits(gpu.uuid or gpu.name).startswith(digits)]
         if found and len(digits) < MIN_DIGITS:
             raise InputError(
-                f"{text!r} is too short for a GPU's UUID: give {MIN_DIGITS} digits of it or more; there are: {_listed(known)}"
+                f"{text!r} is too short for a GPU's UUID: give {MIN_DIGITS} digits of it or more; the GPUs of this node "
+                f"are: {_listed(known)}"
             )
     if len(found) == 1:
         return found[0].name
-    what = "several GPUs of this node are called" if found else "no GPU of this node is called"
-    raise InputError(f"{what} {text!r}; there are: {_listed(known)}")
+    what = "several GPUs of this node match" if found else "no GPU of this node is called"
+    raise InputError(f"{what} {text!r}; the GPUs of this node are: {_listed(known)}")
 
 
 def find_registered_gpu(
     text: str, gpu_registry: GpuRegistry, indices: Mapping[GpuName, int], failures: Sequence[GpuFailure]
 ) -> RegisteredGpu:
-    """As `find_gpu`, of the registered GPUs. `indices` are NVML's, `failures` the GPUs that the driver lists and can't describe."""
+    """As `find_gpu`, among the registered GPUs. `indices` are NVML's; `failures`: the GPUs that the driver lists and can't describe."""
     known = [KnownGpu(name=gpu.name, uuid=gpu.uuid, index=indices.get(gpu.name)) for gpu in gpu_registry.gpus]
     return gpu_registry.by_name[find_gpu(text, known, {failure.index: failure.reason for failure in failures})]
 

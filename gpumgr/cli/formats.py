@@ -1,7 +1,8 @@
 """Values as text: numbers, the mechanisms that limit a share, and untrusted names, reasons and messages.
 
-Kubernetes restricts the names of pods, but not those of static pods, an operator's reason, or a damaged checkpoint. Characters with an
-effect on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes: `\\x1b`.
+Not every text is safe to print: Kubernetes restricts the names of pods, but a damaged checkpoint, or the reason that an operator gave, can
+contain anything. Characters with an effect on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes:
+`\\x1b`.
 """
 
 import json

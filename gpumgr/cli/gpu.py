@@ -48,7 +48,11 @@ def gpu_word(ctx: click.Context, param: click.Parameter, text: str) -> str:
 
 _GPU = click.argument("gpu", metavar="GPU", callback=gpu_word)
 _REASON = click.option(
-    "--reason", default="", callback=reason_text, metavar="TEXT", help="Shown on all pages, and to pods that are refused for it."
+    "--reason",
+    default="",
+    callback=reason_text,
+    metavar="TEXT",
+    help="Shown wherever the GPU is shown, and in the message of a pod that is refused because of it.",
 )
 _REFUSED: Final = "the agent refuses or does not respond"
 _WRONG: Final = "wrong usage or settings, or no such GPU"
@@ -204,7 +208,7 @@ async def request_maintenance(
 
 
 async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float | None) -> dict[str, Any]:
-    """The agent's last response: the GPU is empty, or the time is over (`wait_seconds` None: does not wait).
+    """Drains, and waits until the GPU is empty or the time is over (`wait_seconds` None: no wait). Returns the agent's last response.
 
     Once the agent has responded, requests are retried while it is unavailable: it stores the cordon and the pods to evict. Raises
     GpumgrError if the agent refuses, or if the GPU is uncordoned in the meantime.
@@ -261,7 +265,7 @@ class _Wait:
         return not left and not processes
 
     def _report(self, left: list[ContainerRow], processes: int) -> None:
-        names = ", ".join(sorted({each.pod_name for each in left})) or "processes"
+        names = ", ".join(sorted({each.pod_name for each in left})) or "they belong to no container"
         now = f"waiting for {counted(len(left), processes)}: {names}"
         if (left or processes) and now != self._reported:
             click.echo(now, err=True)

@@ -31,7 +31,7 @@ _NOT_READY: Final = {"True": "", "Unknown": "node.kubernetes.io/unreachable"}
 
 
 def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> tuple[LiveCluster, list[str]]:
-    """The cluster, and a sentence about each object that is not used as it is, with reason and consequence."""
+    """The cluster, and one sentence for each object that is left out or replaced by an assumption: why, and what follows."""
     problems: list[str] = []
     nodes: dict[str, LiveNode] = {}
     pods: list[LivePod] = []
@@ -53,11 +53,16 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
             problems.append(f"{name} is there twice; only the last one counts")
         nodes[node.state.name] = live_node
         if node.problem is not None:
-            problems.append(f"{name}: {node.problem}; its GPUs count by its capacity; use agent and command of one version")
+            problems.append(
+                f"{name}: {node.problem}; its GPUs are taken from its capacity, as far as that can be read; use the same version of gpumgr "
+                "for agent and command"
+            )
     for name, (pod, live) in read("pods", "pod", lambda item: read_pod(item, nodes, budgets), free):
         pods.append(live)
         if pod.problem is not None:
-            problems.append(f"{name}: {pod.problem}; likely GPUs count as used by it")
+            problems.append(
+                f"{name}: {pod.problem}; it is not known which GPUs it uses, so a likely choice of GPUs counts as used"
+            )
     return LiveCluster(nodes.values(), pods, policy, cpu_per_gpu_milli=round(1000 * cpus_per_gpu)), problems
 
 

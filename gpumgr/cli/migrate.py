@@ -105,7 +105,7 @@ def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> 
 
 @command.command("gpu-manager", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.option("--manifest", type=click.Path(path_type=Path), help="Its DaemonSet, as YAML or JSON.")
-@click.option("--flags", "text", help="Its flags, as one text.")
+@click.option("--flags", "text", help="gpu-manager's flags, as one text.")
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
@@ -122,11 +122,11 @@ def migrate_gpu_manager(
     apply: bool,
     output: str,
 ) -> None:
-    """Its flags become settings, and its running pods keep their GPUs.
+    """gpu-manager's flags become settings, and its running pods keep their GPUs.
 
     The flags are those of --flags, of --manifest, or of the gpu-manager that runs here. Run it on the node, as root.
 
-    \b
+        \b
     Examples:
       gpumgr migrate gpu-manager
       gpumgr migrate gpu-manager --manifest gpu-manager.yaml --pods pods.json
@@ -303,7 +303,7 @@ def _library(folder: Path) -> tuple[Path, str] | None:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Raises InputError with printable text, since an error may quote the file."""
+    """Makes the text of an InputError inside the block printable, since it may quote the file."""
     try:
         yield
     except InputError as error:
@@ -315,8 +315,8 @@ def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """Prints the plan, then carries it out. Names are read from files, so they are made printable; the YAML encoder escapes the
-    settings."""
+    """Prints the plan; with `apply` it then writes the settings file. Names are read from files, so they are made printable; the YAML
+    encoder escapes the settings."""
     plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))

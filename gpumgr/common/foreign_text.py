@@ -20,8 +20,8 @@ MAX_DEPTH: Final = 100
 #: Messages reach logs, events and refusals, and a decoder may quote a key of any length.
 _MAX_MESSAGE: Final = 400
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: A string or a bracket. A string without an end reaches to the end of the text, and no part is tried twice: the time is linear in every
-#: text.
+#: A string or a bracket. A string without an end reaches to the end of the text, and no part is tried twice, so the time is linear in the
+#: length, for any text.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 #: An object of the API server with more bytes is parsed on a thread; to parse so many takes up to 20 ms.
 _LONG_BYTES: Final = 1 << 16
@@ -81,7 +81,7 @@ def decode_yaml(text: bytes | str, *, max_bytes: int) -> list[Any]:
 
 
 def _check_yaml(text: bytes | str) -> None:
-    """Checks the events before any object is built. Raises UnreadableText, and what PyYAML raises."""
+    """Checks the events of PyYAML's parser before any Python object is built. Raises UnreadableText, and what PyYAML raises."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
@@ -93,7 +93,9 @@ def _check_yaml(text: bytes | str) -> None:
             and event.implicit[0]
             and event.value[_MAX_SEXAGESIMAL:].count(":") > _MAX_SEXAGESIMAL
         ):
-            raise UnreadableText(f"it has a value with hundreds of colons without quotes, {event.value[:20]}...; quote it")
+            raise UnreadableText(
+                f"it has a value without quotes that has more than {_MAX_SEXAGESIMAL} colons, {event.value[:20]}...; put it in quotes"
+            )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise UnreadableText(f"it is nested more than {MAX_DEPTH} levels deep")
@@ -107,9 +109,9 @@ def decode_stored(text: bytes | msgspec.Raw) -> Any: ...
 @overload
 def decode_stored(text: bytes | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes an object that the API server stored, even if the decoder refuses a part of it: values that are nested deeper than MAX_DEPTH
-    are read as null, and so are NaN and Infinity, which are not valid JSON; halves of surrogate pairs are read as "?". So no user can hide
-    an object from gpumgr by a fault in a part that gpumgr does not need.
+    """Decodes an object that the API server stored, even if the decoder refuses a part of it. Then values that are nested deeper than
+    MAX_DEPTH are read as null, and so are NaN and Infinity, which are not valid JSON; halves of surrogate pairs are read as "?". So no user
+    can hide an object from gpumgr by a fault in a part that gpumgr does not need.
 
     Raises UnreadableText.
     """

@@ -8,9 +8,9 @@
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-A cordoned GPU is not offered until it is uncordoned, in any state; readings still change its state. When it is uncordoned, a healthy GPU
-starts in probation. Not every XID is a fault of the GPU. XIDs that applications cause are ignored (the list of NVIDIA's device plugin).
-After some others, which only report a record, the next reading decides.
+A cordoned GPU is not offered until it is uncordoned, in any state; readings still change its state. When it is uncordoned, a healthy or
+suspect GPU starts in probation. Not every XID is a fault of the GPU. XIDs that applications cause are ignored (the list of NVIDIA's device
+plugin). After some others (DOUBTFUL_XIDS: the GPU may still work) it becomes suspect, and the next readings decide.
 """
 
 from dataclasses import dataclass, replace
@@ -40,12 +40,12 @@ _XID_MEANINGS: Final = {
 }
 _RECOVERY_ACTIONS: Final = {
     1: "a GPU reset",
-    2: "a reboot",
+    2: "a reboot of the node (NODE_REBOOT)",
     3: "peer-to-peer traffic to be drained",
     4: "draining and a GPU reset",
     5: "the IMEX domain to be recovered",
     6: "a bus reset",
-    7: "a reboot of the system",
+    7: "a reboot of the whole system (SYSTEM_REBOOT)",
 }
 
 
@@ -168,7 +168,9 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     if isinstance(observation, Xid) and health.xid is None and (health.healthy or verdict.certain):
         health = replace(health, xid=observation.number)
     if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
-        health = _improve(health, now, rules)  # a good reading apart from the mode, but a fault does not end at once
+        # Apart from MIG mode the reading is good. It counts towards the end of the earlier fault, which must end before "mig" is the
+        # reason.
+        health = _improve(health, now, rules)
         if not health.healthy:
             return health
     if verdict.reason is None:

@@ -1,4 +1,4 @@
-"""Runs programs beside the driver's library: modprobe for the kernel modules; nvidia-smi resets a GPU, since NVML has no call for it."""
+"""Runs programs for what NVML can't do: modprobe loads the driver's kernel modules, and nvidia-smi resets a GPU."""
 
 import asyncio
 import shutil
@@ -43,7 +43,8 @@ async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
 
 
 async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: float = _MODPROBE_SECONDS) -> bool:
-    """Runs the command and returns whether it succeeded. A failure is logged: no driver is installed, or permission is missing."""
+    """Runs the command and returns whether it succeeded. A failure is logged; the usual causes are that no driver is installed or that
+    permission is missing."""
     text = " ".join(command)
     try:
         code, reason = await run_program(*command, timeout_seconds=timeout_seconds)
@@ -58,14 +59,13 @@ async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: 
     return not code
 
 
-#: NVML's session is closed for a minute at most; the rest of that minute is for closing and reopening it.
+#: The time limit of a reset. NVML's session may be closed for a minute; the other 15 s are for closing and reopening it.
 PROGRAM_SECONDS: Final = 45.0
 
 
 async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = PROGRAM_SECONDS) -> str:
-    """Resets the GPU and returns the program's output. Raises NvmlError, which has the output if the program refused. The program decides
-    whether the GPU can be reset alone (some GPUs with NVLink can't).
-    """
+    """Resets the GPU and returns the program's output. Raises NvmlError, with the output if the program refused. The program decides
+    whether the GPU can be reset alone (some GPUs with NVLink can't)."""
     if shutil.which(program) is None:
         raise NvmlError(f"{program} is not in PATH: install the driver's programs, or name it with nvml.smi_program")
     async with monitor.without_session():

@@ -30,14 +30,14 @@ _FILES_SECONDS: Final = 10.0
 #: A kubeconfig may run a program that asks a cloud for a token.
 _KUBECONFIG_SECONDS: Final = 60.0
 _MAX_KUBECONFIG_BYTES: Final = 1 << 20
-#: Errors of the library for a malformed kubeconfig; their texts explain nothing.
+#: What kubernetes_asyncio raises for a malformed kubeconfig; the texts of these errors explain nothing.
 _MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 
 
 @dataclass(kw_only=True)
 class Credentials:
-    """The attributes have the names that the library's loader of kubeconfig files sets; `ssl_ca_cert`, `cert_file` and `key_file` are
-    paths. `context` is None for a server without TLS."""
+    """The attributes have the names that kubernetes_asyncio's kubeconfig loader sets on the object that it fills; `ssl_ca_cert`,
+    `cert_file` and `key_file` are paths. `context` is None for a server without TLS."""
 
     host: str = ""
     ssl_ca_cert: str | None = None
@@ -147,7 +147,8 @@ def _check(kubeconfig: Path) -> None:
         raise ValueError("it is not a regular file")
     if kubeconfig.stat().st_size > _MAX_KUBECONFIG_BYTES:
         raise ValueError("it is larger than 1 MiB")
-    with kubeconfig.open("rb") as file:  # given a text, PyYAML quotes its lines in errors, and secrets with them
+    # Opened as bytes: if PyYAML got a text, its errors would quote lines of the file, and these can contain secrets.
+    with kubeconfig.open("rb") as file:
         content = yaml.safe_load(file)
     if not isinstance(content, dict):
         raise ValueError("it is not a kubeconfig (kind: Config, with clusters, users, contexts and current-context)")

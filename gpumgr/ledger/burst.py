@@ -50,15 +50,17 @@ def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes
         if gpu in allocation.limits and allocation.limits[gpu].memory_mebibytes != request:
             raise ValueError("the memory of this node is granted more than once (hami.device_memory_scaling)")
         if wanted < request:
-            raise ValueError(f"it has {wanted} MiB for container {allocation.container}, which requests {request} MiB")
+            raise ValueError(
+                f"it sets {wanted} MiB for container {allocation.container}, less than the {request} MiB that the container requests"
+            )
         if wanted > most:
-            raise ValueError(f"it has {wanted} MiB for container {allocation.container}, and GPU {gpu} has {most} MiB")
+            raise ValueError(f"it sets {wanted} MiB for container {allocation.container}, and GPU {gpu} has only {most} MiB")
     return {gpu: max(wanted, allocation.limits_on(gpu).memory_mebibytes) for gpu in allocation.gpus}
 
 
 def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int]) -> Amounts:
-    """What these containers of a pod may have above their requests together, by resizes and bursts. `limits`: container -> the limit of
-    its burst in MiB."""
+    """By how much, all together, resizes and bursts may take these containers of one pod above their requests. `limits`: container -> the
+    limit of its burst in MiB."""
     above = Amounts()
     for a in allocations:
         for gpu, granted in a.gpus.items() if a.resized or a.container in limits else ():

@@ -32,7 +32,7 @@ _MEASURED_CORES: Final[Mapping[str, str]] = {
     "hami-core": "hami-core limited small kernels only, not matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
     "5091a2f, 2026-11-26)",
 }
-#: Mechanisms that do not work on a GPU in MIG mode. Source: NVIDIA's MPS documentation r615.
+#: Mechanisms that gpumgr does not use on a GPU in MIG mode: they limit shares of a whole GPU. MPS would need a daemon for each MIG device.
 _NOT_WITH_MIG: Final = ("limiter", "mps", "nvml-memory")
 _VOLTA: Final = (7, 0)
 
@@ -41,8 +41,8 @@ _VOLTA: Final = (7, 0)
 class GpuLimits:
     """How cores and memory of new shares are limited on a GPU.
 
-    `cores_by` and `memory_by`: the mechanism that new shares get ("": none). A mechanism with the strength "none" does not work on this
-    GPU or on this node.
+    `cores_by` and `memory_by`: the mechanism that new shares get ("": none). If `cores_by` is set and `cores` is "none", that mechanism
+    does not work on this GPU or node; the same holds for memory.
     """
 
     cores: Strength = "none"
@@ -177,5 +177,5 @@ class GpuShare:
         return self.gpus[0]
 
     def describe(self) -> str:
-        """How messages call the container."""
+        """The name of the container in messages."""
         return describe_container(self.pod, self.pod_uid, self.container, self.allocation)

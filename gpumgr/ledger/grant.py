@@ -117,7 +117,7 @@ def _refuse_shape(
     for gpu in fresh:
         owner = ledger.exclusive.get(gpu)
         if owner is not None and owner is not own and not _of_caller(owner, caller):
-            raise Refusal("conflict", f"{node.label(gpu)} belongs whole to {owner.describe()}")
+            raise Refusal("conflict", f"{node.label(gpu)} belongs entirely to {owner.describe()}")
     if whole is None or whole:
         _refuse_foreign_memory(node, masks, own)
         return

@@ -1,13 +1,16 @@
 """Containers of `nvidia.com/gpu`: chooses GPUs and one replica of each, and grants them with the amounts that the container requests.
 
-* Each replica of a container is on another GPU, and the container has the same amounts of each GPU.
-* 100 cores are a whole GPU, with all its memory, without other pods on it. A container without a limit of cores needs some free cores.
+* Each replica of a container is on a different GPU (on GPUs with MIG profiles several may be on one). The container has the same amounts
+  of each GPU.
+* 100 cores are a whole GPU, with all its memory, without other pods on it. A container that requests no cores needs at least one free core
+  on a GPU that it shares with other pods.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where the containers after it fit, too.
 * On a GPU with MIG profiles a replica is a MIG device that is created for the container. A container has MIG devices or shares of other
   GPUs, not both: its environment names either MIG devices or GPUs. The MIG device of an init container is large
   enough for the containers that take over its replica, and they take over the device, too.
 
-Source of the rules: HAMi 2.10, the fit of NVIDIA's GPUs. The amounts are only in the pod, so a pod that is not known is refused.
+Source of the rules: HAMi 2.10, the method Fit for NVIDIA's GPUs (pkg/device/nvidia/device.go). The amounts are only in the pod, so a pod
+that is not known is refused.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -48,8 +51,8 @@ def grant_replicas(
     if twice := [gpu for gpu, mask in masks.items() if mask.bit_count() > 1 and gpu not in node.mig_profiles]:
         raise Refusal(
             "conflict",
-            f"the kubelet chose {masks[twice[0]].bit_count()} replicas of {node.label(twice[0])}, and a container gets one of each GPU: "
-            "the pod may simply be created again",
+            f"the kubelet chose {masks[twice[0]].bit_count()} replicas of {node.label(twice[0])}, and a container gets one of each GPU; "
+            "delete the pod and create it again",
         )
     gpus = [gpu.name for gpu in ledger.gpu_registry.gpus if gpu.name in masks]
     shared = [gpu for gpu in gpus if gpu not in node.mig_profiles]
@@ -59,8 +62,8 @@ def grant_replicas(
     if devices and shared:
         raise Refusal(
             "conflict",
-            f"the kubelet chose GPUs with and without MIG ({', '.join(map(node.label, gpus))}), and a container has those of one kind: the "
-            "pod may simply be created again",
+            f"the kubelet chose GPUs with and without MIG ({', '.join(map(node.label, gpus))}), and a container has those of one kind; "
+            "delete the pod and create it again",
         )
     probe = _probe(ledger, caller, [wanted], shared)
     amounts = {**probe.gpus, **amounts_of_devices(node, devices)}
@@ -78,13 +81,13 @@ def grant_replicas(
     for gpu in shared:
         if problem := _obstacle(ledger, after, allocation, gpu):
             raise Refusal(
-                "conflict", f"{node.label(gpu)} {problem}; nothing was given twice, the pod may simply be created again"
+                "conflict", f"{node.label(gpu)} {problem}; nothing was granted twice; delete the pod and create it again"
             )
     return allocation
 
 
 def counted_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
-    """The amounts on each of these GPUs."""
+    """What the ledger counts for this request on each of these GPUs. With oversubscription the limits are others (`limits_on`)."""
     return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
 
 
@@ -101,8 +104,8 @@ def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
     if spec is None or spec.replicas is None:
         raise Refusal(
             "conflict",
-            f"which pod this call of {size} GPUs is for is not known yet, and only the pod has the requested memory and cores; the pod "
-            "must be created again",
+            f"the agent does not know yet which pod the kubelet's call for {size} GPUs belongs to, and the requested memory and cores are "
+            "only in the pod; delete the pod and create it again",
         )
     wanted = spec.replicas
     if spec.cores or spec.memory_blocks:
@@ -134,7 +137,7 @@ def _choose(
                 if gpu in node.mig_profiles
                 else _obstacle(ledger, after, probe, gpu, node.burst_mebibytes.get(gpu, 0))
             )
-            or (None if gpu in free else f"has no replica left for the kubelet (free: {left})")
+            or (None if gpu in free else f"has no free replica that the kubelet can allocate (free there: {left})")
         )
         if problem:
             problems.append(f"{node.label(gpu)} {problem}")
@@ -162,13 +165,13 @@ def _choose(
     )
     placement = next(filter(None, found), None)
     if placement is None or not required <= node.rows.keys():
-        must = f", among them {', '.join(map(node.label, sorted(required)))}" if required else ""
+        must = f", {', '.join(map(node.label, sorted(required)))} included" if required else ""
         fit = sum(each.healthy for each in capacities)
         if on_mig and others and wanted.count > 1:
             problems.append("a container has GPUs with MIG devices or others, not both")
         raise Refusal(
             "no_fit",
-            f"{wanted.count} of {len(capacities)} GPUs needed{must}, and {fit} have what the container requests of each: "
+            f"the container needs {wanted.count} of {len(capacities)} GPUs{must}, and {fit} have what it requests of each: "
             f"{'; '.join(problems)}",
         )
     gpus = tuple(node.gpu_of_row[row] for row in placement.gpus)
@@ -177,7 +180,7 @@ def _choose(
 
 
 def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
-    """The container's request, and those of the containers that take over its replicas."""
+    """The container's request, and the requests of the containers that take over its replicas."""
     found, left = [wanted], wanted.count if caller.init else 0
     for spec in caller.chain[1:]:
         if spec.replicas and left > 0:
@@ -200,7 +203,7 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
     others = [a for a in ledger.on(gpu) if not a.same_pod(allocation) and not a.admin]
     owner = next((a for a in others if ledger.exclusive.get(gpu) is a), None)
     if owner is not None:
-        return f"belongs whole to {owner.describe()}"
+        return f"belongs entirely to {owner.describe()}"
     if others and wanted.whole:
         return f"is not entirely free: {others[0].describe()} has a part of it"
     if not wanted.whole and not ledger.gpu_registry.by_name[gpu].memory_mebibytes:
@@ -208,8 +211,8 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
     if wanted.memory_mebibytes < 1 and not wanted.whole:
         return "would give the container no memory: the requested percentage is less than 1 MiB"
     if after.exceeded(gpu, burst_mebibytes) or (others and left.cores < 1):
-        held = f" (containers hold {burst_mebibytes} MiB of that above their requests)" if burst_mebibytes else ""
-        return f"has {left} left{held}, and {wanted} are needed" + ("" if wanted.cores else " beside some free cores")
+        held = f" ({burst_mebibytes} MiB of it are in use by containers above their requests)" if burst_mebibytes else ""
+        return f"has {left} left{held}, and {wanted} are needed" + ("" if wanted.cores else ", and at least one free core")
     return None
 
 
@@ -219,5 +222,5 @@ def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named:
     masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
     for gpu, mask in masks.items():
         if mask.bit_count() != named.count(gpu):
-            raise Refusal("no_fit", f"{node.label(gpu)} has no {named.count(gpu)} replicas left for the kubelet")
+            raise Refusal("no_fit", f"{node.label(gpu)} has fewer than {named.count(gpu)} free replicas")
     return Choice(masks=masks, gpus=tuple(masks), evaluator="mig", why="")

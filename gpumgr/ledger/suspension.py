@@ -1,7 +1,7 @@
 """Suspension: the GPU memory of an idle container is moved to the host's memory, and back when the container needs it. Pure.
 
 The driver does both for one process at a time (cuCheckpointProcessLock, Checkpoint, Restore, Unlock). Each state is saved before the step
-that it names, so that another process of the agent can repeat the step: a step that was done already does nothing.
+that it names, so that the agent can repeat the step after a restart. A step that was done already does nothing.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +13,8 @@ from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.usage.node_use import ContainerUse
 from gpumgr.placement.pods import PodView
 
-#: running: it was suspended, and resumed because it asked. failed: a process of it can't go on; only its end helps.
+#: running: gpumgr.io/suspend demands its suspension, and it was resumed because it needed its memory. failed: a process of it can't go on;
+#: only its end helps.
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
 _NEXT: Final[Mapping[State, Collection[State]]] = {
     "running": {"suspending"},
@@ -24,13 +25,14 @@ _NEXT: Final[Mapping[State, Collection[State]]] = {
 }
 #: The states in which an operation is in progress.
 IN_PROGRESS: Final = ("suspending", "resuming")
-#: The first driver with these functions, and the first one that also moves memory that processes share (several GPUs).
+#: The first driver with these functions, and the first one that can also do it for processes that use several GPUs (they share memory
+#: between GPUs).
 _FIRST_DRIVER, _FIRST_DRIVER_SEVERAL_GPUS = 570, 610
 _MACHINE: Final = "x86_64"
 #: The host needs more than the GPU had: 4.8 GiB for 4 GiB and a context of 0.5 GiB (H200, driver 580).
 _HOST_FACTOR, _HOST_EXTRA_BYTES = 1.05, 256 << 20
-#: The shortest time without work after which a container is suspended, so that memory is not moved again and again. A container that was
-#: resumed on demand is suspended again after it while gpumgr.io/suspend demands it.
+#: The shortest idle time before a suspension, so that memory is not moved again and again. The first suspension that gpumgr.io/suspend
+#: demands does not wait for it; the ones after a resume do.
 AGAIN_SECONDS: Final = 60.0
 #: The most containers that a reason names.
 _NAMED: Final = 3
@@ -38,10 +40,10 @@ _NAMED: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspension:
-    """The state of one allocation; an allocation without one runs. `processes`: those of the container when its suspension began.
+    """The state of one allocation; an allocation without one runs. `processes`: the container's processes when its suspension began.
     `memory_bytes`: what they had on each GPU. `since`: when the state began, `asked_at`: when the resume was asked for; both in unix
     seconds. `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed. `required`: the pids
-    that had memory on a GPU, so the driver must report a state of each while it runs."""
+    of the processes that had memory on a GPU; while such a process exists, the driver must report its state."""
 
     state: State
     demanded: bool = False
@@ -54,12 +56,12 @@ class Suspension:
 
     @property
     def away(self) -> bool:
-        """Whether its memory is in the host's memory, so that others may use the GPU's."""
+        """Whether its GPU memory is in the host's memory now, so that other containers may use that GPU memory."""
         return self.state == "suspended"
 
     @property
     def measured(self) -> bool:
-        """Whether it has the memory that the driver reports of its processes: no operation is in progress, and none moved it away."""
+        """Whether the driver's figures for its processes are valid: its memory is on the GPU and is not being moved."""
         return self.state in ("running", "failed")
 
     def to(self, state: State, now: float, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
@@ -69,7 +71,7 @@ class Suspension:
         return replace(self, state=state, since=now, reason=reason, asked_at=asked_at)
 
     def asked(self, now: float) -> "Suspension":
-        """With the demand for its resume, which keeps its place if it was there before."""
+        """A copy for which a resume was requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
         return self if self.asked_at is not None else replace(self, asked_at=now)
 
     def waiting(self, reason: str) -> "Suspension":
@@ -124,7 +126,7 @@ def obstacle(
         return "the driver does not report how much memory it uses"
     needed_bytes = round(sum(use.memory_bytes or 0 for use in uses) * _HOST_FACTOR) + _HOST_EXTRA_BYTES
     for left_bytes, place, remedy in (
-        (host.cgroup_bytes, "its memory limit leaves", "request more memory for the container"),
+        (host.cgroup_bytes, "its memory limit leaves", "raise the container's memory limit (limits.memory)"),
         (host.node_bytes, "the node has", "free memory of the node"),
     ):
         if left_bytes is not None and left_bytes < needed_bytes:
@@ -144,7 +146,7 @@ def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, defa
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """`launches`: its count at the last look; `at`: when the container last worked, in monotonic seconds."""
+    """When a container last worked. `launches`: the number of its kernel launches in the last sample; `at`: in monotonic seconds."""
 
     launches: int
     at: float
@@ -175,9 +177,10 @@ def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | No
 
 
 def missing_bytes(need_bytes: int, guaranteed_bytes: int, *, free_bytes: int, unused_bytes: int) -> int:
-    """How much memory a GPU lacks for a resume; 0: it can begin. `guaranteed_bytes`: what the container must find beside the memory that
-    others were granted and do not use (`unused_bytes`): its request, and more if it had more. Where memory is granted more than once, it
-    is only what the ledger counts, and the rest goes to the first that needs it."""
+    """How much memory a GPU lacks for a resume; 0: it can begin. `guaranteed_bytes`: how much must be free after `unused_bytes` (what
+    others were granted and do not use yet) is set aside. It is the container's request, or what it used before the suspension if that was
+    more. With oversubscribed memory it is only what the ledger counts for the container; the rest of the free memory goes to the container
+    that takes it first."""
     return max(0, need_bytes - free_bytes, guaranteed_bytes - max(0, free_bytes - unused_bytes))
 
 

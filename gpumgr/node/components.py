@@ -1,4 +1,4 @@
-"""Builds the object graph of the agent inside one process. Nothing runs or listens yet: `lifecycle` starts and stops what is built here."""
+"""Creates and connects all objects of the agent. Nothing runs or listens yet: `lifecycle` starts and stops what is built here."""
 
 import contextlib
 import os
@@ -70,7 +70,7 @@ TAKEN_OVER = "gpu_manager_taken_over"
 class Components:
     """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
 
-    `driver` is None in mode plugin.
+    `driver` is the DRA driver; None if node.mode is plugin.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: In mode plugin: serves what mode dra left behind, such as claims.
+        #: After a change of node.mode from dra to plugin: the DRA side that still serves the remaining claims. Else None.
         self.leaving = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
             self.leaving = self._make_dra(make_driver(settings), server, lost=loaded.lost)
@@ -135,7 +135,7 @@ class Components:
         self.display = self._make_display() if settings.display.enabled else None
 
     def apply(self, settings: Settings) -> None:
-        """Applies settings that differ from the current ones in live keys alone (gpumgr/settings/live.py)."""
+        """Applies new settings. Only keys that can change without a restart may differ (gpumgr/settings/live.py)."""
         self.settings = settings
         set_level(settings.log.level)
         self.api_side.apply(settings.kubernetes)
@@ -242,8 +242,8 @@ class Components:
         as_nvidia = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
 
         async def held_back_by() -> str | None:
-            """The reason not to register yet: another device plugin has the same resource names, the GPUs of gpu-manager's pods are
-            unknown, or claims hold GPUs."""
+            """The reason not to register yet: the claims of a lost ledger are not adopted, another device plugin has the same resource
+            names, the GPUs of gpu-manager's pods are unknown, or claims hold GPUs."""
             adopting = await self.leaving.held_back_by() if self.leaving is not None else None
             holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
             unserved = self.leaving.link.state.error if self.leaving is not None else None
@@ -252,7 +252,11 @@ class Components:
                 or await self.other_plugins.gpu_manager()
                 or (as_nvidia and await self.other_plugins.of_nvidia())
                 or await self._take_over.held_back_by()
-                or (f"{holders}; they can't end: {unserved}" if holders and unserved else holders)
+                or (
+                    f"{holders}; their claims can't be released, since the DRA side can't serve them: {unserved}"
+                    if holders and unserved
+                    else holders
+                )
             )
 
         return KubeletLink(
@@ -318,7 +322,10 @@ class Components:
             if pid is None:
                 return None
             seconds = self.settings.mps.idle_seconds
-            return f"its MPS daemon (pid {pid}) still runs; it ends {seconds:g} s after its last container (mps.idle_seconds)"
+            return (
+                f"the MPS daemon of this GPU (pid {pid}) still runs; it ends {seconds:g} s (mps.idle_seconds) after the last container "
+                "that uses it"
+            )
 
         return Maintenance(
             agent_state=self.agent_state,
@@ -348,12 +355,13 @@ class Components:
         self.enforcement.freed()
 
     def _remove_folder(self, allocation: AllocationId) -> None:
-        """Removes the host folder of the container's /etc/vcuda, if it is empty."""
+        """Removes the host's folder that the container has at /etc/vcuda, if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.settings.container.allocation_dir / allocation)
 
     async def _evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """Evaluates a sample, but the processes only once the enforcement backends have recovered their containers and processes."""
+        """Looks for GPUs that are gone. Evaluates the sample only after the enforcement backends have recovered their containers and
+        processes."""
         await self.gone_gpus.look()
         if self.enforcement.recovered:
             await self.memory_watcher.evaluate(sample, started)

@@ -1,7 +1,7 @@
 """Resizes of running containers: decides requests, saves the decisions, and reports them. See `gpumgr.ledger.resize`.
 
-The decision is on disk before any limit changes: the limits of an evaluation are those of the ledger. A request is kept with its
-allocation, so that neither a crash nor a restart decides it again.
+A decision is saved before any limit changes: each time limits are set (an evaluation, once per sample), they are computed from the ledger.
+A request is kept with its allocation, so that neither a crash nor a restart decides it again.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from gpumgr.runtime.container_events import AgentRecords
 
 log = structlog.get_logger(__name__)
 
-#: Reason of the event of a pod with a container that is not resized.
+#: The reason in the pod's event if the resize of one of its containers is refused.
 REFUSED: Final = "GpuResizeRefused"
-#: How long growth waits until a lower limit of another container is in force.
+#: How long the growth of a container waits for a lower limit of another one to take effect; then it is refused.
 _LOWERED_SECONDS: Final = 15.0
 
 
@@ -41,8 +41,9 @@ class Resizes:
         clock: Callable[[], float],
     ) -> None:
         self._records, self._pods, self._obstacle, self._clock = records, pods, obstacle, clock
-        #: (container, GPU) -> the number of the evaluation that lowers its memory there, and since when. Nothing grows there before that
-        #: is in force. An earlier process of the agent may have ended before it lowered what it had decided.
+        #: (container, GPU) -> the number of the evaluation that lowers its memory limit on that GPU, and when that was decided. Until it is
+        #: in force, no limit grows on the GPU. At the start each resized container is here, since the agent may have ended between a
+        #: decision and its effect.
         self._lowered: dict[AllocationOnGpu, tuple[int, float]] = {
             (a.id, gpu): (1, clock()) for a in records.ledger.allocations.values() if a.resize is not None for gpu in a.gpus
         }
@@ -92,8 +93,8 @@ class Resizes:
         return bool(entries)
 
     def _waits(self, ledger: Ledger, number: int, enforced: Enforced) -> dict[GpuName, str]:
-        """GPUs on which a lower limit is not in force; see Surroundings. A backend has the time of one evaluation even
-        if samples are rare."""
+        """GPUs on which a lower limit is not in force; see Surroundings. Growth is refused only after a whole evaluation and
+        _LOWERED_SECONDS, so that a backend has time to act even if samples are rare."""
         waits: dict[GpuName, str] = {}
         for (name, gpu), (since, at) in self._lowered.items():
             waits.setdefault(gpu, "")

@@ -62,7 +62,7 @@ def parse_runtimes(status: StatusResponse) -> Runtimes:
     config = decode_json(status.info.get("config", "{}"), _Config)
     names = [each.name for each in status.runtime_handlers if each.name]
     if config.containerd is None:
-        # The default runtime is listed without its name, too.
+        # CRI lists the default runtime a second time, under an empty name.
         return Runtimes(default=names[0] if len(names) == 1 else None, programs=dict.fromkeys(names, ""))
     programs = {name: _program(each) for name, each in (config.containerd.runtimes or {}).items()}
     folders = () if config.cdi is False else None if config.cdi_dirs is None else tuple(map(Path, config.cdi_dirs))
@@ -75,8 +75,8 @@ def _program(runtime: _Runtime) -> str:
 
 
 def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
-    """`setting`: container.driver_files; `runtimes` None: the container runtime has not answered yet. If it is not known
-    what adds the files, they are mounted and a toolkit is kept from adding them, which is right with and without the toolkit."""
+    """`setting`: container.driver_files; `runtimes` None: the container runtime has not answered yet. If it is not known whether the
+    toolkit adds the driver's files, gpumgr mounts them and keeps the toolkit from adding them; that works with and without the toolkit."""
     if setting == "toolkit":
         return DriverAccess(mounted=False, toolkit=True, why="container.driver_files is toolkit")
     if runtimes is None:
@@ -92,7 +92,7 @@ def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
         return DriverAccess(
             mounted=False, toolkit=True, why=f"the default runtime, {runtimes.describe_default()}, is NVIDIA's container toolkit"
         )
-    others = f"; {' and '.join(found)} is, for pods with that runtime class" if found else ""
+    others = f"; these runtimes are, for pods with their runtime class: {', '.join(found)}" if found else ""
     return DriverAccess(
         toolkit=there, why=f"the default runtime, {runtimes.describe_default()}, is not NVIDIA's container toolkit{others}"
     )

@@ -32,14 +32,14 @@ _PENDING: Final = PodStatus(phase="Pending")
 
 
 class SimApiServer:
-    """Stores pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
+    """Stores pods, nodes and ConfigMaps and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
     `delay_seconds` delays every answer and every event. With `lose_bindings` a binding takes effect, but its answer does not arrive.
     `bind_hook` is awaited with False before a binding takes effect, and with True afterwards; a response that it returns is sent at once.
     `routes` are served in addition. `on_delete` is called with the UID of a pod that a client deleted or evicted. `requests` records the
-    requests, as "list", "watch", "read", "bind", "delete", "evict", "pod" (a patch), and the words of `Written`. `forbidden` has pairs
-    such as ("create", "pods/eviction"). `protected` has the UIDs of pods with a PodDisruptionBudget that allows no eviction. `written` is
-    what clients wrote.
+    requests, as "list", "watch", "read", "bind", "delete", "evict", "pod" (a patch of a pod), and what `Written` records for events, the
+    node and access reviews. `forbidden` has pairs such as ("create", "pods/eviction"). `protected` has the UIDs of pods with a
+    PodDisruptionBudget that allows no eviction. `written` is what clients wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
@@ -132,7 +132,7 @@ class SimApiServer:
         self._watched["nodes"].remove(uid)
 
     def put_configmap(self, document: Document) -> None:
-        """Creates or replaces a ConfigMap. Each list of ConfigMaps has all of them."""
+        """Creates or replaces a ConfigMap. A list of ConfigMaps has those of all namespaces, although a request may name one."""
         self._watched["configmaps"].put(document)
 
     def remove_configmap(self, uid: str) -> None:
@@ -161,7 +161,7 @@ class SimApiServer:
         return annotations
 
     def forget(self) -> None:
-        """Drops the history of changes: no watch can start from a version so far."""
+        """Drops the history of changes: no watch can start from a version that was returned before."""
         for watched in self._watched.values():
             watched.forget()
 
@@ -295,7 +295,8 @@ class SimApiServer:
         return web.json_response(pod)
 
     def _selected(self, request: web.Request) -> bool:
-        """Whether the field selector selects this node, or names no node: all other nodes have no pods here."""
+        """Whether the request is answered with all objects: its field selector names this node or no node. A request for another node gets
+        none."""
         selector = request.query.get("fieldSelector", "").split(",")[0]
         return not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
 

@@ -1,5 +1,5 @@
-"""The simulated PodResources service: List and Get, if the kubelet's version has them, with the kubelet's rate limit for all clients
-together."""
+"""The simulated PodResources service: List, Get, and the rate limit (one for all clients together), each if the kubelet's version has
+it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -78,7 +78,7 @@ class PodResourcesService:
         return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])
 
     def _get(self, request: bytes) -> bytes:
-        """Does not free the ids of ended pods. List frees them, as in the kubelet."""
+        """Answers Get. Unlike List (its callback `listed` frees them), it does not free the ids of ended pods, as in the kubelet."""
         asked: dict[int, list[str]] = {1: [""], 2: [""]}
         wire.scan(request, 0, len(request), asked)
         name, namespace = asked[1][-1], asked[2][-1]

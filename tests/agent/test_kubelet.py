@@ -83,7 +83,7 @@ async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_conta
         await node.until_offered()
         refused, fits = node.pod("refused", app(200)), node.pod("fits", app(100))
         status = await node.run(refused)
-        assert "2 entirely free GPUs asked, 1 of 4 are free" in (status.message or "")
+        assert "2 entirely free GPUs requested, 1 of 4 are free" in (status.message or "")
         node.delete(refused)
         assert (await node.run(fits)).phase == "Running"
         (mine,) = before.allocations.values()

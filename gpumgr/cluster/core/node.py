@@ -18,9 +18,10 @@ Used = tuple[Amounts, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
-    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it.
-    `scaling`: the node's factors for such containers; None: the factors of the scheduler's settings, which the requests have. `mig`: the
-    GPU is not shared; each such container gets a MIG device of one of these profiles, created on demand."""
+    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `scaling`:
+    the node's factors for such containers; None: the factors in the scheduler's settings apply, and each request contains them. `mig`: if
+    not empty, the GPU has no shares. Each container with HAMi's resources then gets a MIG device of one of these profiles, created on
+    demand."""
 
     uuid: str = ""
     model: str = ""
@@ -38,7 +39,7 @@ class GpuState:
         return self.healthy and not self.cordoned
 
     def has_room(self, used: Amounts, wanted: Amounts) -> bool:
-        """Whether `wanted` is free beside what is used of the GPU."""
+        """Whether the GPU is offered and has room for `wanted` in addition to `used`."""
         after = used + wanted
         replicas = not wanted.replicas or after.replicas <= self.replicas
         if bool(wanted.slices) != bool(self.mig) or used.slices & wanted.slices:
@@ -76,7 +77,8 @@ class NodeState:
         return by_uuid | {index: position for position, index in enumerate(self.indices)}
 
     def allowed(self, constraints: Constraints) -> Sequence[bool]:
-        """Whether a pod may use each GPU. If the node's agent chooses the GPUs, the pod may use all of them or none."""
+        """For each GPU, whether a pod with these constraints may use it. If the node's agent chooses the GPUs, the pod may use all of them
+        or none."""
         chosen_here = self.naming == "none"
         if constraints.unused and chosen_here and len(self.gpus) > 1:
             return [False] * len(self.gpus)
@@ -94,7 +96,8 @@ class NodeState:
 
 
 def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
-    """A node if only its sums are known: equal GPUs, equally far from each other (as gpu-admission assumes)."""
+    """A node with only a total of cores and memory. Its GPUs are taken as equal, and as equally far from each other (as gpu-admission
+    assumes)."""
     count = cores // CORES_PER_GPU
     rows = range(count)
     return NodeState(

@@ -246,4 +246,4 @@ def _in_total(containers: Iterable[tuple[ContainerRequest, Amounts]]) -> Amounts
 
 def _check_gpus(name: str, gpus: int) -> None:
     if gpus > MAX_GPUS:
-        raise Refusal("invalid_request", f"container {name}: {gpus} GPUs asked, and gpumgr supports {MAX_GPUS} on a node")
+        raise Refusal("invalid_request", f"container {name}: {gpus} GPUs requested, and gpumgr supports {MAX_GPUS} on a node")

@@ -1,4 +1,4 @@
-"""The scheduler's metrics: verbs are counted when they end; all else is taken from the overview at each scrape.
+"""The scheduler's metrics: calls of the extender (verbs) are counted when they end; all other values are read at each scrape.
 
 Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are those of the cluster's GPUs, up to MAX_MODELS.
 """
@@ -30,7 +30,7 @@ OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
 MAX_MODELS: Final = 32
 #: Key of a response under which the server leaves its outcome.
 OUTCOME: Final = web.ResponseKey("outcome", str)
-#: From the time of an answer from memory up to kube-scheduler's timeout.
+#: Upper bounds in seconds, up to 2 s, which is httpTimeout in config/scheduler/kube-scheduler.yaml.
 _BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0)
 
 _SECONDS: Final = Family(
@@ -41,17 +41,19 @@ _SECONDS: Final = Family(
 )
 _NODES: Final = gauge(
     "scheduler_nodes",
-    "Nodes with GPUs, by inventory: used, outdated (it claims more GPUs than the kubelet of the Ready node has), unusable (see the log), "
-    "none (counted by capacity, as under gpu-manager).",
+    "Nodes with GPUs, by the state of the inventory annotation that the agent writes: used, outdated (it has more GPUs than the kubelet of "
+    "this Ready node offers), unusable (see the log), none (the node's capacity counts, as under gpu-manager).",
     "inventory",
 )
-_PLACED: Final = gauge("scheduler_placed_pods", "Pods with GPUs in the index, bound and assumed.")
-_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods with GPUs that are assumed until the pod is bound.")
+_PLACED: Final = gauge(
+    "scheduler_placed_pods", "Pods that have GPUs in the scheduler's index: bound ones, and ones with reserved GPUs."
+)
+_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods for which GPUs are reserved although they are not bound yet.")
 _WAITING: Final = gauge(
     "scheduler_waiting_pods",
     "Pods with GPU requests that are not bound, by reason: refused (no agent grants the request), quota, resources (no node has enough in "
-    "total), fragmentation (a node has enough in total, and not on GPUs that the pod can use), elsewhere (GPUs are free: kube-scheduler's "
-    "own filters, or not tried yet), unexamined (too many different requests).",
+    "total), fragmentation (a node has enough in total, and not on GPUs that the pod can use), elsewhere (GPUs are free, but "
+    "kube-scheduler's own filters reject the nodes, or it has not tried the pod yet), unexamined (too many different requests).",
     "reason",
 )
 _GPUS: Final = gauge(
@@ -88,7 +90,7 @@ def process_families(process: str, leader: str) -> tuple[Family, ...]:
         ),
         gauge(
             f"{process}_api_silence_seconds",
-            "Since the API server has last sent an event, a bookmark or a list, or ended a watch in time, by resource.",
+            "Seconds since the API server last sent an event, a bookmark or a list, or ended a watch at its normal end, by resource.",
             "resource",
         ),
     )

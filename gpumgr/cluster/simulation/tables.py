@@ -93,7 +93,8 @@ def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], list[st
 
 
 def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> list[Pod]:
-    """Reads the trace. Raises InputError, also if a pod requests a model or GPU memory that no node has."""
+    """Reads the trace. Raises InputError, also if a pod requests a model that no node has, or GPU memory although the nodes' file gives
+    none."""
     shapes: dict[Shape, Shape] = {}
     pods: list[Pod] = []
     models = {node.model for node in nodes}

@@ -1,4 +1,4 @@
-"""The gRPC client: a grpclib channel over a unix socket, which sends the same authority as the kubelet's own clients.
+"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sets the authority that the kubelet's own clients send.
 
 `PeerConnection` is the base of the client's and of the server's connections.
 """

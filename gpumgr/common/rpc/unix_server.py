@@ -98,7 +98,7 @@ _REMEDIES: Final = {errno.ENAMETOOLONG: "; use a folder with a shorter path", er
 
 
 class UnixServer:
-    """`services` at `path`. Create it inside the event loop."""
+    """A gRPC server with these services on the unix socket `path`. Create it inside the event loop."""
 
     def __init__(self, path: Path, services: Collection[Any], end_streams: Callable[[], None] = lambda: None) -> None:
         """`end_streams` ends every streaming call of the services."""
@@ -122,8 +122,8 @@ class UnixServer:
         return self._server.accepted
 
     async def start(self) -> None:
-        """Binds and listens, or does so again on a new socket file; connections and calls stay. A socket of an earlier process is
-        replaced, any other file is kept.
+        """Binds and listens, or does so again on a new socket file; connections and calls stay. An existing socket is replaced, even if a
+        process still listens on it; a file that is no socket is kept.
 
         Raises KubeletError if the path is too long or can't be bound.
         """
@@ -139,7 +139,7 @@ class UnixServer:
 
     @property
     def idle(self) -> bool:
-        """Whether no unary call runs or has just ended."""
+        """Whether no unary call is running and none has ended in the last moment."""
         return self._server.idle
 
     async def wait_idle(self, timeout_seconds: float) -> None:
@@ -154,8 +154,8 @@ class UnixServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """The state of a registration with the kubelet. `registrations` counts the successful attempts. `error`: the present problem, and what
-    to do."""
+    """The state of a registration with the kubelet. `registrations` counts the successful attempts. `error`: the present problem; None if
+    there is none."""
 
     registered: bool = False
     registrations: int = 0

@@ -1,4 +1,4 @@
-"""Controls the arbiter: a native thread that decides which tenant holds each GPU at a time. See arbiter.c."""
+"""Controls the arbiter: a native thread that decides which container ("tenant") may run work on each GPU at any moment. See arbiter.c."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from gpumgr.common.errors import GpumgrError
 
 
 class ArbiterError(GpumgrError):
-    """The arbiter can't be loaded, or has no room for another tenant."""
+    """The arbiter can't be loaded or started, or has no room for another tenant."""
 
 
 class _Figures(ctypes.Structure):
@@ -19,9 +19,10 @@ class _Figures(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """What one tenant did on one GPU since it was added. `overruns`: turns that were passed on although its work had not ended. `spoiled`:
-    how often its turn page was damaged, and restored. `waited_ns`: the time in which at least one of its threads waited for a turn; the
-    arbiter looks every 5 ms or more often."""
+    """What one tenant did on one GPU since it was added. `held_ns`: the GPU time that was charged to it. `waited_ns`: the time without a
+    turn in which at least one of its threads waited for one, measured in steps of at most 5 ms. `overruns`: how many of its turns the
+    arbiter ended, and gave to the next tenant, while the tenant's work still ran. `spoiled`: how often its turn page (a file that the
+    arbiter and the container share) was damaged and restored."""
 
     held_ns: int
     waited_ns: int
@@ -52,7 +53,10 @@ class Arbiter:
                 self._running = True
             number = int(self._library.gm_arbiter_add(self._gpus.setdefault(uuid, len(self._gpus)), page, limits, turn))
         if number < 0:
-            raise ArbiterError("the arbiter has no room for another container: it serves 1024 containers on 64 GPUs")
+            raise ArbiterError(
+                "the arbiter has no room for another container: it serves 64 GPUs and 1024 tenants, and a container is one tenant on each "
+                "of its GPUs"
+            )
         return number
 
     def remove(self, number: int) -> None:
@@ -64,11 +68,11 @@ class Arbiter:
         return Turns(held_ns=figures.held_ns, waited_ns=figures.waited_ns, overruns=figures.overruns, spoiled=figures.spoiled)
 
     def overruns(self, number: int) -> bool:
-        """Whether work of a turn that was passed on has not ended yet."""
+        """Whether the tenant still has work on the GPU from a turn that the arbiter has already ended."""
         return bool(self._library.gm_arbiter_overruns(number))
 
     def stop(self) -> None:
-        """Stops the arbiter, which does not start again. Its tenants limit themselves from now on."""
+        """Stops the arbiter, which does not start again. Its tenants limit themselves 200 ms later."""
         with self._lock:
             self._stopped = True
             if self._running:

@@ -1,9 +1,10 @@
 """Backend "limiter": gpumgr's own library runs in each process of the container; it counts memory before it asks the driver, and holds
 launches until the arbiter gives the container its turn.
 
-The pages, the library and the list that preloads it are mounted in the container as single files below /etc. The container keeps the copy
-of the library with which it was created, also when it restarts; the names of the pages include a version, so an updated agent can serve
-it. Without an agent the library limits the container by itself.
+The library, an ld.so.preload that loads it, and the pages (small files through which agent, arbiter and library communicate) are mounted in
+the container as single files below /etc. A container that is restarted gets the same copy of the library again, since the kubelet reuses
+the mounts of the first answer. The names of the pages include a version, so an updated agent can serve it. Without an agent the library
+limits the container by itself.
 """
 
 import asyncio

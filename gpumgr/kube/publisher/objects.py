@@ -24,13 +24,17 @@ _log = structlog.get_logger(__name__)
 
 #: The type of the condition.
 TYPE: Final = "GpuTrouble"
-#: Annotation of the node: the keys of the agent's labels, joined by ",". By it, obsolete labels are removed even after a restart.
+#: Annotation of the node: the keys of the agent's labels, joined by ",". With this list the agent finds and removes its obsolete labels
+#: even after a restart.
 LABELS_ANNOTATION: Final = "gpumgr.io/labels"
 _DISCOVERY_LABEL: Final = "nvidia.com/gfd.timestamp"
 _DISCOVERY_MANAGER: Final = "gpu-feature-discovery"
 #: A condition with an unchanged status is written at most this often: the kubelet's own interval (nodeStatusUpdateFrequency).
 _CONDITION_SECONDS: Final = 10.0
-_BY_HAND: Final = "if an earlier agent described the node, remove that by hand: docs/operations.md, Remove, has the commands"
+_BY_HAND: Final = (
+    "if an earlier agent wrote labels, annotations or a condition to this node, remove them by hand; the commands are in "
+    'docs/operations.md, section "Remove"'
+)
 
 
 @dataclass(eq=False, slots=True)

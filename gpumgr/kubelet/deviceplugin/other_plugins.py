@@ -1,10 +1,11 @@
-"""What else uses the node's GPUs: other device plugins, and another agent, which a lock keeps away. Each plugin offers all GPUs, so two
-plugins allocate each GPU twice.
+"""What else can use the node's GPUs: other device plugins, and another gpumgr agent, which a lock excludes. Each plugin offers all GPUs, so
+two plugins allocate each GPU twice.
 
-A plugin is found by its socket in the kubelet's folder: the kubelet's API lists resources, not the GPUs behind them.
+A plugin is found by its socket in the kubelet's folder: the kubelet's API does not list plugins, and not every plugin's device ids name
+GPUs.
 
-Binding a unix socket replaces the socket of a running agent, so the agent takes the lock first. The kernel releases the lock when its
-holder ends. The file is kept: if it were removed, two agents could lock two files.
+The agent deletes an existing socket file before it binds its own, even one that another agent serves, so it takes the lock first. The
+kernel releases the lock when its holder ends. The file is kept: if it were removed, two agents could lock two files.
 """
 
 import asyncio
@@ -149,7 +150,8 @@ class OtherDevicePlugins:
 
 
 def answering(folder: Path) -> tuple[Path, ...]:
-    """The sockets of other plugins that accept connections, so no stale ones; empty if the folder can't be read."""
+    """The sockets of other plugins on which a process accepts connections (stale socket files are left out); () if the folder can't be
+    read."""
     try:
         return tuple(path for path in _others(folder) if _answers(path))
     except OSError:

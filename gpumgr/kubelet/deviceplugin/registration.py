@@ -1,17 +1,18 @@
-"""Keeps both resources registered with the kubelet: serves the sockets, registers, and registers again when a registration is lost.
+"""Keeps the agent's resources registered with the kubelet: serves the sockets, registers, and registers again when a registration is lost.
 
 Invariants:
 1. Nothing here ends the process: a kubelet that is unavailable, hangs or refuses is logged once and retried.
 2. Register is called only after the plugin's own socket has answered: the kubelet dials it inside Register.
-3. "Registered" means that a kubelet watches the devices. A new kubelet.sock, a missing socket of the plugin, or a lack of ListAndWatch
-   streams causes a new registration by the same process. These are polled, since inotify events can be lost.
+3. "Registered" means that Register succeeded and the registration is not known to be lost. A new kubelet.sock, a missing socket of the
+   plugin, or a lack of ListAndWatch streams shows its loss, and the same process registers again. These are polled, since inotify events
+   can be lost.
 4. The kubelet has closed its connection to the former socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an
    old stream that ends later disconnects the new registration.
 5. Each registration has a socket path of its own. Kubelets since 1.36 find clients by resource name and path: if one registers again at a
    path while the kubelet still knows the former client, the kubelet forgets the client but not its endpoint, and refuses the path until it
    restarts.
-6. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: from then on pods hold GPUs
-   that only this process accounts for, and another plugin would grant these again.
+6. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: after that, pods may hold
+   GPUs that only this process knows of. Another plugin would grant them again, so this one stays registered.
 """
 
 import asyncio
@@ -52,7 +53,8 @@ SOCKET_STEMS: Final[dict[Resource, str]] = {
 }
 KUBELET_SOCKET_NAME: Final = "kubelet.sock"
 _REMEDY: Final = (
-    "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock, which a pod must have mounted"
+    "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock; if the agent runs in a pod, "
+    "that folder must be mounted in it"
 )
 
 
@@ -70,14 +72,14 @@ class LinkTiming:
     unwatched_seconds: float = 1.0
     #: The same directly after Register, when a busy kubelet may need longer. It doubles after each registration without a stream.
     first_watch_seconds: float = 5.0
-    #: How long running calls may take before the streams of a replaced socket are ended.
+    #: The time that calls in progress get before the streams of a replaced socket are ended.
     handover_seconds: float = 1.0
     #: The interval of the calls of `held_back_by`.
     held_back_seconds: float = 2.0
 
 
 class KubeletLink:
-    """Registers both resources with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, and removes the
+    """Registers the agent's resources with one kubelet. `run` is a daemon; `stop` ends it, lets calls in progress finish, and removes the
     sockets."""
 
     def __init__(
@@ -92,8 +94,8 @@ class KubeletLink:
         held_back_by: Callable[[], Awaitable[str | None]] | None = None,
         names: Mapping[Resource, str] = RESOURCE_NAMES,
     ) -> None:
-        """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer, under its name in
-        `names`.
+        """`folder` is the kubelet's device plugin folder; `devices`: kind of resource -> its encoded device list. Each kind is offered
+        under the resource name that `names` has for it.
 
         `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
         """
@@ -134,13 +136,13 @@ class KubeletLink:
             self._group = group
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends `run`; running calls may take `grace_seconds`, then the streams are ended and the sockets removed."""
+        """Ends `run`. Calls in progress may take `grace_seconds`; then the streams are ended and the sockets removed."""
         self._group = None
         for daemon in self._daemons:
             daemon.cancel()
         if self._daemons:
             await asyncio.wait(self._daemons)
-        # From the end of the first stream on the kubelet refuses pods. One pod needs calls for all resources, so all servers must be
+        # As soon as the first stream has ended, the kubelet refuses pods. One pod needs calls for all resources, so all servers must be
         # idle.
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_seconds
@@ -207,7 +209,8 @@ class _ResourceLink:
                 retry_seconds = self._timing.first_retry_seconds
             try:
                 server = await self._serve()
-                # Directly before Register: a kubelet that replaces its socket at this time must not count as a further new kubelet.
+                # Read directly before Register: if the socket was replaced before this line, this registration already reaches the new
+                # kubelet.
                 kubelet = FileIdentity.at(self._kubelet_socket)
                 await self._register(server.path.name)
             except KubeletError as error:
@@ -306,7 +309,7 @@ class _ResourceLink:
 
 
 class ListMeter(Protocol):
-    """Counts the lists of each resource."""
+    """Counts how often the device list of each resource was published."""
 
     def listed(self, resource: str) -> None: ...
 
@@ -320,8 +323,9 @@ class ResourceLists:
     def __init__(self, kinds: Iterable[Resource], mig_resource: str | None, meter: ListMeter) -> None:
         self.lists: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
         self._mig_resource, self._meter = mig_resource, meter
-        #: Resource of MIG devices -> its list, and -> all MIG devices that were ever in the list.
+        #: Resource name of MIG devices -> its encoded list.
         self._instance_lists: dict[str, LatestValue[bytes]] = {}
+        #: The same name -> UUID -> each MIG device that was ever in that list.
         self._listed_instances: dict[str, dict[str, DeviceEntry]] = {}
 
     def publish(self, registry: GpuRegistry, node_devices: NodeDevices, link: KubeletLink) -> None:
@@ -332,8 +336,9 @@ class ResourceLists:
             self._publish_instances(instance_entries(node_devices, self._mig_resource), link)
 
     def _publish_instances(self, found: Mapping[str, Collection[DeviceEntry]], link: KubeletLink) -> None:
-        """A resource is registered when it has its first MIG device. A MIG device that was created again with another profile stays in the
-        list of the former resource as Unhealthy: an id that vanishes while the kubelet allocates it crashes the kubelet."""
+        """A resource is registered when it has its first MIG device. A MIG device can be created again under the same UUID with another
+        profile. It then stays, Unhealthy, in the list of the old profile's resource: an id that vanishes while the kubelet allocates it
+        crashes the kubelet."""
         for name in {**self._instance_lists, **found}:
             listed = self._listed_instances.setdefault(name, {})
             for uuid, _, numa in [*listed.values()]:

@@ -1,14 +1,14 @@
-"""The ResourceSlice of this node (resource.k8s.io/v1): its content, the comparison with what the API server stores, and what the API
-server has dropped. Pure.
+"""The ResourceSlice of this node (resource.k8s.io/v1): its content, the comparison with what the API server stores, and what the API server
+has dropped. Pure.
 
-kube-scheduler takes the first devices that fit, in the order of the slice, so the order is a policy: whole GPUs use up an empty node
-group by group. The order is fixed; a slice changes only with the hardware and its health, since every change makes kube-scheduler try all
-pending pods again.
+kube-scheduler takes the first devices that fit, in the order of the slice, so the order decides the placement: claims for whole GPUs fill
+an empty node group by group. The order is fixed; a slice changes only with the hardware and its health, since every change makes
+kube-scheduler try all pending pods again.
 
 Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, since CEL fails on absent attributes:
 
 - `island`: GPUs that NVLink connects, directly or through other GPUs. A GPU without NVLink is an island by itself.
-- `pair`: the two GPUs with the highest score of their link (topology.scores) are a pair; among equal scores, the first in the order of
+- `pair`: the two GPUs with the highest score of their link (`score_matrix`) are a pair; among equal scores, the first in the order of
   the slice. Then the remaining GPUs are paired in the same way. GPUs on different NUMA nodes without NVLink are no pair; a GPU without
   a partner has a value of its own.
 """
@@ -102,8 +102,8 @@ def slice_devices(
 
 
 def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tuple[SliceDevice, ...]:
-    """`now`, and the devices of `before` that it lacks, with a taint: claims may still be allocated on them. The order of `before` is
-    kept, since the topology without them has another order."""
+    """The devices of `now`, and the ones that only `before` has, with the taint LOST_TAINT, since existing claims may hold them. The order
+    of `before` is kept, since the topology without them has another order."""
     found = {device.name: device for device in now}
     lost = [device for device in before if device.name not in found]
     if not lost:
@@ -137,8 +137,8 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
 
 
 def probe_slice(node: str) -> Json:
-    """A slice for a request with dryRun, which shows what the API server drops. The request must create a slice, since in an update the
-    API server keeps such fields that the stored slice has."""
+    """A slice for a request with dryRun, which shows what the API server drops. The request must be a create: in an update the API server
+    keeps these fields if the stored slice already has them."""
     gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
     device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])
@@ -207,7 +207,7 @@ def dropped(sent: Json, stored: Mapping[str, Any]) -> Dropped | None:
 
 
 def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[SliceDevice, ...]:
-    """The devices to publish in spite of what the API server drops."""
+    """The devices that can be published although the API server drops fields: none without sharing, only untainted ones without taints."""
     if loss is None:
         return tuple(devices)
     return () if loss.sharing else tuple(device for device in devices if not device.taints)

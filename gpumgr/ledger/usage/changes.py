@@ -6,8 +6,9 @@ The first is a state machine for each GPU of each allocation:
 * A sample without the allocation's memory is no reading: it neither counts nor interrupts.
 * An allocation that is gone is dropped without a report.
 
-A process of no container is new, or belongs to a container that has just ended. Each is reported once, also if it can't be observed for a
-while. The driver lists the processes of an ended container a moment longer; for EXPECTED_SECONDS that is normal.
+A process of no container either really has none, or is left over from a container that has just ended: the driver lists such processes a
+moment longer. The first kind is reported at once, the second kind only after EXPECTED_SECONDS. Each process is reported once, and not again
+if it was hidden for a while.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -93,8 +94,8 @@ class UnattributedChange:
 def update_unattributed(
     known: KnownProcesses, use: NodeUse, started: Mapping[int, int], expected: Collection[Process] = ()
 ) -> UnattributedChange:
-    """The state after one sample. `started`: pid -> start time in clock ticks since boot; a process without one has just ended.
-    `expected`: processes that are not reported yet.
+    """The state after one sample. `started`: pid -> start time in clock ticks since boot; a pid without a start time has just ended.
+    `expected`: processes of containers that ended a moment ago; they are not reported as new.
 
     Known processes stay known while a GPU's list can't be read, and while their container is unknown.
     """
@@ -141,7 +142,8 @@ class EndedContainers:
         return replace(self, processes=before | now)
 
     def expected(self, use: NodeUse, started: Mapping[int, int], owners: Mapping[int, Container | None]) -> Iterator[Process]:
-        """The unattributed processes that belong to ended containers: earlier samples attributed them, or they are in their cgroups."""
+        """The unattributed processes of ended containers: an earlier sample attributed the process to one, or it is in the cgroup of
+        one."""
         index = AllocationIndex([each for each, _ in self.ended.values()])
         for gpu, pid in use.unattributed if self.ended else ():
             process, container = (pid, started.get(pid, 0)), owners.get(pid)

@@ -1,10 +1,11 @@
 """Selects the evaluator of a request, and words the refusal of a request that fits nowhere.
 
-More than 100 cores (a multiple of 100): link. Exactly 100: fragment. 1 to 99: share. Every function is pure and breaks every tie, so the
-same request has the same answer on the node and in a scheduler.
+More than 100 cores (a multiple of 100): link, several whole GPUs with the best connection. Exactly 100: fragment, one whole GPU of the
+group that is nearly used up. 1 to 99: share, a part of one GPU. Every function is pure and breaks every tie, so the same request has the
+same answer on the node and in a scheduler.
 
-share is a best fit. binpack: of the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free
-memory blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.
+share is a best fit. binpack: of the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free memory
+blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.
 """
 
 from collections.abc import Collection, Sequence
@@ -47,19 +48,19 @@ def evaluator_for(cores: int) -> Evaluator | None:
 def check_request(cores: int, memory_blocks: int) -> None:
     """Raise Refusal("invalid_request") for numbers that no node can grant: see docs/user-guide.md, "Requests"."""
     if cores < 0 or memory_blocks < 0:
-        raise Refusal("invalid_request", f"{_asked(cores, memory_blocks)} asked: neither can be less than 0")
+        raise Refusal("invalid_request", f"{_asked(cores, memory_blocks)} were requested: neither can be less than 0")
     if cores == 0 and memory_blocks == 0:
-        raise Refusal("invalid_request", f"nothing asked: {CORE_RESOURCE} must be 1 or more")
+        raise Refusal("invalid_request", f"nothing was requested: {CORE_RESOURCE} must be 1 or more")
     if cores == 0:
         raise Refusal(
             "invalid_request",
-            f"{_count(memory_blocks, 'memory block')} asked without cores: {MEMORY_RESOURCE} needs {CORE_RESOURCE} beside it",
+            f"{_count(memory_blocks, 'memory block')} requested without cores: {MEMORY_RESOURCE} also needs {CORE_RESOURCE}",
         )
     _check_cores(cores)
     if cores < CORES_PER_GPU and memory_blocks == 0:
         raise Refusal(
             "invalid_request",
-            f"{_count(cores, 'core')} asked without memory: a share of a GPU needs {MEMORY_RESOURCE} of 1 or more "
+            f"{_count(cores, 'core')} requested without memory: a share of a GPU needs {MEMORY_RESOURCE} of 1 or more "
             f"({BLOCK_BYTES >> 20} MiB each) in the same container",
         )
 
@@ -75,9 +76,10 @@ def place(
 ) -> Placement:
     """Choose GPUs of `gpus` for one container; `policy` concerns share only.
 
-    `required`: indices that the answer must contain; the choice is the best answer that contains them. Memory beside whole GPUs is checked
-    against what the granted GPUs have together. Memory 0 in a share means that it is not known yet.
-    Raises Refusal: "invalid_request"; "gpu_unhealthy" where only unhealthy GPUs have the room; "no_fit" with what is free where.
+    `required`: indices that the answer must contain; the choice is the best answer that contains them. If whole GPUs are requested with
+    memory, the GPUs together must have that memory. `memory_blocks` 0 for a share: not known yet, since the kubelet asks for cores and
+    memory in two calls. Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit were all GPUs healthy; else "no_fit".
+    The message lists what is free on each GPU.
     """
     _check_cores(cores)
     placement = find(topology, gpus, cores=cores, memory_blocks=memory_blocks, policy=policy, required=required)
@@ -96,7 +98,8 @@ def find(
     policy: Policy = "binpack",
     required: Collection[int] = (),
 ) -> Placement | None:
-    """The choice of `place`, or None if the request fits nowhere: for callers that ask for many nodes. `cores` must be valid."""
+    """The choice of `place`, or None if the request fits nowhere: for callers that try many nodes and need no message. `cores` must be
+    valid."""
     healthy, pinned = [gpu for gpu in gpus if gpu.healthy], frozenset(required)
     if cores < CORES_PER_GPU:
         return _share(healthy, cores, memory_blocks, policy, pinned)
@@ -121,7 +124,7 @@ def _share(
     if gpu is None:
         return None
     order = "least" if policy == "binpack" else "most"
-    why = f"the {order} free room that fits: {_room(gpu)} before" if len(candidates) > 1 else "the only GPU that may be taken"
+    why = f"the {order} free room that fits: {_room(gpu)} were free" if len(candidates) > 1 else "the only GPU that may be taken"
     return Placement(evaluator="share", gpus=(gpu.index,), score=None, why=why)
 
 
@@ -132,7 +135,8 @@ def _fragment(topology: Topology, free: list[GpuCapacity], memory_blocks: int, r
     if gpu is None:
         return None
     group = enclosing_group(tree, 1 << gpu)
-    why = f"in the group that is nearest to used up: {group.name} with {(group.mask & free_mask).bit_count()} of {len(free)} free GPUs"
+    left = (group.mask & free_mask).bit_count()
+    why = f"in the group that is nearly used up: {group.name} has {left} of the node's {len(free)} free GPUs"
     return Placement(evaluator="fragment", gpus=(gpu,), score=None, why=why)
 
 
@@ -151,17 +155,20 @@ def _link(
         return None
     score = set_score(score_matrix(topology), chosen)
     group = enclosing_group(build_tree(topology), mask_of(chosen))
-    why = f"the best joined {count} of {len(free)} free GPUs with what is left in mind: within {group.name}, score {score}"
+    why = (
+        f"the best connected {count} of {len(free)} free GPUs that leave the others well connected: within {group.name}, "
+        f"score {score}"
+    )
     return Placement(evaluator="link", gpus=chosen, score=score, why=why)
 
 
 def _check_cores(cores: int) -> None:
     if cores < 1:
-        raise Refusal("invalid_request", f"{cores} cores asked: {CORE_RESOURCE} must be 1 or more")
+        raise Refusal("invalid_request", f"{cores} cores requested: {CORE_RESOURCE} must be 1 or more")
     if cores > CORES_PER_GPU and cores % CORES_PER_GPU:
         raise Refusal(
             "invalid_request",
-            f"{cores} cores asked: above {CORES_PER_GPU}, {CORE_RESOURCE} must be a multiple of {CORES_PER_GPU} (whole GPUs)",
+            f"{cores} cores requested: above {CORES_PER_GPU}, {CORE_RESOURCE} must be a multiple of {CORES_PER_GPU} (whole GPUs)",
         )
 
 
@@ -185,7 +192,7 @@ def _wanted(cores: int, memory_blocks: int, required: frozenset[int], gpus: Sequ
         text = "no GPU is entirely free" + (f" and has {_count(memory_blocks, 'memory block')}" if memory_blocks else "")
     else:
         text = f"{count} entirely free GPUs" + (f" with {_count(memory_blocks, 'memory block')} in all" if memory_blocks else "")
-        text += f" asked, {sum(gpu.entirely_free and gpu.healthy for gpu in gpus)} of {len(gpus)} are free"
+        text += f" requested, {sum(gpu.entirely_free and gpu.healthy for gpu in gpus)} of {len(gpus)} are free"
     if required:
         names = {gpu.index: gpu.name for gpu in gpus}
         text += f" ({', '.join(names.get(index, f'GPU{index}') for index in sorted(required))} must be among them)"

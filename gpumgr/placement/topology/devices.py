@@ -11,7 +11,8 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 
 
 class Level(IntEnum):
-    """How close two GPUs are on PCIe, as `nvidia-smi topo -m` names it. The value is the pair's score."""
+    """How close two GPUs are on PCIe, with the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level INTERNAL). The
+    value is the pair's score."""
 
     SYS = 10
     NODE = 20
@@ -26,8 +27,8 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks: direct links, or for a fabric the links of the GPU that
-    has fewer."""
+    """What joins two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks: direct links; with NVSwitch, the links to switches of the
+    one of the two GPUs that has fewer."""
 
     level: Level
     nvlinks: int = 0
@@ -67,8 +68,9 @@ class MigProfile:
 class MigInstance:
     """A MIG device: one compute instance of a GPU instance. `profile` as `nvidia-smi -L` shows it (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
 
-    `gpu_instance` and `compute_instance` are the driver's ids. The UUID changes whenever the instance is created again. `memory_slices`:
-    the memory slices of its GPU instance, slice n as bit n; 0 = not known.
+    `gpu_instance` and `compute_instance` are the driver's ids. The driver derives the UUID from the place, so an instance that is created
+    again at the same place can have the same UUID, also with another profile. `memory_slices`: the memory slices of its GPU instance, slice
+    n as bit n; 0 = not known.
     """
 
     uuid: str
@@ -127,7 +129,8 @@ class GpuFailure:
 class NodeSnapshot:
     """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`.
 
-    NVML lists `failures`, too. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that NVML does not list.
+    `failures`: the GPUs that NVML lists but can't describe. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that
+    NVML does not list.
     """
 
     gpus: tuple[Gpu, ...]

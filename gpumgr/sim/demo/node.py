@@ -26,7 +26,7 @@ from gpumgr.sim.runtime import SimRuntime
 NODE_NAME: Final = "demo-node"
 NAMESPACE: Final = "demo"
 SAMPLE_PERIOD_SECONDS: Final = 0.25
-#: Names in the node's folder: GPUs and processes, and the agent's settings.
+#: Entries of the node's folder: the folder of the simulated GPUs and processes, and the agent's settings file.
 _GPUS: Final = "gpus"
 _CONFIG: Final = "gpumgr.yaml"
 
@@ -174,7 +174,7 @@ class SimulatedNode:
         self.forget(pod.uid)
 
     def forget(self, uid: str) -> None:
-        """Removes the pod from the API server: its processes end, then the kubelet removes it."""
+        """Ends the pod's processes and removes the pod from the kubelet. The API server has removed it already, or there is none."""
         self.pods.pop(uid, None)
         self._load.remove(self.runtime.remove(uid))
         self.kubelet.delete(uid)
@@ -206,7 +206,7 @@ class SimulatedNode:
         )
 
     def start_unattributed(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
-        """Starts a process on the GPU that is in no container; returns its pid."""
+        """Starts a process outside of all containers on this GPU; returns its pid."""
         pid = self._processes.start()
         self._load.put([(gpu, SimProcess(pid=pid, memory_bytes=memory_bytes, sm_percent=sm_percent))])
         return pid
@@ -261,10 +261,11 @@ async def open_node(
     runtime: SimRuntime | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[SimulatedNode]:
-    """A node without a running agent (`start_agent` starts it); everything ends at the exit. `folder` must have a short path.
+    """A node without a running agent (`start_agent` starts it); everything ends at the exit. The path of `folder` must be short: unix
+    sockets are made in it, and a socket's whole path has at most 107 bytes.
 
-    `settings` override the node's own, section by section; `command` starts the agent; `runtime`, not started yet, is used instead of
-    one with simulated processes.
+    `settings` override the node's own, section by section; `command` starts the agent; `runtime` replaces the default runtime, which has
+    simulated processes; it must not be started yet.
     """
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
@@ -289,7 +290,7 @@ def _leaves(node: Facts) -> list[Facts]:
 
 
 def _settings(folder: Path, runtime: SimRuntime, api: SimApiServer | None, over: Sections) -> Sections:
-    """The content of the agent's settings file, by section: everything in one folder, nothing of this host. `over` overrides the node's
+    """The agent's settings, by section. All paths are in one folder, so the agent uses nothing of this host. `over` overrides the node's
     own settings. Without an API server (`api` None) the agent runs standalone."""
     kubeconfig = str(api.kubeconfig(folder / "kubeconfig")) if api is not None else None
     own: dict[str, dict[str, object]] = {
@@ -302,7 +303,8 @@ def _settings(folder: Path, runtime: SimRuntime, api: SimApiServer | None, over:
         "kubernetes": {"enabled": api is not None, "kubeconfig": kubeconfig},
         "nvml": {"sample_period_seconds": SAMPLE_PERIOD_SECONDS},
         "container": {"allocation_dir": str(folder / "vm")},
-        # The GPUs are simulated, so nothing of this host may limit them: neither its MPS nor its containers.
+        # The GPUs are simulated, so nothing of this host is used to limit them: no backend, no MPS program, no CDI files in the host's
+        # folder.
         "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
         "mps": {"control_program": str(folder / "no-mps")},
         "cri": {"socket": str(runtime.socket), "cgroup_root": str(runtime.processes.cgroup_root)},

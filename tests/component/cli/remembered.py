@@ -58,7 +58,7 @@ ENTRIES = (
         kind="core",
         size=150,
         code="invalid_request",
-        why="150 cores asked",
+        why="150 cores requested",
     ),
 )
 

@@ -146,7 +146,7 @@ async def test_a_cordon_is_confirmed_with_the_running_containers(agent: Agent) -
 
 
 async def test_an_odd_name_reaches_the_agent_as_it_is(agent: Agent) -> None:
-    agent.refusal = (404, "no GPU of this node is called 'a/b?c'; there are: none")
+    agent.refusal = (404, "no GPU of this node is called 'a/b?c'; the GPUs of this node are: none")
     result = await agent.run("uncordon", "a/b?c")
     assert isinstance(result.exception, InputError)
     assert agent.requests == [("uncordon", "a/b?c", "", False)]

@@ -111,7 +111,7 @@ async def test_without_the_agent_the_checkpoint_is_read_and_hostile_names_are_es
     assert "the agent does not run on this node" in ended.err
     assert ended.out == (
         "2023-11-14 22:13:20Z  granted  team/resnet-0 (main)              30 cores    GPU0    share: the least free room\n"
-        "2023-11-14 22:13:21Z  refused  team/\\x1b[2Jevil\\n                150 cores   -       invalid_request: 150 cores asked\n"
+        "2023-11-14 22:13:21Z  refused  team/\\x1b[2Jevil\\n                150 cores   -       invalid_request: 150 cores requested\n"
     )
     as_json = await gpumgr_command("history", "--gpu", "GPU-1111", "--output", "json")
     assert numbers(as_json.out) == [1]

@@ -46,7 +46,7 @@ async def test_filters_by_gpu_and_namespace(agent: FakeAgent, gpumgr_command: Gp
 async def test_a_gpu_that_is_not_there_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "9")
     assert (ended.code, ended.out) == (2, "")
-    assert "there are: GPU0 = GPU-0fe1c342" in ended.err
+    assert "the GPUs of this node are: GPU0 = GPU-0fe1c342" in ended.err
 
 
 @pytest.mark.parametrize("options", [(), ("--watch",), ("--watch", "--output", "json")])

@@ -200,7 +200,7 @@ async def test_a_refused_pod_gets_the_reason_and_no_event_of_a_placement(cluster
     assert cluster.writes == ["event"]
     (event,) = cluster.events
     assert (event["type"], event["reason"]) == ("Warning", "GpuRefused")
-    assert event["message"].startswith("container two: 40 cores asked without memory")
+    assert event["message"].startswith("container two: 40 cores requested without memory")
     refused = cluster.history.entries()[-1]
     assert event["metadata"]["annotations"] == {"gpumgr.io/allocation": refused.id}
     assert event["message"].endswith(f"[allocation {refused.id}]")

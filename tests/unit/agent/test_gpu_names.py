@@ -35,24 +35,24 @@ def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(text: str, name:
 @pytest.mark.parametrize("text", ["79", "1234", "04", "-1", "", "GPU", "GPU-", "gpu79f4", "GPU 4", "ffff", "79f4a7f4-aaab"])
 def test_a_number_is_always_an_index_and_an_unknown_name_is_refused_with_all_names(text: str) -> None:
     with pytest.raises(
-        InputError, match=r"^no GPU of this node is called '.*'; there are: GPU4 = GPU-79f4a7f4-.*, GPU-12345678-"
+        InputError, match=r"^no GPU of this node is called '.*'; the GPUs of this node are: GPU4 = GPU-79f4a7f4-.*, GPU-12345678-"
     ):
         find_gpu(text, KNOWN, LOST)
 
 
 def test_a_beginning_must_be_long_enough_and_only_ones() -> None:
-    with pytest.raises(InputError, match="'79f' is too short for a GPU's UUID: give 4 digits of it or more; there are: GPU4"):
+    with pytest.raises(InputError, match="'79f' is too short for a GPU's UUID: give 4 digits of it or more; the GPUs of this node are: GPU4"):
         find_gpu("79f", KNOWN, LOST)
-    with pytest.raises(InputError, match="several GPUs of this node are called 'GPU-0fe1'"):
+    with pytest.raises(InputError, match="several GPUs of this node match 'GPU-0fe1'"):
         find_gpu("GPU-0fe1", KNOWN, LOST)
 
 
 @pytest.mark.parametrize("text", ["5", "GPU5"])
 def test_a_gpu_that_can_not_be_described_is_not_readable_and_not_absent(text: str) -> None:
-    with pytest.raises(InputError, match=r"^GPU5 of this node is not readable: GPU is lost; .*there are: GPU4 = "):
+    with pytest.raises(InputError, match=r"^GPU5 of this node is not readable: GPU is lost; .*the GPUs of this node are: GPU4 = "):
         find_gpu(text, KNOWN, LOST)
 
 
 def test_without_gpus_there_are_none() -> None:
-    with pytest.raises(InputError, match="no GPU of this node is called '0'; there are: none"):
+    with pytest.raises(InputError, match="no GPU of this node is called '0'; the GPUs of this node are: none"):
         find_gpu("0", (), {})

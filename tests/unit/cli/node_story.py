@@ -60,7 +60,7 @@ def container(allocation: str, pod: str | None, on: str, **facts: Any) -> dict[s
         "over": False,
         "mechanisms": ["mps"],
         "granted_at": AT - 600,
-        "why": "the least free room that fits: 100 cores and 318 memory blocks before",
+        "why": "the least free room that fits: 100 cores and 318 memory blocks were free",
     } | facts
 
 
@@ -97,7 +97,7 @@ def candidate(row: int | None, cores_free: int, memory_blocks_free: int, note: s
 
 
 LOST = candidate(None, 100, 318, "XID 79: the GPU has fallen off the bus")
-BEST = "the least free room that fits: 70 cores and 298 memory blocks before"
+BEST = "the least free room that fits: 70 cores and 298 memory blocks were free"
 
 
 def entries() -> list[dict[str, Any]]:
@@ -105,7 +105,8 @@ def entries() -> list[dict[str, Any]]:
     resnet = {"id": "a1", "pod": ["team", "resnet-0"], "pod_uid": "uid-resnet-0", "container": "main", "gpus": [NAMES[0]]}
     return [
         entry(1, "granted", id="b2", pod=["team", "bert"], pod_uid="uid-bert", container="main", call="allocate", kind="core",
-              size=100, gpus=[NAMES[1]], evaluator="fragment", why="in the group that is nearest to used up: PIX with 1 of 2 free GPUs"),
+              size=100, gpus=[NAMES[1]], evaluator="fragment",
+              why="in the group that is nearly used up: PIX has 1 of the node's 2 free GPUs"),
         entry(2, "gpu", gpus=[NAMES[2]], code="lost", why="XID 79: the GPU has fallen off the bus"),
         entry(3, "granted", **resnet, call="allocate", kind="core", size=30, evaluator="share", why=BEST, mechanisms=["mps"],
               candidates=[candidate(0, 70, 298), candidate(1, 0, 0), LOST]),

@@ -36,7 +36,7 @@ def test_score_is_null_outside_link() -> None:
 @pytest.mark.parametrize(
     ("cores", "memory", "evaluator", "words"),
     [
-        ("800", "0", "link", "8 entirely free GPUs asked, 7 of 7 are free"),
+        ("800", "0", "link", "8 entirely free GPUs requested, 7 of 7 are free"),
         ("150", "0", "link", "multiple of 100"),
         ("50", "0", "share", "without memory"),
         ("0", "4", None, "without cores"),

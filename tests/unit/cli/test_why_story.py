@@ -27,7 +27,7 @@ What happened:
     - (2b3c4d5e)         100          318  XID 79: the GPU has fallen off the
       bus
     chosen: GPU0, by share: the least free room that fits: 70 cores and 298
-      memory blocks before
+      memory blocks were free
     allocation a1, kept within its share by mps
   2026-09-21 13:56:46Z  event OverLimit
     GPU0: uses 6.0 GiB on GPU0 and was granted 5.0 GiB
@@ -35,7 +35,7 @@ What happened:
 It holds:
   main has 30 cores and 5.0 GiB of GPU0 since 2026-09-21 14:03:20Z (allocation
     a1)
-    why: the least free room that fits: 100 cores and 318 memory blocks before
+    why: the least free room that fits: 100 cores and 318 memory blocks were free
     kept within its share by mps
     now: busy 38% of the time, uses 6.0 GiB, 2 processes, over its memory"""
 

@@ -30,8 +30,8 @@ def memory(request: int, limit: int, used: int | None) -> ContainerMemory:
 @pytest.mark.parametrize(
     ("limits", "allocation", "why"),
     [
-        ({"main": 1023}, SHARE, "1023 MiB for container main, which requests 1024 MiB"),
-        ({"main": 4097}, SHARE, "4097 MiB for container main, and GPU 00000000 has 4096 MiB"),
+        ({"main": 1023}, SHARE, "1023 MiB for container main, less than the 1024 MiB that"),
+        ({"main": 4097}, SHARE, "4097 MiB for container main, and GPU 00000000 has only 4096 MiB"),
         ({"main": 2048}, replace(SHARE, limits={GPU: Amounts(30, 2048)}), "granted more than once"),
     ],
 )
@@ -147,7 +147,7 @@ def test_replicas_are_chosen_and_offered_without_what_a_burst_holds() -> None:
     node = replace(free, burst_mebibytes={GPU: 1000})
     assert choose_replicas(node, ledger, replica(2072), FREE_REPLICAS).gpus == (GPU,)
     assert choose_replicas(free, ledger, replica(2073), FREE_REPLICAS).gpus == (GPU,)
-    with pytest.raises(Refusal, match=r"3072 MiB left \(containers hold 1000 MiB of that above their requests\)"):
+    with pytest.raises(Refusal, match=r"3072 MiB left \(1000 MiB of it are in use by containers above their requests\)"):
         choose_replicas(node, ledger, replica(2073), FREE_REPLICAS)
     for burst, offered in ((3071, 10), (3072, 1)):
         (devices,) = node_devices(ledger, replace(free, burst_mebibytes={GPU: burst}), failed=(), replicas=10)

@@ -64,7 +64,7 @@ def test_a_share_can_be_suspended() -> None:
         (why(replace(USE, turns=turns(1, managed=5))), "managed memory"),
         (why(replace(USE, memory_bytes=None)), "does not report how much memory"),
         (why(host=HostMemory(node_bytes=4 * GIB)), "needs 4556 MiB of the host's memory, and the node has less"),
-        (why(host=HostMemory(node_bytes=9 * GIB, cgroup_bytes=GIB)), "its memory limit leaves less: request more memory"),
+        (why(host=HostMemory(node_bytes=9 * GIB, cgroup_bytes=GIB)), "its memory limit leaves less: raise the container"),
     ],
 )
 def test_an_obstacle_has_its_reason(found: str | None, text: str) -> None:

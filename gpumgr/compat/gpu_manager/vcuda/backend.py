@@ -26,8 +26,8 @@ from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
 
-#: The newest CUDA that the library supports. From 11.3 on libcudart calls cuGetProcAddress, which returns the library's 32-bit functions
-#: of CUDA 2.
+#: The newest CUDA that the library supports. Since CUDA 11.3, libcudart looks functions up with cuGetProcAddress, and vcuda's library then
+#: returns its old functions with 32-bit sizes (the API of CUDA 2).
 _NEWEST: Final = (11, 2)
 _DECLARED: Final = re.compile(
     rb"(?:^|\0)(?:CUDA_VERSION=|NVIDIA_REQUIRE_CUDA=[^\0]*?\bcuda>=?)(\d{1,3})(?:\.(\d{1,3}))?(?![0-9])", re.ASCII
@@ -136,7 +136,8 @@ class VcudaBackend(Backend):
         return problem and f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir"
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        """NVIDIA's container runtime must not put the driver's own libcuda.so.1 before the operator's library. Raises Refusal."""
+        """Sets NVIDIA_VISIBLE_DEVICES to void, so that NVIDIA's container runtime does not put the driver's libcuda.so.1 before the
+        operator's library. Raises Refusal for several GPUs."""
         tenant.only_gpu("vcuda")
         return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
 
@@ -227,7 +228,8 @@ def _too_many(running: RunningContainer) -> Finding | None:
     if (count := len(running.pids)) <= MOST_PIDS:
         return None
     message = (
-        f"{running.tenant.describe()} has {count} processes and pids.config holds {MOST_PIDS}: those that use the GPU come first, then "
-        f"the lowest pids; memory of {count - MOST_PIDS} would not be counted. Run fewer processes in one container"
+        f"{running.tenant.describe()} has {count} processes and pids.config holds {MOST_PIDS}: processes that use the GPU come first, then "
+        f"the lowest pids; the memory of the other {count - MOST_PIDS} is not counted if they use the GPU. Run fewer processes in "
+        "one container"
     )
     return Finding(allocation=running.tenant.allocation, code="broken", message=message)

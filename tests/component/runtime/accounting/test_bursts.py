@@ -124,8 +124,8 @@ async def test_the_annotation_counts_while_the_container_runs_and_so_does_the_se
     ("node", "why"),
     [
         (lambda: bursting(allowed=False), "enforcement.memory_burst is off"),
-        (lambda: bursting(limit=511), "511 MiB for container main, which requests 512 MiB"),
-        (lambda: bursting(limit=2049), "2049 MiB for container main, and GPU 00000000 has 2048 MiB"),
+        (lambda: bursting(limit=511), "511 MiB for container main, less than the 512 MiB that"),
+        (lambda: bursting(limit=2049), "2049 MiB for container main, and GPU 00000000 has only 2048 MiB"),
         (lambda: bursting(limit=None, text="it is no JSON"), "it is no JSON"),
         (lambda: bursting(share("a", WEB, 0b11, "vcuda")), "the backend vcuda can't"),
         (lambda: bursting(most=1279), "the pod could have 1280 MiB above its requests, and this node allows 1279"),

@@ -114,9 +114,9 @@ def test_more_than_what_is_there_is_claimed() -> None:
 @pytest.mark.parametrize(
     ("containers", "reason"),
     [
-        ([("main", "app", 150, 0)], "container main: 150 cores asked"),
-        ([("main", "app", 6500, 0)], "container main: 65 GPUs asked, and gpumgr supports 64 on a node"),
-        ([("main", "app", 50, 0)], "container main: 50 cores asked without memory"),
+        ([("main", "app", 150, 0)], "container main: 150 cores requested"),
+        ([("main", "app", 6500, 0)], "container main: 65 GPUs requested, and gpumgr supports 64 on a node"),
+        ([("main", "app", 50, 0)], "container main: 50 cores requested without memory"),
         ([("main", "app", 0, 4)], "asked without cores"),
         ([("load", "init", 60, 4), ("main", "app", 40, 4), ("side", "app", 80, 4)], "need 120 cores on one GPU"),
     ],

@@ -29,11 +29,11 @@ def test_valid_requests_pass(cores: int, blocks: int) -> None:
 @pytest.mark.parametrize(
     ("cores", "blocks", "words"),
     [
-        (0, 0, "nothing asked"),
-        (0, 4, "4 memory blocks asked without cores"),
-        (50, 0, "50 cores asked without memory"),
+        (0, 0, "nothing was requested"),
+        (0, 4, "4 memory blocks requested without cores"),
+        (50, 0, "50 cores requested without memory"),
         (101, 4, "must be a multiple of 100"),
-        (150, 0, "150 cores asked"),
+        (150, 0, "150 cores requested"),
         (-1, 4, "less than 0"),
         (100, -4, "less than 0"),
     ],
@@ -69,7 +69,7 @@ def test_the_refusal_of_a_share_lists_the_free_capacity_of_each_gpu() -> None:
 def test_whole_gpus_that_fit_nowhere() -> None:
     refusal = refused([gpu(0), gpu(1, 40, 100)], 200, 0)
     assert str(refusal) == (
-        "2 entirely free GPUs asked, 1 of 2 are free; free: GPU0 entirely (320 memory blocks), GPU1 40 cores and 100 memory blocks"
+        "2 entirely free GPUs requested, 1 of 2 are free; free: GPU0 entirely (320 memory blocks), GPU1 40 cores and 100 memory blocks"
     )
 
 
