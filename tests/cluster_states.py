@@ -25,7 +25,7 @@ def node_state(
     models: Sequence[str] = (),
     numa: Sequence[int] = (),
     naming: Naming = "uuid",
-    other: Mapping[str, Shares] | None = None,
+    reported_shares: Mapping[str, Shares] | None = None,
 ) -> NodeState:
     """`count` GPUs of 64 blocks. The pairs in `near` are joined by NVLinks, all others across the sockets. `models` and `numa` have an
     entry for each GPU, if they are given."""
@@ -46,7 +46,7 @@ def node_state(
         ),
         topology=topology_from_matrix(rows),
         naming=naming,
-        other=other or {},
+        reported_shares=reported_shares or {},
     )
 
 

@@ -247,7 +247,7 @@ class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""
 
 
-def builtins(struct: msgspec.Struct) -> dict[str, Any]:
+def to_json_data(struct: msgspec.Struct) -> dict[str, Any]:
     """The struct as JSON data."""
     found: dict[str, Any] = decode_json(msgspec.json.encode(struct))
     return found

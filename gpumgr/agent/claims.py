@@ -27,7 +27,7 @@ from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, LedgerError, Refusal
 from gpumgr.ledger.choose import candidates
 from gpumgr.ledger.claims import AllocatedClaim, ClaimPod, Share, grant_claim, refuse_two_limits, shares_of
-from gpumgr.ledger.gpu_share import Terms
+from gpumgr.ledger.gpu_share import EnforcementTerms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, Ledger
 from gpumgr.placement.pods import Listing, PodKey, PodView
@@ -250,7 +250,7 @@ class NodeClaims:
         if adopted:
             node = replace(node, unschedulable={})
 
-        def terms(pod: PodView | None, share: bool) -> Terms:
+        def terms(pod: PodView | None, share: bool) -> EnforcementTerms:
             return self._enforcement.terms(pod, share=share, setting=claim.enforcement)
 
         granted = grant_claim(node, ledger, claim, pods=pods, terms=terms, now=self._wall_clock())

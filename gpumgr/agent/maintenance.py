@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
-from gpumgr.agent.api import builtins, rows_on, unattributed_rows
+from gpumgr.agent.api import rows_on, to_json_data, unattributed_rows
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.gpu_names import find_registered_gpu
@@ -78,7 +78,7 @@ Reset = Callable[[str], Awaitable[str]]
 class Maintenance:
     """Call `restore` before the first GPU is offered.
 
-    `evictor` None: there is no API server. `kept_by`: UUID -> which part of gpumgr uses the GPU (an MPS daemon), in words that follow
+    `evictor` None: there is no API server. `still_used_by`: UUID -> which part of gpumgr uses the GPU (an MPS daemon), in words that follow
     "can't be reset:"; None if none does. `usage` returns the latest sample of the GPUs' processes (None before the first), and the
     allocations over their memory, with the GPU.
     """
@@ -92,11 +92,11 @@ class Maintenance:
         evictor: Evictor | None,
         reset: Reset,
         gone_gpus: GoneGpus,
-        kept_by: Callable[[str], str | None] = lambda _: None,
+        still_used_by: Callable[[str], str | None] = lambda _: None,
         usage: Callable[[], tuple[NodeUse | None, Collection[AllocationOnGpu]]] = lambda: (None, ()),
     ) -> None:
         self._agent_state, self._health, self._pods, self._evictor = agent_state, health, pods, evictor
-        self._reset, self._kept_by, self._usage, self._gone_gpus = reset, kept_by, usage, gone_gpus
+        self._reset, self._still_used_by, self._usage, self._gone_gpus = reset, still_used_by, usage, gone_gpus
         #: By UUID.
         self.cordons: Mapping[str, Cordon] = {}
         self._lock = asyncio.Lock()
@@ -234,8 +234,8 @@ class Maintenance:
             "gpu": {"uuid": gpu.uuid, "name": gpu.name, "index": self._agent_state.node().indices.get(gpu.name)},
             "cordon": asdict(cordon) if cordon else None,
             "empty": use is not None and not containers and not unattributed,
-            "containers": [builtins(row) for row in containers],
-            "unattributed": [builtins(row) for row in unattributed],
+            "containers": [to_json_data(row) for row in containers],
+            "unattributed": [to_json_data(row) for row in unattributed],
         }
 
     # -- reset -------------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Maintenance:
             raise Refusal(
                 "conflict", f"{label} can't be reset: {_named([a.describe() for a in holders])} still on it; drain it first"
             )
-        if obstacle := self._kept_by(gpu.uuid):
+        if obstacle := self._still_used_by(gpu.uuid):
             raise Refusal("conflict", f"{label} can't be reset: {obstacle}")
         try:
             await self._refuse_processes(gpu)

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from gpumgr.common.units import GpuName, Process, Resource
 from gpumgr.ledger.answer import ContainerResponse
-from gpumgr.ledger.gpu_share import GpuShare, Terms
+from gpumgr.ledger.gpu_share import EnforcementTerms, GpuShare
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 from gpumgr.ledger.node import NodeDevices
@@ -73,7 +73,7 @@ class Enforcement(Protocol):
         """To be called before `terms` of a new container: waits for the trials of mechanisms that began when the agent started."""
         ...
 
-    def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> Terms:
+    def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
         """The terms for a container of this pod (None: the pod is not certain). `setting`: the mechanism that its DeviceClass demands."""
         ...
 

@@ -39,14 +39,14 @@ def reason_text(ctx: click.Context, param: click.Parameter, text: str) -> str:
     return sendable(ctx, param, text)
 
 
-def gpu_word(ctx: click.Context, param: click.Parameter, text: str) -> str:
+def check_gpu_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
     """The name of a GPU, which the agent resolves."""
     if not text.strip(" ."):  # in a URL, names of dots alone have another meaning
         raise click.BadParameter("the GPU's name is empty: give its index (3 or GPU3), or its UUID or the beginning of it")
     return sendable(ctx, param, text)
 
 
-_GPU = click.argument("gpu", metavar="GPU", callback=gpu_word)
+_GPU = click.argument("gpu", metavar="GPU", callback=check_gpu_name)
 _REASON = click.option(
     "--reason",
     default="",
@@ -89,7 +89,7 @@ def cordon(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
       gpumgr gpu cordon 3 --reason 'broken fan'
       gpumgr gpu cordon GPU-0fe1 --output json
     """
-    document = asyncio.run(_order(location.socket, "cordon", gpu, reason=reason))
+    document = asyncio.run(_send_request(location.socket, "cordon", gpu, reason=reason))
     _print(document, output, _cordoned(read_result(document)))
 
 
@@ -147,7 +147,7 @@ def uncordon(gpu: str, location: AgentLocation, output: str) -> None:
     Examples:
       gpumgr gpu uncordon 3
     """
-    document = asyncio.run(_order(location.socket, "uncordon", gpu))
+    document = asyncio.run(_send_request(location.socket, "uncordon", gpu))
     result = read_result(document)
     state = "is back in service as soon as its health checks succeed" if result.changed else "was not cordoned"
     _print(document, output, [f"{result.gpu.label} {state}"])
@@ -167,7 +167,7 @@ def reset(gpu: str, location: AgentLocation, output: str) -> None:
     Examples:
       gpumgr gpu drain 3 --evict --wait && gpumgr gpu reset 3 && gpumgr gpu uncordon 3
     """
-    document = asyncio.run(_order(location.socket, "reset", gpu))
+    document = asyncio.run(_send_request(location.socket, "reset", gpu))
     done = f"{read_result(document).gpu.label} was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service"
     _print(document, output, [*map(printable, str(document.get("said", "")).splitlines()), done])
 
@@ -186,14 +186,14 @@ def forget(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
     Examples:
       gpumgr gpu forget GPU-0fe1 --reason 'sent back to the vendor'
     """
-    document = asyncio.run(_order(location.socket, "forget", gpu, reason=reason))
+    document = asyncio.run(_send_request(location.socket, "forget", gpu, reason=reason))
     _print(document, output, [f"{read_result(document).gpu.label} is forgotten"])
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------------
 
 
-async def _order(socket: Path, action: str, gpu: str, *, reason: str = "") -> dict[str, Any]:
+async def _send_request(socket: Path, action: str, gpu: str, *, reason: str = "") -> dict[str, Any]:
     async with AgentClient(socket) as agent:
         return await request_maintenance(agent, action, gpu, reason=reason)
 

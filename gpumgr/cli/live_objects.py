@@ -27,7 +27,7 @@ UNCHECKED: Final = (
     "resource claims",
     "scheduling gates",
 )
-_NOT_READY: Final = {"True": "", "Unknown": "node.kubernetes.io/unreachable"}
+_TAINT_OF_READY_STATUS: Final = {"True": "", "Unknown": "node.kubernetes.io/unreachable"}
 
 
 def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> tuple[LiveCluster, list[str]]:
@@ -93,7 +93,7 @@ def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
 def _live_node(item: Json, node: WatchedNode) -> LiveNode:
     spec, status = item.get("spec") or {}, item["status"]
     ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
-    derived = [_NOT_READY.get(ready, "node.kubernetes.io/not-ready")]
+    derived = [_TAINT_OF_READY_STATUS.get(ready, "node.kubernetes.io/not-ready")]
     derived += ["node.kubernetes.io/unschedulable"] if spec.get("unschedulable") else []
     return LiveNode(
         state=node.state,
@@ -111,7 +111,9 @@ def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Seque
     spec = item["spec"]
     rules = convert({key: spec.get(key) for key in _Rules.__annotations__}, _Rules)
     unchecked = tuple(_unchecked(spec))
-    fixed = _fixed(item, pod, node, budgets) or (f"has {unchecked[0]}, which are not checked" if unchecked else "")
+    why_not_movable = _why_not_movable(item, pod, node, budgets) or (
+        f"has {unchecked[0]}, which are not checked" if unchecked else ""
+    )
     return LivePod(
         uid=pod.uid,
         name=f"{pod.namespace}/{pod.name}",
@@ -121,17 +123,17 @@ def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Seque
         request=pod.request,
         policy=pod.policy,
         home=Spot(node.state.name, pod.shares) if node is not None else None,
-        fixed=fixed,
+        why_not_movable=why_not_movable,
         unchecked=unchecked,
     )
 
 
-def _fixed(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Budget]) -> str:
+def _why_not_movable(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Budget]) -> str:
     """Why the pod may not be moved, or ""."""
     metadata = item["metadata"]
     owners = [each["kind"] for each in metadata.get("ownerReferences") or () if each.get("controller")]
     selectors = [selector for namespace, selector in budgets if namespace == pod.namespace]
-    known = pod.shares is not None or (node is not None and pod.uid in node.state.other)
+    known = pod.shares is not None or (node is not None and pod.uid in node.state.reported_shares)
     reasons = {
         "is a mirror pod": MIRROR_ANNOTATION in (metadata.get("annotations") or {}),
         "belongs to a DaemonSet": "DaemonSet" in owners,

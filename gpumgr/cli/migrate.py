@@ -235,7 +235,7 @@ def migrate_hami(
     with _reading():
         objects = _read((*pod_files, *manifests))
         if kubeconfig is not None:
-            objects += asyncio.run(_asked(kubeconfig, node))
+            objects += asyncio.run(_fetch_node_and_pods(kubeconfig, node))
         config = read_config(objects, node)
     folder = Path(str(config.settings.get("kubelet.device_plugin_dir", Settings().kubelet.device_plugin_dir)))
     found = takeover.HamiState(
@@ -279,7 +279,7 @@ def _verify(config: Config, found: takeover.HamiState, to: Path, *, as_json: boo
         raise SystemExit(1)
 
 
-async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
+async def _fetch_node_and_pods(kubeconfig: Path, node: str) -> tuple[Object, ...]:
     """The node and its pods. Raises GpumgrError."""
     async with ApiServer.session(kubeconfig, remedy="name another one with --kubeconfig, or the pods with --pods") as server:
         pods = await server.read("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"})

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from gpumgr.agent.api import GpuRow, builtins
+from gpumgr.agent.api import GpuRow, to_json_data
 from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
@@ -68,7 +68,7 @@ class CheckpointData:
         newest = next((entry.candidates for entry in reversed(loaded.history) if entry.candidates), ())
         self._indices = {candidate.gpu: candidate.index for candidate in newest}
         state = node_state(self._report, self._history)
-        self.state: Document = builtins(msgspec.structs.replace(state, gpus=self._gpus(state.gpus)))
+        self.state: Document = to_json_data(msgspec.structs.replace(state, gpus=self._gpus(state.gpus)))
 
     async def entries(self) -> list[Document]:
         return [msgspec.to_builtins(entry) for entry in self._history]
@@ -78,7 +78,7 @@ class CheckpointData:
 
     async def pod(self, namespace: str, pod: str) -> Document | None:
         found = pod_details(self._report, None, namespace, pod, self._history)
-        return builtins(msgspec.structs.replace(found, gpus=self._gpus(found.gpus))) if found else None
+        return to_json_data(msgspec.structs.replace(found, gpus=self._gpus(found.gpus))) if found else None
 
     def _gpus(self, rows: Sequence[GpuRow]) -> tuple[GpuRow, ...]:
         """The health is unknown; the index is that of the last decision."""

@@ -187,7 +187,7 @@ def defrag(cluster: LiveCluster, pod: LivePod, most_moves: int) -> Answer:
     if plan:
         text = f"Pod {pod.name} fits on node {_where(place)} after {count_text(len(moves), 'move')}.\n"
         text += text_table([["POD", "FROM", "TO"], *([each["pod"], _where(each["from"]), _where(each["to"])] for each in moves)])
-    fixed = Counter(each.fixed for each in cluster.pods.values() if each.home is not None and each.fixed)
+    fixed = Counter(each.why_not_movable for each in cluster.pods.values() if each.home is not None and each.why_not_movable)
     text += "".join(
         f"Not moved: {count} pod{'s, each' if count > 1 else ', which'} {reason}.\n" for reason, count in sorted(fixed.items())
     )

@@ -13,7 +13,7 @@ from gpumgr.common.proc import PROC, mount_tables, mounted_root
 from gpumgr.ledger.ledger import AllocationId
 
 #: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if it is gone.
-NspidOf = Callable[[int], int | None]
+PidInContainerOf = Callable[[int], int | None]
 #: Maps a pid in a container to the host's pids of the processes that have this pid in their pid namespace.
 HostsOf = Callable[[int], Sequence[int]]
 
@@ -21,8 +21,8 @@ HostsOf = Callable[[int], Sequence[int]]
 class PidMap:
     """/proc is read once for each process."""
 
-    def __init__(self, nspid_of: NspidOf) -> None:
-        self._nspid_of = nspid_of
+    def __init__(self, pid_in_container_of: PidInContainerOf) -> None:
+        self._pid_in_container_of = pid_in_container_of
         self._inside: dict[int, int] = {}
 
     def forget_all_but(self, pids: Collection[int]) -> None:
@@ -31,7 +31,7 @@ class PidMap:
     def inside(self, pid: int) -> int | None:
         """The process's pid in its container; None if it is gone."""
         found = self._inside.get(pid)
-        if found is None and (found := self._nspid_of(pid)) is not None:
+        if found is None and (found := self._pid_in_container_of(pid)) is not None:
             self._inside[pid] = found
         return found
 
@@ -53,10 +53,10 @@ class Identity(NamedTuple):
 
 
 class Identities:
-    """`nspid_of` returns a process's pid in its innermost pid namespace (None: gone)."""
+    """`pid_in_container_of` returns a process's pid in its innermost pid namespace (None: gone)."""
 
-    def __init__(self, nspid_of: NspidOf, proc_root: Path = PROC) -> None:
-        self._nspid_of, self._proc_root = nspid_of, proc_root
+    def __init__(self, pid_in_container_of: PidInContainerOf, proc_root: Path = PROC) -> None:
+        self._pid_in_container_of, self._proc_root = pid_in_container_of, proc_root
 
     def of(self, host_pid: int) -> Identity | None:
         """The identity of this process; None: the process is gone, or hidden from the agent."""
@@ -64,7 +64,7 @@ class Identities:
             namespace = os.stat(self._proc_root / str(host_pid) / "ns" / "pid").st_ino
         except OSError:
             return None
-        inside = self._nspid_of(host_pid)
+        inside = self._pid_in_container_of(host_pid)
         return None if inside is None else Identity(namespace, inside)
 
     def all(self) -> Iterator[Identity]:

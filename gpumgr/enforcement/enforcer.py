@@ -23,7 +23,7 @@ from gpumgr.enforcement.backend import (
 )
 from gpumgr.enforcement.container_processes import mounted_names
 from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION, ContainerResponse, merged
-from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, Terms
+from gpumgr.ledger.gpu_share import EnforcementTerms, GpuLimits, GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 from gpumgr.placement.pods import PodView
@@ -100,15 +100,15 @@ class Enforcer:
         if any([await backend.settle() for backend in self.backends.values()]):
             await self.choose(self._gpus)
 
-    def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> Terms:
+    def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
         if not share:
-            return Terms(cdi=self._inject_by_cdi)
+            return EnforcementTerms(cdi=self._inject_by_cdi)
         subject = None
         if setting is None and (override := override_for(self._settings.overrides, pod)) is not None:
             subject, setting = override
         node = self.choice.mechanisms
         mechanisms = node if setting is None else mechanisms_for(setting, self.choice.able, node)
-        return Terms(mechanisms=mechanisms, exemption=subject, cdi=self._inject_by_cdi)
+        return EnforcementTerms(mechanisms=mechanisms, exemption=subject, cdi=self._inject_by_cdi)
 
     def answer(
         self, base: ContainerResponse, kind: Resource, allocation: Allocation, tenant: GpuShare | None

@@ -18,7 +18,7 @@ import yaml
 
 from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import SettingsError
-from gpumgr.kube.library import load_library
+from gpumgr.kube.library import kubeconfig_loader
 
 _log = structlog.get_logger(__name__)
 
@@ -102,7 +102,7 @@ class CredentialFiles:
         else:
             _check(self._kubeconfig)
             found = Credentials()
-            asyncio.run(load_library()(config_file=str(self._kubeconfig), client_configuration=found, persist_config=False))
+            asyncio.run(kubeconfig_loader()(config_file=str(self._kubeconfig), client_configuration=found, persist_config=False))
             if not found.host:
                 raise ValueError("its cluster has no server")
         if found.host.startswith("https"):

@@ -30,7 +30,7 @@ class _EmptyPackages(MetaPathFinder, Loader):
 
 
 @cache
-def load_library() -> Callable[..., Any]:
+def kubeconfig_loader() -> Callable[..., Any]:
     """Returns `load_kube_config`. Imports the library once; modules that the process has already imported are used."""
     finder = _EmptyPackages()
     sys.meta_path.insert(0, finder)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, GpuName
-from gpumgr.ledger.gpu_share import Terms
+from gpumgr.ledger.gpu_share import EnforcementTerms
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, ClaimRequest, Ledger
 from gpumgr.ledger.node import NodeView
@@ -74,7 +74,7 @@ def grant_claim(
     claim: AllocatedClaim,
     *,
     pods: Sequence[ClaimPod],
-    terms: Callable[[PodView | None, bool], Terms],
+    terms: Callable[[PodView | None, bool], EnforcementTerms],
     now: float,
 ) -> Sequence[Allocation]:
     """The allocations of the claim, for `ledger.occupy`. `terms` returns mechanisms and exemption, given a pod that uses the request, and

@@ -100,7 +100,7 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class EnforcementTerms:
     """How a container is limited. This is decided at the grant and kept with the allocation: see Allocation."""
 
     mechanisms: tuple[str, ...] = ()

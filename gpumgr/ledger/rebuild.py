@@ -13,7 +13,7 @@ from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, 
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
 from gpumgr.ledger.instances import instance_amounts
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice, describe_container
-from gpumgr.ledger.replicas import counted_on, limits_on
+from gpumgr.ledger.replicas import charged_on, limits_on
 from gpumgr.ledger.sweep import Shown, shown
 from gpumgr.placement.pods import Listing, PodKey, PodView
 
@@ -205,7 +205,7 @@ def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Al
     named = dict(view.placed).get(spec.name, ()) if view is not None and view.bound_by_hami else ()
     chosen = [registry.by_uuid[uuid].name for uuid, _ in named if uuid in registry.by_uuid]
     gpus = chosen if len(chosen) == spec.replicas.count else [*claim.held("replica")]
-    return replace(claim, gpus=counted_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
+    return replace(claim, gpus=charged_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
 
 
 def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:

@@ -57,7 +57,7 @@ def grant_replicas(
     gpus = [gpu.name for gpu in ledger.gpu_registry.gpus if gpu.name in masks]
     shared = [gpu for gpu in gpus if gpu not in node.mig_profiles]
     devices = mig_devices(
-        node, ledger, caller, _follow(caller, wanted), {gpu: masks[gpu] for gpu in gpus if gpu in node.mig_profiles}
+        node, ledger, caller, _requests_of_chain(caller, wanted), {gpu: masks[gpu] for gpu in gpus if gpu in node.mig_profiles}
     )
     if devices and shared:
         raise Refusal(
@@ -65,7 +65,7 @@ def grant_replicas(
             f"the kubelet chose GPUs with and without MIG ({', '.join(map(node.label, gpus))}), and a container has those of one kind; "
             "delete the pod and create it again",
         )
-    probe = _probe(ledger, caller, [wanted], shared)
+    probe = _trial_allocation(ledger, caller, [wanted], shared)
     amounts = {**probe.gpus, **amounts_of_devices(node, devices)}
     allocation = replace(
         probe,
@@ -86,14 +86,14 @@ def grant_replicas(
     return allocation
 
 
-def counted_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
+def charged_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
     """What the ledger counts for this request on each of these GPUs. With oversubscription the limits are others (`limits_on`)."""
     return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
 
 
 def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
     """What the container may use of each GPU, where that differs from the counted amounts."""
-    counted = counted_on(registry, wanted, gpus)
+    counted = charged_on(registry, wanted, gpus)
     limits = {gpu: wanted.limit(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
     return {gpu: limit for gpu, limit in limits.items() if limit != counted[gpu]}
 
@@ -123,8 +123,8 @@ def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
 def _choose(
     node: NodeView, ledger: Ledger, caller: Caller, request: Request, wanted: ReplicaRequest, required: set[GpuName]
 ) -> Choice:
-    follow = _follow(caller, wanted)
-    probe = _probe(ledger, caller, follow, node.rows)
+    follow = _requests_of_chain(caller, wanted)
+    probe = _trial_allocation(ledger, caller, follow, node.rows)
     after = ledger.occupy(probe)
     free = request.free(ledger)
     capacities, problems = list[GpuCapacity](), list[str]()
@@ -179,7 +179,7 @@ def _choose(
     return Choice(masks=masks, gpus=gpus, evaluator=placement.evaluator, why=placement.why)
 
 
-def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
+def _requests_of_chain(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
     """The container's request, and the requests of the containers that take over its replicas."""
     found, left = [wanted], wanted.count if caller.init else 0
     for spec in caller.chain[1:]:
@@ -189,11 +189,11 @@ def _follow(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
     return found
 
 
-def _probe(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Collection[GpuName]) -> Allocation:
+def _trial_allocation(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Collection[GpuName]) -> Allocation:
     """The caller's allocation on all of these GPUs, with the largest amounts of these requests on each."""
     most = dict.fromkeys(gpus, Amounts())
     for each in wanted:
-        most = {gpu: most[gpu].most(amounts) for gpu, amounts in counted_on(ledger.gpu_registry, each, gpus).items()}
+        most = {gpu: most[gpu].most(amounts) for gpu, amounts in charged_on(ledger.gpu_registry, each, gpus).items()}
     return Allocation(id="", pod=caller.pod, uid=caller.uid, container=caller.container, init=caller.init, gpus=most)
 
 

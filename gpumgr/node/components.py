@@ -114,9 +114,9 @@ class Components:
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
         #: After a change of node.mode from dra to plugin: the DRA side that still serves the remaining claims. Else None.
-        self.leaving = None
+        self.former_mode_dra = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
-            self.leaving = self._make_dra(make_driver(settings), server, lost=loaded.lost)
+            self.former_mode_dra = self._make_dra(make_driver(settings), server, lost=loaded.lost)
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()
@@ -239,18 +239,18 @@ class Components:
         )
 
     def _make_link(self) -> KubeletLink:
-        as_nvidia = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
+        offers_nvidia_names = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
 
         async def held_back_by() -> str | None:
             """The reason not to register yet: the claims of a lost ledger are not adopted, another device plugin has the same resource
             names, the GPUs of gpu-manager's pods are unknown, or claims hold GPUs."""
-            adopting = await self.leaving.held_back_by() if self.leaving is not None else None
+            adopting = await self.former_mode_dra.held_back_by() if self.former_mode_dra is not None else None
             holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
-            unserved = self.leaving.link.state.error if self.leaving is not None else None
+            unserved = self.former_mode_dra.link.state.error if self.former_mode_dra is not None else None
             return (
                 adopting
                 or await self.other_plugins.gpu_manager()
-                or (as_nvidia and await self.other_plugins.of_nvidia())
+                or (offers_nvidia_names and await self.other_plugins.why_wait_for_nvidia_plugins())
                 or await self._take_over.held_back_by()
                 or (
                     f"{holders}; their claims can't be released, since the DRA side can't serve them: {unserved}"
@@ -316,7 +316,7 @@ class Components:
         async def reset(uuid: str) -> str:
             return await reset_gpu(self.monitor, uuid, program=self.settings.nvml.smi_program)
 
-        def kept_by(uuid: str) -> str | None:
+        def still_used_by(uuid: str) -> str | None:
             daemons = self.enforcement.mps.daemons()
             pid = next((daemon.pid for daemon in daemons if daemon.uuid == uuid), None)
             if pid is None:
@@ -334,7 +334,7 @@ class Components:
             evictor=self.api_side.publisher,
             reset=reset,
             gone_gpus=self.gone_gpus,
-            kept_by=kept_by,
+            still_used_by=still_used_by,
             usage=lambda: (self.memory_watcher.use, self.memory_watcher.over),
         )
 

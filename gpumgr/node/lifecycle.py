@@ -218,7 +218,11 @@ async def _open_servers(components: Components) -> None:
 
 def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: Notifier) -> list[asyncio.Task[None]]:
     """The daemons that start after reconciliation: they serve the kubelet, enforce the limits and notify the service manager."""
-    leaving = [] if components.leaving is None else [group.create_task(components.leaving.run_out(), name="claims_of_mode_dra")]
+    leaving = (
+        []
+        if components.former_mode_dra is None
+        else [group.create_task(components.former_mode_dra.run_out(), name="claims_of_mode_dra")]
+    )
     return [
         *leaving,
         group.create_task(forever("reconciler", components.reconciler.run), name="reconciler"),
@@ -287,7 +291,7 @@ async def _stop(components: Components, grace_seconds: float) -> None:
         async with asyncio.timeout(grace_seconds):
             await asyncio.gather(components.web.stop(), *([] if components.display is None else [components.display.stop()]))
             await asyncio.gather(
-                *(link.stop(grace_seconds / 2) for link in (components.link, components.leaving) if link is not None)
+                *(link.stop(grace_seconds / 2) for link in (components.link, components.former_mode_dra) if link is not None)
             )
             await finish_shielded(grace_seconds / 2)
             with contextlib.suppress(CheckpointError):  # an earlier try has logged it, or the disk has just become full

@@ -101,7 +101,7 @@ class NodeEnforcement:
             library_sha256=None,
             library_dir=settings.checkpoint.library_dir,
             run_dir=chosen.run_dir,
-            nspid_of=self._cgroups.nspid_of,
+            pid_in_container_of=self._cgroups.pid_in_container_of,
             volumes=self._volumes,
             log_level=settings.hami_core.log_level,
         )
@@ -129,7 +129,7 @@ class NodeEnforcement:
         return Limiter(
             library_dir=self._settings.checkpoint.library_dir,
             run_dir=self._settings.enforcement.run_dir,
-            nspid_of=self._cgroups.nspid_of,
+            pid_in_container_of=self._cgroups.pid_in_container_of,
             quantum_milliseconds=self._settings.limiter.quantum_milliseconds,
             contexts=ContextSizes(nvml.processes, library=_libcuda(self._settings.nvml.library_path)),
             volumes=self._volumes,

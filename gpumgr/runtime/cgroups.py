@@ -218,7 +218,7 @@ class Cgroups:
         text = self._of_process(pid, "cgroup")
         return memory_path(text) if text is not None else None
 
-    def nspid_of(self, pid: int) -> int | None:
+    def pid_in_container_of(self, pid: int) -> int | None:
         """The pid of a process in the innermost of its pid namespaces; None if the process is gone."""
         text = self._of_process(pid, "status")
         return parse_nspid(text) if text is not None else None

@@ -16,7 +16,7 @@ from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.channel import CALL_FAILURES, Reply, UnixChannel
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodSandbox
-from gpumgr.runtime.codec import InitProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
+from gpumgr.runtime.codec import FirstProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
 from gpumgr.runtime.toolkit import Runtimes, parse_runtimes
 
 _SERVICE: Final = "/runtime.v1.RuntimeService/"
@@ -62,7 +62,7 @@ class CriClient:
             answer = await self._call("ListPodSandbox", cri.ListPodSandboxRequest(filter=ready), bytes)
             return await asyncio.to_thread(parse_ready_sandboxes, answer)
 
-    async def init_process(self, container_id: str) -> InitProcess | None:
+    async def init_process(self, container_id: str) -> FirstProcess | None:
         """The first process of a container and its cgroup; None if the container no longer exists."""
         with self._explained(f"ask for the status of container {container_id}"):
             try:

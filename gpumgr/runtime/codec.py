@@ -32,7 +32,7 @@ class RuntimeVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitProcess:
+class FirstProcess:
     """A container's first process, from the verbose status. CRI does not define the content of that verbose part. None = not reported.
 
     `cgroups_path` is `linux.cgroupsPath` of the OCI runtime spec, which may not be a path yet: see `cgroup_path.expand_cgroups_path`.
@@ -70,14 +70,14 @@ def parse_ready_sandboxes(data: bytes) -> tuple[PodSandbox, ...]:
     return tuple(sandbox for sandbox in found if sandbox is not None)
 
 
-def parse_status(status: ContainerStatusResponse) -> InitProcess:
+def parse_status(status: ContainerStatusResponse) -> FirstProcess:
     """Decodes the answer to a verbose request. Raises UnreadableText if its JSON is not as expected."""
     text = status.info.get("info")
     if text is None:
-        return InitProcess()
+        return FirstProcess()
     info = decode_json(text, _Info)
     path = info.spec.linux.cgroups_path if info.spec is not None and info.spec.linux is not None else ""
-    return InitProcess(pid=info.pid if info.pid > 0 else None, cgroups_path=path or None)
+    return FirstProcess(pid=info.pid if info.pid > 0 else None, cgroups_path=path or None)
 
 
 def _container(data: bytes, start: int, end: int) -> Container | None:

@@ -18,7 +18,7 @@ from gpumgr.common.units import Process
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups, container_cgroup_in, container_id_in, expand_cgroups_path, own_cgroup
 from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.codec import InitProcess
+from gpumgr.runtime.codec import FirstProcess
 
 _log = structlog.get_logger(__name__)
 
@@ -201,7 +201,7 @@ class Containers:
         pid, cgroup = self._locations.get(container.id) or (None, None)
         return replace(container, pid=pid if container.running else None, cgroup=cgroup)
 
-    def _location(self, container_id: str, first: InitProcess) -> Location:
+    def _location(self, container_id: str, first: FirstProcess) -> Location:
         """(pid, cgroup). The cgroup of the first process counts if it can be read, since the spec's path is only a request (runc may
         choose another)."""
         path = self._cgroups.path_of(first.pid) if first.pid is not None else None

@@ -161,7 +161,7 @@ class MemoryLimitWatcher:
         that have ended."""
         ledger, now = self._records.ledger, self._clock()
         awaited = self._ended.ended
-        self._ended = self._ended.at(ledger.allocations, now)
+        self._ended = self._ended.with_allocations(ledger.allocations, now)
         if not (ledger.allocations or awaited or self._ended.ended) and now - self._evaluated_at < CALM_PERIOD_SECONDS:
             return
         self._evaluated_at = now
@@ -265,7 +265,7 @@ class MemoryLimitWatcher:
         """Logs each unattributed GPU process once when it appears (a process of an ended container only if it stays), and once when it
         has ended."""
         expected = frozenset(self._ended.expected(use, started, self._owners.latest.owners))
-        self._ended = self._ended.after(use, started)
+        self._ended = self._ended.with_processes(use, started)
         met = update_unattributed(self._unattributed, use, started, expected)
         self._unattributed = met.known
         for (pid, _), processes in met.new.items():

@@ -78,8 +78,8 @@ class SimApiServer:
         """Starts to listen, after a `stop` at the same port as before."""
         app = web.Application(middlewares=[self._counted])
         for resource in self._watched:
-            app.router.add_get(f"/api/v1/{resource}", self._get)
-        app.router.add_get("/api/v1/namespaces/{namespace}/configmaps", self._get)
+            app.router.add_get(f"/api/v1/{resource}", self._list_or_watch)
+        app.router.add_get("/api/v1/namespaces/{namespace}/configmaps", self._list_or_watch)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
         app.router.add_patch("/api/v1/namespaces/{namespace}/pods/{name}", self._patch)
         app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/eviction", self._evict)
@@ -183,7 +183,7 @@ class SimApiServer:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    async def _get(self, request: web.Request) -> web.StreamResponse:
+    async def _list_or_watch(self, request: web.Request) -> web.StreamResponse:
         watch = request.query.get("watch") in ("true", "1")
         verb = "watch" if watch else "list"
         resource = request.path.rpartition("/")[2]

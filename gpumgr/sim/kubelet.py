@@ -22,7 +22,7 @@ from gpumgr.sim.kubelet_plugins import DeviceList, Endpoints, PluginClient, Regi
 from gpumgr.sim.kubelet_podresources import PodResourcesService
 from gpumgr.sim.kubelet_pods import (
     V1_35,
-    KubeletShape,
+    KubeletVersion,
     PodStatus,
     ResourceStatus,
     SimContainer,
@@ -48,7 +48,7 @@ class SimKubelet:
         self,
         folder: Path,
         *,
-        shape: KubeletShape = V1_35,
+        shape: KubeletVersion = V1_35,
         seed: int = 0,
         resource_order: ResourceOrder = "random",
         numa_aligned: bool = False,
@@ -118,7 +118,7 @@ class SimKubelet:
             await server.close_now()
         self._servers.clear()
 
-    async def restart(self, *, sources_ready: bool = True, shape: KubeletShape | None = None) -> None:
+    async def restart(self, *, sources_ready: bool = True, shape: KubeletVersion | None = None) -> None:
         """Restarts the kubelet while pods run: it forgets the plugins; the checkpoint and the pods stay. `shape`: starts another version
         of the kubelet.
 

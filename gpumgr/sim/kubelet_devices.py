@@ -21,7 +21,7 @@ from random import Random
 from typing import Literal
 
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient
-from gpumgr.sim.kubelet_pods import V1_35, Holding, KubeletShape, PodDevices, SimContainer, SimKubeletError, SimPod, without_cdi
+from gpumgr.sim.kubelet_pods import V1_35, Holding, KubeletVersion, PodDevices, SimContainer, SimKubeletError, SimPod, without_cdi
 
 ResourceOrder = Literal["random", "core_first", "memory_first"]
 
@@ -67,7 +67,7 @@ class DeviceManager:
         self,
         random: Random,
         *,
-        shape: KubeletShape = V1_35,
+        shape: KubeletVersion = V1_35,
         resource_order: ResourceOrder = "random",
         numa_aligned: bool = False,
     ) -> None:
@@ -95,7 +95,7 @@ class DeviceManager:
         """The stream of `resource` has ended: no device is healthy now, but the capacity stays."""
         self.healthy[resource] = set()
 
-    def forget(self, shape: KubeletShape, held: PodDevices, resources: Iterable[str]) -> None:
+    def forget(self, shape: KubeletVersion, held: PodDevices, resources: Iterable[str]) -> None:
         """A kubelet restart: only `held` and the names of resources are kept."""
         self._shape = shape
         self.clients.clear()

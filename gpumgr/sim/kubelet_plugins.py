@@ -27,7 +27,7 @@ from gpumgr._pb.deviceplugin.v1beta1 import (
 )
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel
-from gpumgr.sim.kubelet_pods import KubeletShape, SimKubeletError
+from gpumgr.sim.kubelet_pods import KubeletVersion, SimKubeletError
 
 _PLUGIN: Final = "/v1beta1.DevicePlugin/"
 _PRE_START_TIMEOUT_SECONDS: Final = 30.0
@@ -51,7 +51,7 @@ class _PathChannel(UnixChannel):
 class PluginClient:
     """One registered plugin. `options` is known once `connect` has returned."""
 
-    def __init__(self, shape: KubeletShape, resource: str, path: Path, options: DevicePluginOptions) -> None:
+    def __init__(self, shape: KubeletVersion, resource: str, path: Path, options: DevicePluginOptions) -> None:
         """`options`: as in the Register request."""
         self._shape = shape
         self.resource = resource
@@ -156,7 +156,7 @@ def parse_devices(message: bytes) -> DeviceList:
 class Endpoints:
     """Which plugins are connected, with the rules of one version. `current`: resource -> the plugin that gets the calls."""
 
-    def __init__(self, shape: KubeletShape, current: dict[str, PluginClient], devices_gone: Callable[[str], None]) -> None:
+    def __init__(self, shape: KubeletVersion, current: dict[str, PluginClient], devices_gone: Callable[[str], None]) -> None:
         """`devices_gone` gets a resource when its last plugin was disconnected."""
         self._shape, self._current, self._devices_gone = shape, current, devices_gone
         #: With `knows_sockets`: what the kubelet's `clients` and `endpointStore` have.

@@ -12,7 +12,7 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.common.rpc import wire
 from gpumgr.sim.kubelet_devices import DeviceManager
-from gpumgr.sim.kubelet_pods import Call, KubeletShape, SimKubeletError, SimPod
+from gpumgr.sim.kubelet_pods import Call, KubeletVersion, SimKubeletError, SimPod
 
 _SERVICE: Final = "v1.PodResourcesLister"
 _CALLS_PER_SECOND = 100.0
@@ -23,7 +23,7 @@ class PodResourcesService:
     """The service on pod-resources/kubelet.sock. Errors have the texts of grpc-go and the kubelet."""
 
     def __init__(
-        self, shape: KubeletShape, devices: DeviceManager, *, listed: Callable[[], Iterable[SimPod]], pods: Mapping[str, SimPod]
+        self, shape: KubeletVersion, devices: DeviceManager, *, listed: Callable[[], Iterable[SimPod]], pods: Mapping[str, SimPod]
     ) -> None:
         """`listed` is called for each `List` and returns its pods; `pods` are all current pods by UID."""
         self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods

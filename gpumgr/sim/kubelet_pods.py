@@ -28,7 +28,7 @@ Call = Literal["List", "Get"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KubeletShape:
+class KubeletVersion:
     """The facts of one version; the defaults are the facts of 1.35."""
 
     version: str = "1.35"
@@ -69,7 +69,7 @@ class KubeletShape:
     groups_ids: bool = False
 
 
-V1_35: Final = KubeletShape()
+V1_35: Final = KubeletVersion()
 V1_37: Final = replace(V1_35, version="1.37", stream_end_hits_successor=False, knows_sockets=True)
 V1_25: Final = replace(
     V1_35,
@@ -92,7 +92,7 @@ V1_20: Final = replace(V1_21, version="1.20", groups_ids=True)
 V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_node=False)
 
 #: The kubelets that gpumgr supports, by version.
-SUPPORTED: Final[Mapping[str, KubeletShape]] = {
+SUPPORTED: Final[Mapping[str, KubeletVersion]] = {
     shape.version: shape for shape in (V1_20, V1_21, V1_22, V1_23, V1_24, V1_25, V1_35, V1_37)
 }
 

@@ -105,8 +105,8 @@ class SimRuntime:
             "Version": (self._version, cri.VersionRequest, cri.VersionResponse),
             "ListPodSandbox": (self._sandboxes, cri.ListPodSandboxRequest, cri.ListPodSandboxResponse),
             "ListContainers": (self._list, cri.ListContainersRequest, cri.ListContainersResponse),
-            "Status": (self._runtimes, cri.StatusRequest, cri.StatusResponse),
-            "ContainerStatus": (self._status, cri.ContainerStatusRequest, cri.ContainerStatusResponse),
+            "Status": (self._runtime_status, cri.StatusRequest, cri.StatusResponse),
+            "ContainerStatus": (self._container_status, cri.ContainerStatusRequest, cri.ContainerStatusResponse),
         }
         return {
             _SERVICE + method: Handler(self._serving(method, answer), Cardinality.UNARY_UNARY, request, reply)
@@ -130,7 +130,7 @@ class SimRuntime:
         named = (cri.PodSandboxMetadata(namespace=namespace, name=name, uid=uid) for namespace, name, uid in sorted(pods))
         return cri.ListPodSandboxResponse(items=[cri.PodSandbox(id=each.uid, metadata=each) for each in named])
 
-    def _runtimes(self, _request: cri.StatusRequest) -> cri.StatusResponse:
+    def _runtime_status(self, _request: cri.StatusRequest) -> cri.StatusResponse:
         """The verbose status, as containerd writes it."""
         runtimes = {"default": {"runtimePath": "", "options": {"BinaryName": self.default_program}}}
         config = {"containerd": {"defaultRuntimeName": "default", "runtimes": runtimes}}
@@ -140,7 +140,7 @@ class SimRuntime:
         """All containers; the filter is ignored."""
         return cri.ListContainersResponse(containers=[_listed(container) for container in self._containers.values()])
 
-    def _status(self, request: cri.ContainerStatusRequest) -> cri.ContainerStatusResponse:
+    def _container_status(self, request: cri.ContainerStatusRequest) -> cri.ContainerStatusResponse:
         """The verbose status, also if the request asks for less."""
         container = self._containers.get(request.container_id)
         if container is None:

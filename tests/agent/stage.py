@@ -53,7 +53,7 @@ def init(cores: int, memory_blocks: int, name: str = "fetch") -> SimContainer:
 
 async def introduce(node: SimulatedNode, pod: SimPod) -> None:
     """The API server has the pod, and the agent knows what it asks for: else it gives out GPUs without, some milliseconds later."""
-    node.show(pod, PodStatus(phase="Pending"))
+    node.set_status(pod, PodStatus(phase="Pending"))
     told: Mapping[str, Any] = {}
     async with aiohttp.ClientSession() as http:
         while not (told.get("uid") == pod.uid and told.get("request")):

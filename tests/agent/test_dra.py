@@ -79,7 +79,7 @@ async def test_from_plugin_to_dra(folder: Path) -> None:
         assert kubelet.sockets() == []
         assert [method for method, _ in resources.writes if method != "DELETE"] == []
         node.kubelet.end(pod.uid)
-        node.show(pod, PodStatus(phase="Succeeded"))
+        node.set_status(pod, PodStatus(phase="Succeeded"))
         await node.agent.while_running(kubelet.register())
         await until_ready(node)
         await node.agent.while_running(soon(lambda: resources.named(slice_name(NODE_NAME)) is not None))

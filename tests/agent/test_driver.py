@@ -123,7 +123,7 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
         tenant = node.pod("tenant", app(100))
         await node.run(tenant)
         (name,) = node.gpus_of(tenant)
-        leftover = node.start_unattributed(node.indices[name], memory_bytes=1 << 20)
+        leftover = node.start_process_outside_containers(node.indices[name], memory_bytes=1 << 20)
         await until_sampled(node)
         node.delete(tenant)
         held = await node.agent_log.until("gpu_quarantined", gpu=name)
@@ -136,6 +136,6 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
         next_pod = node.pod("next", app(100))
         assert (await node.run(next_pod)).phase == "Running"
         assert node.gpus_of(next_pod) != {name}
-        node.end_unattributed(leftover)
+        node.end_process_outside_containers(leftover)
         await node.agent_log.until("gpu_released", gpu=name)
         await node.kubelet.until(lambda: node.healthy(name)["core"] == 100)

@@ -60,7 +60,7 @@ async def test_a_restart_loads_what_was_committed_and_frees_what_the_kubelet_lac
 
 async def _replace(node: SimulatedNode, victim: SimPod, *, holds: bool, began: int) -> None:
     """The kubelet has failed the pod: what it holds in the ledger is freed, and the pod that comes in its place runs."""
-    node.show(victim, node.kubelet.statuses[victim.uid])
+    node.set_status(victim, node.kubelet.statuses[victim.uid])
     if holds:
         await node.agent_log.until("allocation_freed", since=began, holder=f"{NAMESPACE}/{victim.name} (main)")
     node.delete(victim)

@@ -115,7 +115,7 @@ async def test_a_kill_during_allocate_leaves_no_device(folder: Path, step: str) 
         assert await node.agent.ended() == -signal.SIGKILL  # its sockets close before it gives up its lock
         assert profiles(node) == ["7g.40gb"]
         await node.start_agent(ON_DEMAND)
-        node.show(victim, node.kubelet.statuses[victim.uid])
+        node.set_status(victim, node.kubelet.statuses[victim.uid])
         await node.agent.while_running(until_left(node))
         await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))
         await run(node, "next", share(38000))

@@ -11,7 +11,7 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
-from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
+from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletVersion
 
 from .stage import BLOCKS, PATIENT, app, init, running
 
@@ -33,7 +33,7 @@ def end(node: SimulatedNode, pod: SimPod) -> None:
     """The pod has succeeded. The API server still has it, and so has an old kubelet's List."""
     node.runtime.remove(pod.uid)
     node.kubelet.end(pod.uid)
-    node.show(pod, node.kubelet.statuses[pod.uid])
+    node.set_status(pod, node.kubelet.statuses[pod.uid])
 
 
 def complaints(node: SimulatedNode) -> set[str]:
@@ -56,7 +56,7 @@ async def lose_ledger(node: SimulatedNode) -> None:
     shutil.rmtree(node.folder / "checkpoint")
 
 
-async def restart(node: SimulatedNode, shape: KubeletShape) -> None:
+async def restart(node: SimulatedNode, shape: KubeletVersion) -> None:
     """The kubelet starts anew, as this one, and has both resources from the agent again."""
     await node.kubelet.restart(sources_ready=False, shape=shape)
     await node.until_offered()
@@ -64,7 +64,7 @@ async def restart(node: SimulatedNode, shape: KubeletShape) -> None:
 
 
 @old_kubelets
-async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShape) -> None:
+async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletVersion) -> None:
     async with running(folder, command=PATIENT, shape=shape) as node:
         a, b, c = await run_three(node)
         assert node.disagreements() == []
@@ -93,7 +93,7 @@ async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShap
 
 
 @old_kubelets
-async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: KubeletShape) -> None:
+async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: KubeletVersion) -> None:
     async with running(folder, command=PATIENT, shape=shape) as node:
         pods = await run_three(node)
         before = node.ledger()
@@ -111,7 +111,7 @@ async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: Kubelet
 
 
 @pytest.mark.parametrize("shape", [V1_20, V1_25], ids=["1.20", "1.25"])
-async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: KubeletShape) -> None:
+async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: KubeletVersion) -> None:
     async with running(folder, command=PATIENT, shape=shape, api_server=False) as node:
         pods = await run_three(node)
         await lose_ledger(node)

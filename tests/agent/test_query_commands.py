@@ -31,7 +31,7 @@ async def until_shown(node: SimulatedNode, name: str, what: str) -> str:
 
 async def test_why_describes_a_pod_that_only_the_api_server_lists(folder: Path) -> None:
     async with running(folder) as node:
-        node.show(node.pod("waits", app(20, 4)), PodStatus(phase="Pending"))
+        node.set_status(node.pod("waits", app(20, 4)), PodStatus(phase="Pending"))
         await until_shown(node, "waits", "Pod demo/waits, uid uid-1, Pending.\n")
         assert (await node.run(node.pod("big3", app(500)))).phase == "Failed"
         told = await until_shown(node, "big3", "Failed.\nIts status: UnexpectedAdmissionError: Allocate failed due to ")

@@ -71,7 +71,7 @@ async def test_a_kill_at_the_commit_leaves_nothing_behind(folder: Path, step: st
         began = len(node.agent_log.lines)
         await node.start_agent(BOTH)
         await node.kubelet.until_allocatable(VGPU)
-        node.show(victim, node.kubelet.statuses[victim.uid])
+        node.set_status(victim, node.kubelet.statuses[victim.uid])
         if committed:
             await node.agent_log.until("allocation_freed", since=began)
         again = [node.pod(f"again-{number}", vgpu(gpumem=7000)) for number in range(4)]

@@ -14,7 +14,7 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimKubeletError
-from gpumgr.sim.kubelet_pods import V1_20, V1_25, V1_35, V1_37, KubeletShape
+from gpumgr.sim.kubelet_pods import V1_20, V1_25, V1_35, V1_37, KubeletVersion
 
 from .stage import SIM, app, stage
 
@@ -61,7 +61,9 @@ async def until_served_by(node: SimulatedNode, agent: AgentProcess) -> None:
 
 
 @pytest.mark.parametrize("shape", [V1_20, V1_25, V1_35, V1_37], ids=lambda shape: str(shape.version))
-async def test_the_next_agent_registers_when_the_streams_of_the_former_one_have_ended(folder: Path, shape: KubeletShape) -> None:
+async def test_the_next_agent_registers_when_the_streams_of_the_former_one_have_ended(
+    folder: Path, shape: KubeletVersion
+) -> None:
     """A kubelet before 1.36 takes a stream that ends later for the new one's, and disconnects that."""
     async with updating(folder, shape=shape) as node:
         held = [node.pod(f"held-{number}", app(30, 4)) for number in range(2)]

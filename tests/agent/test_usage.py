@@ -85,10 +85,10 @@ async def test_unattributed_processes_and_excess_memory_are_reported_and_the_pod
             node.control.set_result(f"nvmlDeviceGet{function}", 999)  # readings on which nothing here depends
         pod = await come(node, "greedy", app(30, 4))
         (gpu,) = node.gpus_of(pod)
-        start_unattributed = node.start_unattributed(node.indices[gpu], memory_bytes=10 * MIB)
-        assert (await node.agent_log.until("gpu_process_unattributed", pid=start_unattributed))["gpus"] == [gpu]
-        node.end_unattributed(start_unattributed)
-        await node.agent_log.until("gpu_process_unattributed_gone", pid=start_unattributed)
+        pid = node.start_process_outside_containers(node.indices[gpu], memory_bytes=10 * MIB)
+        assert (await node.agent_log.until("gpu_process_unattributed", pid=pid))["gpus"] == [gpu]
+        node.end_process_outside_containers(pid)
+        await node.agent_log.until("gpu_process_unattributed_gone", pid=pid)
         node.use(pod, memory_bytes=1500 * MIB)
         over = await node.agent_log.until("container_over_limit")
         assert (over["holder"], over["memory_bytes"], over["memory_limit_bytes"]) == (

@@ -16,7 +16,7 @@ AGENT: Final = """
 from gpumgr.cli.daemon import lean_imports
 with lean_imports():
     import gpumgr.cli.run, gpumgr.kube.library
-gpumgr.kube.library.load_library()
+gpumgr.kube.library.kubeconfig_loader()
 """
 NOTHING: Final = "import sys"
 _TELL: Final = """

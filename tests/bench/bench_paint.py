@@ -12,7 +12,7 @@ from typing import Final
 
 from playwright.async_api import Browser
 
-from gpumgr.agent.api import builtins
+from gpumgr.agent.api import to_json_data
 from gpumgr.web.responses import PAGE
 from gpumgr.web.state import node_state
 from tests.bench import figures
@@ -47,7 +47,7 @@ async def measure(loads: int) -> Mapping[str, object]:
         return {}
     stage = Stage()
     await stage.open()
-    document = builtins(node_state(picture_of(CONTAINERS_PER_GPU), []))
+    document = to_json_data(node_state(picture_of(CONTAINERS_PER_GPU), []))
     stage.show(document)
     try:
         async with chromium() as browser:

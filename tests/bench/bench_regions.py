@@ -68,7 +68,7 @@ def _backend(folder: Path) -> HamiCore:
         library_sha256=build(library),
         library_dir=folder / "lib",
         run_dir=folder / "run",
-        nspid_of=lambda pid: pid,
+        pid_in_container_of=lambda pid: pid,
     )
 
 

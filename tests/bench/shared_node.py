@@ -118,7 +118,7 @@ class SharedNode:
             library_sha256=sha256,
             library_dir=self.folder / "lib",
             run_dir=self.folder / "run",
-            nspid_of=self.places.cgroups().nspid_of,
+            pid_in_container_of=self.places.cgroups().pid_in_container_of,
         )
         vcuda = VcudaBackend(
             allocation_dir=self.folder / "vm",

@@ -59,7 +59,7 @@ async def linger(node: SimulatedNode) -> None:
     last = node.pod("lingering", SimContainer(name="main", cores=30, memory_blocks=40))
     assert (await node.run(last)).phase == "Running"
     (gpu,) = node.gpus_of(last)
-    pid = node.start_unattributed(node.indices[gpu], memory_bytes=GIB)
+    pid = node.start_process_outside_containers(node.indices[gpu], memory_bytes=GIB)
     await node.agent_log.until("gpu_process_unattributed", pid=pid)
     node.delete(last)
 

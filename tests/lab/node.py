@@ -115,7 +115,7 @@ class LabNode:
         """A pod with its devices. Raises AssertionError if it is refused."""
         container = SimContainer(name="main", cores=cores, memory_blocks=blocks)
         pod = SimPod(namespace=NAMESPACE, name=name, uid=str(uuid.uuid4()), containers=(container,))
-        self.sim.show(pod, PodStatus(phase="Pending"))
+        self.sim.set_status(pod, PodStatus(phase="Pending"))
         status = await self.sim.kubelet.admit(pod)
         assert status.phase == "Pending", f"{name} was refused: {status.message}"
         return pod

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
-from gpumgr.cluster.core.node import NodeState, homogeneous
+from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
@@ -22,7 +22,7 @@ A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
 NODES = (
     with_replicas(replace(node_state("a", 2, models=(T4, T4), numa=(0, 0)), cpu_milli=8000), 3),
     with_replicas(node_state("b", 4, near=((0, 1), (2, 3)), models=(T4, A100, A100, A100), numa=(0, 0, 1, 1)), 4),
-    homogeneous("c", 200, 2 * 16384),
+    node_of_equal_gpus("c", 200, 2 * 16384),
     replace(node_state("d", 2, models=(A100, A100), numa=(0, 1), naming="none"), cpu_milli=4000),
     with_mig(with_replicas(node_state("m", 2, models=(A100, A100)), 3), 1),
 )

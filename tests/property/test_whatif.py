@@ -26,7 +26,7 @@ def pods_at_home(draw: st.DrawFn) -> list[LivePod]:
             gpus[name, gpu] -= cores
             cpu[name] -= wanted
             fixed = draw(st.sampled_from(["", "", "has no controller"]))
-            found.append(live_pod(f"p{len(found)}", cores, name, gpu, cpu=wanted, fixed=fixed))
+            found.append(live_pod(f"p{len(found)}", cores, name, gpu, cpu=wanted, why_not_movable=fixed))
     return found
 
 
@@ -54,7 +54,7 @@ def test_each_step_of_a_plan_is_possible_and_one_move_is_found_if_it_is_enough(p
     assert contents(found) == before
     places = {pod.uid: (pod, pod.home) for pod in pods if pod.home is not None}
     for pod, spot in plan or ():
-        assert not pod.fixed
+        assert not pod.why_not_movable
         assert places.get(pod.uid, (pod, None))[1] is pod.home, "each pod moves once"
         places[pod.uid] = (pod, spot)
         gpus, cpu = free(list(places.values()))
@@ -82,7 +82,12 @@ def after_one_move(pods: Sequence[LivePod]) -> list[list[LivePod]]:
             for gpu in range(number):
                 moved = live_pod(pod.uid, cores, name, gpu, cpu=pod.requests["cpu"])
                 gpus, cpu = free([(each, each.home) for each in [*rest, moved] if each.home is not None])
-                if not pod.fixed and pod.home is not None and pod.home.node != name and min(*gpus.values(), *cpu.values()) >= 0:
+                if (
+                    not pod.why_not_movable
+                    and pod.home is not None
+                    and pod.home.node != name
+                    and min(*gpus.values(), *cpu.values()) >= 0
+                ):
                     found.append([*rest, moved])
     return found
 

@@ -23,7 +23,7 @@ from gpumgr.kube.publisher import event_texts
 from gpumgr.kube.publisher.decisions import NOT_EVICTED
 from gpumgr.kube.publisher.events import ALLOCATION_ANNOTATION, Event
 from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
-from gpumgr.kube.publisher.objects import LABELS_ANNOTATION, TYPE
+from gpumgr.kube.publisher.objects import CONDITION_TYPE, LABELS_ANNOTATION
 from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
 from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
@@ -220,7 +220,7 @@ def labels_table() -> str:
 
 
 def condition_table() -> str:
-    return table((f"reason of `{TYPE}`", "meaning"), ((code(reason), about) for reason, about in CONDITION_REASONS))
+    return table((f"reason of `{CONDITION_TYPE}`", "meaning"), ((code(reason), about) for reason, about in CONDITION_REASONS))
 
 
 def events_table() -> str:

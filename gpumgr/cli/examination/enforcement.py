@@ -179,7 +179,7 @@ def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bo
         Limiter(
             library_dir=scratch,
             run_dir=settings.enforcement.run_dir,
-            nspid_of=Cgroups(cgroup_root).nspid_of,
+            pid_in_container_of=Cgroups(cgroup_root).pid_in_container_of,
             quantum_milliseconds=settings.limiter.quantum_milliseconds,
         ),
         HamiCore(
@@ -187,7 +187,7 @@ def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bo
             library_sha256=sha256,
             library_dir=scratch,
             run_dir=settings.enforcement.run_dir,
-            nspid_of=Cgroups(cgroup_root).nspid_of,
+            pid_in_container_of=Cgroups(cgroup_root).pid_in_container_of,
         ),
         VcudaBackend(
             allocation_dir=settings.container.allocation_dir,

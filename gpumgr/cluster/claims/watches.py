@@ -19,7 +19,7 @@ from gpumgr.cluster.claims.gates import Demand, kinds_for
 from gpumgr.cluster.claims.objects import Key, UnboundPod, WatchedClaim, WatchedSlice, WatchedTemplate
 from gpumgr.cluster.claims.shapes import DRIVER
 from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.node import NodeState, homogeneous
+from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import GpuKind, Quotas
 from gpumgr.cluster.scheduler.objects import CpuPod, QuotaLabels
 from gpumgr.cluster.scheduler.watches import ClusterWatches
@@ -202,7 +202,9 @@ class ClaimWatches(ClusterWatches):
         found = self._slices.get(state.name)
         if found is None or not found.gpus:
             return state
-        return replace(state, gpus=found.gpus, topology=homogeneous(state.name, CORES_PER_GPU * len(found.gpus), 0).topology)
+        return replace(
+            state, gpus=found.gpus, topology=node_of_equal_gpus(state.name, CORES_PER_GPU * len(found.gpus), 0).topology
+        )
 
 
 def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | None) -> _Object:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain_counted
-from gpumgr.cluster.core.node import NodeState, Used, added
+from gpumgr.cluster.core.node import NodeState, Used, plus_taken
 from gpumgr.cluster.core.profiles import Profiles
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
@@ -443,30 +443,30 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
     """Adds up what the node reports, then what pods with known GPUs take, then a likely choice for the other pods. The order of `pods` has
     no influence."""
     used: Used = (NOTHING,) * len(node.gpus)
-    for shares in node.other.values():
-        used = added(used, _summed(shares))
+    for shares in node.reported_shares.values():
+        used = plus_taken(used, _summed(shares))
     unknown = []
     for pod in sorted(pods, key=lambda pod: pod.uid):
-        if pod.uid in node.other:
+        if pod.uid in node.reported_shares:
             continue
         taken = _taken(node, pod)
         if taken is None:
             unknown.append(pod)
         else:
-            used = added(used, taken)
+            used = plus_taken(used, taken)
     for pod in unknown:
         if (
             len(pod.request.containers) > MAX_GPU_CONTAINERS
         ):  # a choice would take long: the pod counts on all GPUs until the agent reports them
             full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for gpu in node.gpus)
-            used = added(used, dict(enumerate(full)))
+            used = plus_taken(used, dict(enumerate(full)))
             continue
         # If an agent has chosen, it has followed the constraints; gpu-manager does not read them.
         anywhere = PodRequest(pod.request.containers)
         for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
             choice = choose(node, used, wanted, "binpack")
             if isinstance(choice, NodeChoice):
-                used = added(used, choice.taken)
+                used = plus_taken(used, choice.taken)
                 break
     return used
 

@@ -51,16 +51,16 @@ class GpuState:
 class NodeState:
     """`gpus` are in the order of NVML's indices, without the GPUs that the driver can't describe; row i of `topology` belongs to gpus[i].
 
-    `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: UID of a pod -> the shares
-    that the node's agent reports for it; they replace the shares in the pod's annotations. `model_label`, `pool`: labels of the node that
-    quotas refer to. `cpu_milli`: the CPU for pods, in thousandths; None: not known.
+    `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `reported_shares`: UID of a pod -> the
+    shares that the node's agent reports for it; they replace the shares in the pod's annotations. `model_label`, `pool`: labels of the node
+    that quotas refer to. `cpu_milli`: the CPU for pods, in thousandths; None: not known.
     """
 
     name: str
     gpus: tuple[GpuState, ...] = ()
     topology: Topology = field(default_factory=lambda: Topology(levels=(), nvlinks=()))
     naming: Naming = "uuid"
-    other: Mapping[str, Shares] = field(default_factory=dict)
+    reported_shares: Mapping[str, Shares] = field(default_factory=dict)
     model_label: str = ""
     pool: str = ""
     cpu_milli: int | None = None
@@ -95,7 +95,7 @@ class NodeState:
         return () if self.naming == "none" and len(found) > 1 else [each for each in found if each >= 0]
 
 
-def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
+def node_of_equal_gpus(name: str, cores: int, memory_mebibytes: int) -> NodeState:
     """A node with only a total of cores and memory. Its GPUs are taken as equal, and as equally far from each other (as gpu-admission
     assumes)."""
     count = cores // CORES_PER_GPU
@@ -110,5 +110,5 @@ def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
     )
 
 
-def added(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:
+def plus_taken(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:
     return tuple(amounts + taken[gpu] if gpu in taken else amounts for gpu, amounts in enumerate(used))

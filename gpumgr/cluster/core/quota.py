@@ -176,7 +176,7 @@ class Quotas:
     def pod_placed(self, pod: PlacedPod, node: NodeState) -> None:
         holding = self.holding(pod, node)
         self._pods[pod.uid] = (pod.namespace, holding)
-        if pod.uid in node.other:
+        if pod.uid in node.reported_shares:
             self._reported.add(pod.uid)
         self._count(pod.namespace, holding, 1)
 
@@ -195,7 +195,7 @@ class Quotas:
         if before is not None and before is not found:
             self._leave(before, node.name)
         for pod in pods if node.gpus else ():
-            reported = pod.uid in node.other or pod.uid in self._reported
+            reported = pod.uid in node.reported_shares or pod.uid in self._reported
             if before is not found or (reported and self.held(pod.uid) != (pod.namespace, self.holding(pod, node))):
                 self.pod_removed(pod.uid)
                 self.pod_placed(pod, node)
@@ -326,7 +326,7 @@ class Quotas:
         requested, gpus = self._requested(pod, node), gpus_of(node)
         reported = added_holdings(
             {gpus[gpu][0]: Held(each.cores, each.memory_mebibytes)}
-            for gpu, each in node.other.get(pod.uid, ())
+            for gpu, each in node.reported_shares.get(pod.uid, ())
             if gpu < len(gpus)
         )
         return {kind: requested.get(kind, NONE_HELD).most(reported.get(kind, NONE_HELD)) for kind in {**requested, **reported}}

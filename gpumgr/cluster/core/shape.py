@@ -26,7 +26,7 @@ from operator import itemgetter, or_
 from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose, lack_of
-from gpumgr.cluster.core.node import NodeState, Used, added
+from gpumgr.cluster.core.node import NodeState, Used, plus_taken
 from gpumgr.cluster.core.profiles import (
     FreeCores,
     Place,
@@ -423,7 +423,7 @@ class Shape:
     # -- ranks -------------------------------------------------------------------------------------------------------------
 
     def _ranked(self, node: NodeState, used: Used, choice: NodeChoice) -> Ranked:
-        after = added(used, choice.taken)
+        after = plus_taken(used, choice.taken)
         if self.request.node_policy is not None:
             return Ranked(_by_use(node, after, self.request.node_policy, choice.score))
         sharing = zip(self.request.containers, choice.shares, strict=True)

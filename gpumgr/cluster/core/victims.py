@@ -184,9 +184,12 @@ def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
 def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
     """What each pod holds on each GPU, and what all pods together use."""
     empty = used_on(node, ())
-    known = [pod for uid, pod in sorted(pods.items()) if uid in node.other or pod.shares is not None]
+    known = [pod for uid, pod in sorted(pods.items()) if uid in node.reported_shares or pod.shares is not None]
     taken = {
-        pod.uid: dict(node.other[pod.uid]) if pod.uid in node.other else _difference(used_on(node, [pod]), empty) for pod in known
+        pod.uid: dict(node.reported_shares[pod.uid])
+        if pod.uid in node.reported_shares
+        else _difference(used_on(node, [pod]), empty)
+        for pod in known
     }
     used = used_on(node, known)
     for uid, pod in sorted(pods.items()):

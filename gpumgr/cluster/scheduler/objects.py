@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from gpumgr.cluster.core.index import NamedShares, PlacedPod
-from gpumgr.cluster.core.node import GpuState, NodeState, homogeneous
+from gpumgr.cluster.core.node import GpuState, NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import (
     MAX_GPU_CONTAINERS,
     NO_REQUEST,
@@ -281,7 +281,7 @@ def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> Node
         ),
         topology=inventory.topology(),
         naming="uuid" if inventory.topology_manager == "none" else "none",
-        other=inventory.held,
+        reported_shares=inventory.held,
     )
 
 
@@ -296,7 +296,7 @@ def _from_capacity(name: str, capacity: Mapping[str, object], hami: ReplicaResou
         raise ValueError(f"{cores} {CORE_RESOURCE} are more than the {MAX_GPUS} GPUs that gpumgr supports on one node")
     if cores < CORES_PER_GPU:
         return NodeState(name=name)
-    state = homogeneous(name, cores, blocks * BLOCK_MEBIBYTES)
+    state = node_of_equal_gpus(name, cores, blocks * BLOCK_MEBIBYTES)
     replicas = 0 if hami is None else _quantity(capacity, hami.count_resource) // len(state.gpus)
     return replace(state, gpus=tuple(replace(gpu, replicas=replicas) for gpu in state.gpus))
 

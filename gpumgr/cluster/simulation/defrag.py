@@ -69,7 +69,8 @@ class Defrag:
         pods = [
             each
             for each in sorted(self._cluster.there(node), key=lambda each: each.uid)
-            if not (each.fixed or each.uid in self._placed) and (each.request.containers or lacking & each.requests.keys())
+            if not (each.why_not_movable or each.uid in self._placed)
+            and (each.request.containers or lacking & each.requests.keys())
         ]
         if self.ended or self._without(pods, pod, node) is None:
             return

@@ -35,7 +35,7 @@ class Spot:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LivePod:
     """`name` includes the namespace. `rules` is equal for pods with equal demands on nodes. `home`: its place in the snapshot; None: it
-    waits. `policy` None: the setting counts. `fixed`: why it may not be moved, or ""; `unchecked`: its demands that nothing here
+    waits. `policy` None: the setting counts. `why_not_movable`: why it may not be moved, or ""; `unchecked`: its demands that nothing here
     models."""
 
     uid: str
@@ -46,7 +46,7 @@ class LivePod:
     request: PodRequest = NO_REQUEST
     policy: Policy | None = None
     home: Spot | None = None
-    fixed: str = ""
+    why_not_movable: str = ""
     unchecked: tuple[str, ...] = ()
 
     def on(self, spot: Spot) -> PlacedPod:
@@ -135,8 +135,8 @@ class LiveCluster:
     def gpus(self, pod: LivePod, spot: Spot) -> list[int]:
         """The positions of the pod's GPUs on its node."""
         state = self.nodes[spot.node].state
-        if spot is pod.home and pod.uid in state.other:
-            return sorted(position for position, _ in state.other[pod.uid])
+        if spot is pod.home and pod.uid in state.reported_shares:
+            return sorted(position for position, _ in state.reported_shares[pod.uid])
         return sorted({state.positions[gpu] for shares in spot.shares or () for gpu, _ in shares if gpu in state.positions})
 
     def _refusal(self, pod: LivePod, name: str) -> str | None:
@@ -145,8 +145,8 @@ class LiveCluster:
     def _report(self, pod: LivePod, *, there: bool) -> None:
         """What the node's agent reports of the pod counts while the pod is at home, and only then."""
         home = self.nodes[pod.home.node].state if pod.home is not None else None
-        if home is None or pod.uid not in home.other:
+        if home is None or pod.uid not in home.reported_shares:
             return
         state = self.index.node(home.name) or home
-        others = {uid: shares for uid, shares in state.other.items() if uid != pod.uid}
-        self.index.set_node(replace(state, other=others | ({pod.uid: home.other[pod.uid]} if there else {})))
+        others = {uid: shares for uid, shares in state.reported_shares.items() if uid != pod.uid}
+        self.index.set_node(replace(state, reported_shares=others | ({pod.uid: home.reported_shares[pod.uid]} if there else {})))

@@ -15,7 +15,7 @@ from operator import or_
 from typing import Final, Protocol
 
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod
-from gpumgr.cluster.core.node import GpuState, NodeState, homogeneous
+from gpumgr.cluster.core.node import GpuState, NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
@@ -289,7 +289,7 @@ def state_of(spec: NodeSpec) -> NodeState:
     """Makes the state of a node. Its GPUs are equally far from each other."""
     if not spec.gpus:
         return NodeState(name=spec.name, cpu_milli=spec.cpu_milli)
-    even = homogeneous(spec.name, spec.gpus * CORES_PER_GPU, spec.gpus * spec.memory_blocks * BLOCK_MEBIBYTES)
+    even = node_of_equal_gpus(spec.name, spec.gpus * CORES_PER_GPU, spec.gpus * spec.memory_blocks * BLOCK_MEBIBYTES)
     gpu = GpuState(memory_mebibytes=spec.memory_blocks * BLOCK_MEBIBYTES, model=spec.model)
     return NodeState(name=spec.name, gpus=(gpu,) * spec.gpus, topology=even.topology, naming="index", cpu_milli=spec.cpu_milli)
 

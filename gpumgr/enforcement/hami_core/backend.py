@@ -17,7 +17,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.container_files import BoundedFolders
-from gpumgr.enforcement.container_processes import NspidOf
+from gpumgr.enforcement.container_processes import PidInContainerOf
 from gpumgr.enforcement.hami_core import content, repairs
 from gpumgr.enforcement.hami_core.monitor import RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
@@ -45,7 +45,8 @@ _UNSET: Final = (
 
 
 class HamiCore(PreloadedBackend[RegionMonitor]):
-    """`log_level` is the library's. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads."""
+    """`log_level` is the library's. `pid_in_container_of` returns a process's pid in its container (None: gone); it is called on
+    threads."""
 
     name: BackendName = "hami-core"
 
@@ -56,14 +57,14 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         library_sha256: str | None,
         library_dir: Path,
         run_dir: Path,
-        nspid_of: NspidOf,
+        pid_in_container_of: PidInContainerOf,
         volumes: BoundedFolders | None = None,
         log_level: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(_LIBRARY_IN_CONTAINER, library_dir, run_dir / FOLDER, volumes)
         self._library, self._log_level = (library_path, library_sha256), log_level
-        self._nspid_of, self._clock = nspid_of, clock
+        self._pid_in_container_of, self._clock = pid_in_container_of, clock
         self._trying = asyncio.Lock()
         #: The library that was tried, why it can't be used (None: it can), and the time at which it is tried again.
         self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
@@ -174,4 +175,4 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
             return f"its file can't be opened: {error.strerror or error}"
 
     def _monitor(self, region: RegionFile | str) -> RegionMonitor:
-        return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
+        return RegionMonitor(region, pid_in_container_of=self._pid_in_container_of, clock=self._clock)

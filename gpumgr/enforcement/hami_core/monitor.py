@@ -15,7 +15,7 @@ import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.backend import finding, listed
-from gpumgr.enforcement.container_processes import NspidOf, PidMap
+from gpumgr.enforcement.container_processes import PidInContainerOf, PidMap
 from gpumgr.enforcement.hami_core import content, layout, repairs
 from gpumgr.enforcement.hami_core.content import ProblemCode, RegionLimits, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
@@ -40,9 +40,9 @@ class RegionMonitor:
     """Monitors the region of one start of a container; `region` may be a text: the reason why the region can't be used. Any thread may call
     the methods, and `close` may be called again."""
 
-    def __init__(self, region: RegionFile | str, *, nspid_of: NspidOf, clock: Callable[[], float]) -> None:
+    def __init__(self, region: RegionFile | str, *, pid_in_container_of: PidInContainerOf, clock: Callable[[], float]) -> None:
         self._region, self._clock = region, clock
-        self._pids = PidMap(nspid_of)
+        self._pids = PidMap(pid_in_container_of)
         self._lock = threading.Lock()
         self._closed = self._reported_broken = self._reported_host = False
         self.obstacle: str | None = None

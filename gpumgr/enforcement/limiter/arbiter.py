@@ -18,7 +18,7 @@ class _Figures(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class TenantFigures:
     """What one tenant did on one GPU since it was added. `held_ns`: the GPU time that was charged to it. `waited_ns`: the time without a
     turn in which at least one of its threads waited for one, measured in steps of at most 5 ms. `overruns`: how many of its turns the
     arbiter ended, and gave to the next tenant, while the tenant's work still ran. `spoiled`: how often its turn page (a file that the
@@ -62,12 +62,14 @@ class Arbiter:
     def remove(self, number: int) -> None:
         self._library.gm_arbiter_remove(number)
 
-    def turns(self, number: int) -> Turns:
+    def turns(self, number: int) -> TenantFigures:
         figures = _Figures()
         self._library.gm_arbiter_figures(number, ctypes.byref(figures))
-        return Turns(held_ns=figures.held_ns, waited_ns=figures.waited_ns, overruns=figures.overruns, spoiled=figures.spoiled)
+        return TenantFigures(
+            held_ns=figures.held_ns, waited_ns=figures.waited_ns, overruns=figures.overruns, spoiled=figures.spoiled
+        )
 
-    def overruns(self, number: int) -> bool:
+    def still_runs_past_its_turn(self, number: int) -> bool:
         """Whether the tenant still has work on the GPU from a turn that the arbiter has already ended."""
         return bool(self._library.gm_arbiter_overruns(number))
 

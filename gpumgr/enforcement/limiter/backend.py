@@ -20,7 +20,7 @@ from gpumgr.common.errors import GpumgrError, Refusal
 from gpumgr.common.units import CORES_PER_GPU, Resource
 from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.container_files import BoundedFolders
-from gpumgr.enforcement.container_processes import Identities, NspidOf
+from gpumgr.enforcement.container_processes import Identities, PidInContainerOf
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
 from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
@@ -42,8 +42,8 @@ FOLDER: Final = "limiter"
 
 
 class Limiter(PreloadedBackend[PageMonitor]):
-    """`contexts` measures the memory of a CUDA context; None: it is not measured. `nspid_of` is called on threads. `find_library` returns
-    the path of a library of this package. `clock` is monotonic, in seconds."""
+    """`contexts` measures the memory of a CUDA context; None: it is not measured. `pid_in_container_of` is called on threads.
+    `find_library` returns the path of a library of this package. `clock` is monotonic, in seconds."""
 
     name: BackendName = "limiter"
 
@@ -52,7 +52,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         *,
         library_dir: Path,
         run_dir: Path,
-        nspid_of: NspidOf,
+        pid_in_container_of: PidInContainerOf,
         quantum_milliseconds: int,
         contexts: ContextSizes | None = None,
         volumes: BoundedFolders | None = None,
@@ -60,7 +60,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(_LIBRARY_IN_CONTAINER, library_dir, run_dir / FOLDER, volumes)
-        self._identities, self._contexts = Identities(nspid_of), contexts
+        self._identities, self._contexts = Identities(pid_in_container_of), contexts
         self._quantum_microseconds, self._find, self._clock = quantum_milliseconds * 1000, find_library, clock
         #: For each container a lock, so that starts, checks and removals replace its monitor one at a time.
         self._locks: dict[AllocationId, threading.Lock] = {}

@@ -244,7 +244,7 @@ class PageMonitor:
         """Reports work that does not end: the arbiter passes the container's turns on before the work has ended."""
         for page, (name, use) in enumerate(self._uses.items()):
             before, checks = self._overruns.get(page, (use.overruns, 0))
-            more = use.overruns > before or self._arbiter.overruns(self._numbers[page])
+            more = use.overruns > before or self._arbiter.still_runs_past_its_turn(self._numbers[page])
             self._overruns[page] = use.overruns, checks + 1 if more else 0
             if self._overruns[page][1] == _CHECKS_OVERRUN and self._first(f"overrun {page}"):
                 message = (

@@ -22,8 +22,8 @@ from gpumgr.placement.topology.labels import NVIDIA
 
 _log = structlog.get_logger(__name__)
 
-#: The type of the condition.
-TYPE: Final = "GpuTrouble"
+#: The type of the node's condition.
+CONDITION_TYPE: Final = "GpuTrouble"
 #: Annotation of the node: the keys of the agent's labels, joined by ",". With this list the agent finds and removes its obsolete labels
 #: even after a restart.
 LABELS_ANNOTATION: Final = "gpumgr.io/labels"
@@ -224,12 +224,12 @@ class NodeCondition(NodePart):
 def _condition_patch(fields: Mapping[str, str]) -> Body:
     """A strategic merge patch: conditions are merged by their type, and `$patch: delete` removes one (source: the Kubernetes
     documentation, "Update API Objects in Place Using kubectl patch", and apimachinery's strategicpatch)."""
-    return {"status": {"conditions": [{"type": TYPE, **fields}]}}
+    return {"status": {"conditions": [{"type": CONDITION_TYPE, **fields}]}}
 
 
 def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found: Iterator[Mapping[str, Any]] = iter((node.get("status") or {}).get("conditions") or ())
-    return next((each for each in found if each.get("type") == TYPE), None)
+    return next((each for each in found if each.get("type") == CONDITION_TYPE), None)
 
 
 def _parse_condition(node: Mapping[str, Any]) -> tuple[Condition, float, float] | None:

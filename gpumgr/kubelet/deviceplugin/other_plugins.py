@@ -126,7 +126,7 @@ class OtherDevicePlugins:
         """If gpu-manager runs: why the agent must not register yet (both have the same resource names), and the remedy. Otherwise None."""
         return await asyncio.to_thread(gpu_manager_answers, self._folder)
 
-    async def of_nvidia(self) -> str | None:
+    async def why_wait_for_nvidia_plugins(self) -> str | None:
         """As `gpu_manager`, for any other plugin, such as NVIDIA's and HAMi's. An agent that offers nvidia.com/gpu calls this."""
         found = await asyncio.to_thread(answering, self._folder)
         return "; ".join(problem_and_remedy(found)) if found else None

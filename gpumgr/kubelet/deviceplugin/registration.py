@@ -101,7 +101,7 @@ class KubeletLink:
         """
         self._held_back_by = held_back_by
         self._timing = timing or LinkTiming()
-        self._free = asyncio.Event()
+        self._may_register = asyncio.Event()
         self._folder, self._allocator, self._on_state, self._observe = folder, allocator, on_state, observe
         self._resources = {str(kind): self._make(kind, kind, names[kind], watched) for kind, watched in devices.items()}
         self._daemons: list[asyncio.Task[None]] = []
@@ -110,18 +110,18 @@ class KubeletLink:
     def _make(self, key: str, kind: Resource, name: str, watched: LatestValue[bytes]) -> "_ResourceLink":
         make_plugin = partial(DevicePlugin, kind, self._allocator, watched, lambda rpc, _, *call: self._observe(rpc, key, *call))
         return _ResourceLink(
-            self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key), self._free
+            self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key), self._may_register
         )
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
         """Registers one more resource of this kind, also while `run` runs. Its name is its key in `states` and for `observe`."""
         self._resources[name] = self._make(name, kind, name, watched)
         if self._group is not None:
-            self._keep(self._group, name)
+            self._start_registration(self._group, name)
 
-    def _keep(self, group: asyncio.TaskGroup, key: str) -> None:
+    def _start_registration(self, group: asyncio.TaskGroup, key: str) -> None:
         name = f"kubelet_link_{key}"
-        self._daemons.append(group.create_task(forever(name, self._resources[key].keep), name=name))
+        self._daemons.append(group.create_task(forever(name, self._resources[key].stay_registered), name=name))
 
     @property
     def states(self) -> dict[str, LinkState]:
@@ -130,9 +130,9 @@ class KubeletLink:
     async def run(self) -> None:
         """Keeps the resources registered until `stop` or cancellation."""
         async with asyncio.TaskGroup() as group:
-            self._daemons.append(group.create_task(self._wait_until_free(), name="kubelet_link_held_back"))
+            self._daemons.append(group.create_task(self._wait_until_not_held_back(), name="kubelet_link_held_back"))
             for key in self._resources:
-                self._keep(group, key)
+                self._start_registration(group, key)
             self._group = group
 
     async def stop(self, grace_seconds: float) -> None:
@@ -152,7 +152,7 @@ class KubeletLink:
         left = max(0.0, deadline - loop.time())
         await asyncio.gather(*(resource.drain(left) for resource in self._resources.values()))
 
-    async def _wait_until_free(self) -> None:
+    async def _wait_until_not_held_back(self) -> None:
         logged = None
         while self._held_back_by is not None and (reason := await self._held_back_by()) is not None:
             if reason != logged:
@@ -162,7 +162,7 @@ class KubeletLink:
             logged = reason
             await asyncio.sleep(self._timing.held_back_seconds)
         remove_stale_sockets(self._folder)
-        self._free.set()
+        self._may_register.set()
 
 
 def remove_stale_sockets(folder: Path) -> None:
@@ -184,22 +184,22 @@ class _ResourceLink:
         make_plugin: Callable[[], DevicePlugin],
         timing: LinkTiming,
         on_state: Callable[[LinkState], None],
-        free: asyncio.Event,
+        may_register: asyncio.Event,
     ) -> None:
-        """`stem`: the beginning of the sockets' names. Nothing is registered before `free` is set."""
+        """`stem`: the beginning of the sockets' names. Nothing is registered before `may_register` is set."""
         self._name, self._folder, self._stem = name, folder, stem
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
-        self._free = free
+        self._may_register = may_register
         self.server: PluginServer | None = None
         self._log = _log.bind(resource=name)
         self.state = LinkState()
 
-    async def keep(self) -> None:
+    async def stay_registered(self) -> None:
         """Registers, waits until the registration is lost, and repeats. Never returns."""
-        await self._free.wait()
+        await self._may_register.wait()
         retry_seconds = self._timing.first_retry_seconds
         first_watch_seconds = self._timing.first_watch_seconds
         kubelet = None

@@ -63,14 +63,14 @@ def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, sampl
         before = state.streaks.get((use.allocation, use.gpu), _WITHIN)
         after = before
         if use.memory_bytes is not None:
-            after = _read(before, use.memory_bytes > use.memory_limit_bytes + slack_bytes, samples)
+            after = _after_reading(before, use.memory_bytes > use.memory_limit_bytes + slack_bytes, samples)
         if after.over != before.over:
             (began if after.over else ended).append(use)
         streaks[use.allocation, use.gpu] = after
     return OverLimitChange(state=OverLimitState(streaks=streaks), began=tuple(began), ended=tuple(ended))
 
 
-def _read(streak: _Streak, above: bool, samples: int) -> _Streak:
+def _after_reading(streak: _Streak, above: bool, samples: int) -> _Streak:
     if above == streak.over:
         return replace(streak, against=0) if streak.against else streak
     if streak.against + 1 < samples:
@@ -127,13 +127,13 @@ class EndedContainers:
     ended: Mapping[AllocationId, tuple[Allocation, float]] = field(default_factory=dict)
     processes: Mapping[Process, AllocationId] = field(default_factory=dict)
 
-    def at(self, allocations: Mapping[AllocationId, Allocation], now: float) -> "EndedContainers":
+    def with_allocations(self, allocations: Mapping[AllocationId, Allocation], now: float) -> "EndedContainers":
         """A copy with the allocations of this time."""
         kept = {name: each for name, each in self.ended.items() if now - each[1] < EXPECTED_SECONDS}
         freed = {name: (each, now) for name, each in self.live.items() if name not in allocations}
         return replace(self, live=allocations, ended=kept | freed)
 
-    def after(self, use: NodeUse, started: Mapping[int, int]) -> "EndedContainers":
+    def with_processes(self, use: NodeUse, started: Mapping[int, int]) -> "EndedContainers":
         """A copy with the processes that a sample attributes. `started`: pid -> start time in clock ticks since boot."""
         before = {process: name for process, name in self.processes.items() if name in self.ended}
         now = {

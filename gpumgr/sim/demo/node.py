@@ -51,7 +51,7 @@ class SimulatedNode:
     """A simulated node; create it with `open_node`.
 
     `config` is the agent's settings file, for commands that need it. `pods` are the pods that exist. `indices` are NVML's indices by GPU
-    name, as `control` and `start_unattributed` take them.
+    name, as `control` and `start_process_outside_containers` take them.
 
     Faults: `control` causes faults of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
     start again with `start`.
@@ -146,14 +146,14 @@ class SimulatedNode:
 
     async def run(self, pod: SimPod) -> PodStatus:
         """Admits the pod and starts its containers; a refused pod is Failed."""
-        self.show(pod, PodStatus(phase="Pending"))
+        self.set_status(pod, PodStatus(phase="Pending"))
         status = await self.kubelet.run(pod)
         if status.phase == "Running":
             for container in pod.admission_order:
                 self.runtime.run(pod, container.name)
                 if container.kind == "init":
                     self.runtime.end(pod.uid, container.name)
-        self.show(pod, status)
+        self.set_status(pod, status)
         return status
 
     async def restart_container(self, pod: SimPod, container: str = "main") -> None:
@@ -162,7 +162,7 @@ class SimulatedNode:
         await self.kubelet.start_container(pod, container)
         self.runtime.run(pod, container)
 
-    def show(self, pod: SimPod, status: PodStatus) -> None:
+    def set_status(self, pod: SimPod, status: PodStatus) -> None:
         """Sets the pod's status in the API server."""
         self.pods[pod.uid] = pod
         if self.api is not None:
@@ -171,9 +171,9 @@ class SimulatedNode:
     def delete(self, pod: SimPod) -> None:
         if self.api is not None:
             self.api.remove(pod.uid)
-        self.forget(pod.uid)
+        self.remove_from_kubelet(pod.uid)
 
-    def forget(self, uid: str) -> None:
+    def remove_from_kubelet(self, uid: str) -> None:
         """Ends the pod's processes and removes the pod from the kubelet. The API server has removed it already, or there is none."""
         self.pods.pop(uid, None)
         self._load.remove(self.runtime.remove(uid))
@@ -205,13 +205,13 @@ class SimulatedNode:
             for gpu in self._gpus_of(use.pod, use.container)
         )
 
-    def start_unattributed(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
+    def start_process_outside_containers(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
         """Starts a process outside of all containers on this GPU; returns its pid."""
         pid = self._processes.start()
         self._load.put([(gpu, SimProcess(pid=pid, memory_bytes=memory_bytes, sm_percent=sm_percent))])
         return pid
 
-    def end_unattributed(self, pid: int) -> None:
+    def end_process_outside_containers(self, pid: int) -> None:
         self._processes.end(pid)
         self._load.remove([pid])
 
@@ -269,7 +269,7 @@ async def open_node(
     """
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
-        server = SimApiServer(NODE_NAME, on_delete=lambda uid: node.forget(uid))
+        server = SimApiServer(NODE_NAME, on_delete=lambda uid: node.remove_from_kubelet(uid))
         api = await stack.enter_async_context(server) if api_server else None
         kubelet = await stack.enter_async_context(SimKubelet(folder, **kubelet_options))
         runtime = runtime or SimRuntime(folder / "cri.sock", SimProcesses(folder / _GPUS))

@@ -130,9 +130,11 @@ class Activity:
             self._work.stay_within_limit(greedy)
         if round_number in _STRAY_ROUNDS and self._stray is None:
             (gpu,) = self._node.gpus_of(greedy)
-            self._stray = self._node.start_unattributed(self._node.indices[gpu], memory_bytes=_STRAY_BYTES, sm_percent=3)
+            self._stray = self._node.start_process_outside_containers(
+                self._node.indices[gpu], memory_bytes=_STRAY_BYTES, sm_percent=3
+            )
         elif round_number not in _STRAY_ROUNDS and self._stray is not None:
-            self._node.end_unattributed(self._stray)
+            self._node.end_process_outside_containers(self._stray)
             self._stray = None
 
     async def _replace_guest(self, number: int) -> None:

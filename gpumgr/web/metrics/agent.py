@@ -30,14 +30,14 @@ _RETRIES: Final = counter(
     "eviction_retries_total", "Eviction requests after the first for a pod, for example while its PodDisruptionBudget refuses it."
 )
 _UNREADABLE: Final = gauge("api_objects_unreadable", "Pods in the watch that can't be read; their last readable state is used.")
-_FREE: Final = gauge("containers_without_enforcement", "Containers that share a GPU without enforced limits.")
+_UNENFORCED: Final = gauge("containers_without_enforcement", "Containers that share a GPU without enforced limits.")
 _REGISTRATIONS: Final = counter("vcuda_registrations_total", "Registrations of processes with the backend vcuda.", "result")
 _RESTARTS: Final = counter("mps_daemon_restarts_total", "Crashed MPS daemons that were started again.", "gpu")
 
 FAMILIES: Final = (
     *(_UP, _READY, _TAKEN, _ERRORS, _STREAMS, _CONNECTIONS, _REFUSED, _DISCONNECTS),
     *(_SERVER_UP, _WAITING, _OLDEST, _DROPPED, _WRITES, _RETRIES, _UNREADABLE),
-    *(_FREE, _REGISTRATIONS, _RESTARTS),
+    *(_UNENFORCED, _REGISTRATIONS, _RESTARTS),
 )
 
 #: Kinds of writes to the API server and their outcomes; others are counted as "other".
@@ -80,7 +80,7 @@ def _api_server(api_queue: ApiQueueState) -> Iterator[RenderedFamily]:
 
 def _mechanisms(report: NodeReport) -> Iterator[RenderedFamily]:
     free = [s for s in current_shares(report.view.ledger) if not s.anonymous and not _enforced(s.mechanisms)]
-    yield render(_FREE, {"": len(free)})
+    yield render(_UNENFORCED, {"": len(free)})
     results = report.vcuda_registrations.items()
     yield render(_REGISTRATIONS, {label_text(_REGISTRATIONS.labels, (result,)): times for result, times in results})
     restarts = report.mps_daemon_restarts.items()

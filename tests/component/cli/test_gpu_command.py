@@ -38,6 +38,8 @@ class Agent:
         self.cordon: dict[str, Any] | None = None
         self.refusal: tuple[int, str] | None = None
         self.leaving = False
+        #: In so many states the processes are there; then they leave with the next container.
+        self.processes_stay = 0
         #: Orders that come before the agent looked at the GPU's processes.
         self.unlooked = 0
         self.uncordoned_meanwhile = False
@@ -87,7 +89,8 @@ class Agent:
             return web.json_response({"at": time.time(), "gpus": [], "containers": []})
         if self.leaving:
             self.on = self.on[1:]
-            self.unattributed = []
+            self.unattributed = self.unattributed if self.processes_stay else []
+            self.processes_stay = max(0, self.processes_stay - 1)
         cordon = None if self.uncordoned_meanwhile else self.cordon
         unattributed = {"processes": len(self.unattributed), "memory_bytes": None}
         row = {"uuid": UUID, "name": "0fe1c342", "index": 3, "cordon": cordon, "unattributed": unattributed}
@@ -224,6 +227,15 @@ async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent
     document = json.loads(result.stdout)
     assert (document["empty"], document["changed"], document["evicting"]) == (True, True, ["team/train"])
     assert [(action, evict) for action, _, _, evict in agent.requests] == [("drain", True), ("drain", False)]
+
+
+async def test_a_drain_that_waits_for_processes_alone_says_to_what_they_belong(agent: Agent) -> None:
+    agent.unattributed = [{"pid": 77}, {"pid": 78}]
+    agent.on, agent.leaving, agent.stale = [ROW], True, 1
+    agent.processes_stay = 1
+    result = await agent.run("drain", "3", "--wait")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == ["waiting for 2 processes: they belong to no container"]
 
 
 async def test_a_drain_ends_at_its_timeout_with_the_remaining_containers(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import Backend, BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse, Mount
-from gpumgr.ledger.gpu_share import GpuShare, Strength, Terms
+from gpumgr.ledger.gpu_share import EnforcementTerms, GpuShare, Strength
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodView
@@ -146,7 +146,7 @@ def make(
 async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
     made = make(folder, setting="mps")
     await made.limits.choose()
-    assert made.limits.terms(None, share=True) == Terms(mechanisms=("mps",))
+    assert made.limits.terms(None, share=True) == EnforcementTerms(mechanisms=("mps",))
     core = made.limits.answer(BASE, "core", granted("mps"), tenant())
     assert core.envs == {"NVIDIA_VISIBLE_DEVICES": "void", "CORES": "30"}
     assert core.mounts == BASE.mounts
@@ -157,7 +157,7 @@ async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
 
 async def test_whole_gpus_are_answered_without_limits(folder: Path) -> None:
     made = make(folder)
-    assert made.limits.terms(None, share=False) == Terms()
+    assert made.limits.terms(None, share=False) == EnforcementTerms()
     assert made.limits.answer(BASE, "core", granted(), None) == BASE
 
 
@@ -172,7 +172,7 @@ async def test_a_container_of_replicas_has_everything_in_one_response(folder: Pa
 
 async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(folder: Path) -> None:
     made = make(folder, with_cdi=True)
-    assert made.limits.terms(None, share=False) == Terms(cdi=True)
+    assert made.limits.terms(None, share=False) == EnforcementTerms(cdi=True)
     core = made.limits.answer(BASE, "core", granted("mps", cdi=True), tenant())
     assert core.cdi_devices == (f"gpumgr.io/gpu={ID}",)
     assert (core.envs, core.devices, core.mounts) == ({}, (), BASE.mounts)
@@ -227,7 +227,7 @@ async def test_a_named_mechanism_that_the_node_can_not_use_stays_and_the_reason_
     with capture_logs() as logs:
         await made.limits.choose([gpu(0)])
         await made.limits.choose([gpu(0)])
-    assert made.limits.terms(None, share=True) == Terms(mechanisms=("mps",))
+    assert made.limits.terms(None, share=True) == EnforcementTerms(mechanisms=("mps",))
     (line,) = logs
     assert (line["log_level"], line["broken"]) == ("warning", {"mps": "the daemon does not start"})
     assert line["limits"] == "GPU 0: memory none (mps can't be used), cores none (mps can't be used)"
@@ -237,7 +237,7 @@ async def test_a_container_without_limits_is_reported(folder: Path) -> None:
     made = make(folder, overrides=["team=none"], setting="hami-core")
     await made.limits.choose()
     terms = made.limits.terms(PodView(namespace="team", name="p", uid="u"), share=True)
-    assert terms == Terms(mechanisms=("none",), exemption="team")
+    assert terms == EnforcementTerms(mechanisms=("none",), exemption="team")
     await made.limits.start(BASE, granted("none"), tenant())
     assert made.told == [
         "nothing on this node keeps container main within its 30 cores and 1024 MiB of GPU memory (enforcement backend none); "

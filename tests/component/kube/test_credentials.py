@@ -100,9 +100,9 @@ def run_python(code: str) -> str:
 def test_the_library_is_loaded_without_its_generated_code() -> None:
     code = """
 import sys
-from gpumgr.kube.library import load_library
-assert load_library() is load_library()
-print(sorted(name for name in sys.modules if name.startswith("kubernetes_asyncio.client")), load_library().__name__)
+from gpumgr.kube.library import kubeconfig_loader
+assert kubeconfig_loader() is kubeconfig_loader()
+print(sorted(name for name in sys.modules if name.startswith("kubernetes_asyncio.client")), kubeconfig_loader().__name__)
 """
     assert run_python(code) == "['kubernetes_asyncio.client'] load_kube_config"
 
@@ -110,7 +110,7 @@ print(sorted(name for name in sys.modules if name.startswith("kubernetes_asyncio
 def test_where_the_whole_library_is_imported_its_own_modules_are_used() -> None:
     code = """
 import kubernetes_asyncio.config
-from gpumgr.kube.library import load_library
-print(load_library() is kubernetes_asyncio.config.load_kube_config)
+from gpumgr.kube.library import kubeconfig_loader
+print(kubeconfig_loader() is kubernetes_asyncio.config.load_kube_config)
 """
     assert run_python(code) == "True"

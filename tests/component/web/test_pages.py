@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.agent.api import PodDetails, builtins
+from gpumgr.agent.api import PodDetails, to_json_data
 from gpumgr.common.errors import InputError
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.http_server import HttpServer
@@ -94,7 +94,7 @@ async def test_an_unknown_graph_format_is_refused(client: aiohttp.ClientSession)
     [
         ("/usage", {"usage": {"uid-a": {"project": "team"}}}),
         ("/api/state", {"at": 1}),
-        ("/api/pods/team/share", builtins(PodDetails(namespace="team", pod="share", uid="uid-a"))),
+        ("/api/pods/team/share", to_json_data(PodDetails(namespace="team", pod="share", uid="uid-a"))),
     ],
 )
 async def test_documents_are_shown_as_the_sources_have_them(client: aiohttp.ClientSession, path: str, shown: object) -> None:

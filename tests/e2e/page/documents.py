@@ -7,7 +7,7 @@ from typing import Any
 
 from playwright.async_api import Browser, Page, expect
 
-from gpumgr.agent.api import builtins
+from gpumgr.agent.api import to_json_data
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView
@@ -107,7 +107,7 @@ def document(
     **about: Any,
 ) -> Document:
     """What `picture(pods, **about)` becomes for the page."""
-    return builtins(node_state(report(pods, **about), list(entries), clock=lambda: 0.4))
+    return to_json_data(node_state(report(pods, **about), list(entries), clock=lambda: 0.4))
 
 
 def report(

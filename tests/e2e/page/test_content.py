@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from playwright.async_api import Browser, expect
 
-from gpumgr.agent.api import builtins
+from gpumgr.agent.api import to_json_data
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
@@ -160,7 +160,7 @@ async def test_full_gpus_are_in_service(browser: Browser, stage: Stage) -> None:
     full = tuple(whole(f"{n:016x}", ("team", f"pod-{n}"), n) for n in range(2))
     found = report((), count=2)
     view = replace(found.view, ledger=Ledger(found.view.ledger.gpu_registry, {a.id: a for a in full}))
-    stage.show(builtins(node_state(replace(found, view=view), [])))
+    stage.show(to_json_data(node_state(replace(found, view=view), [])))
     async with visit(browser, stage.url) as seen:
         await expect(seen.page.locator("#stats div").first).to_have_text("GPUs2 of 2in service")
         assert "new containers" not in await seen.page.locator("#stats").inner_text()
@@ -210,7 +210,7 @@ async def test_links_without_a_switch_are_drawn_one_by_one(browser: Browser, sta
 async def test_a_node_without_a_driver(browser: Browser, stage: Stage) -> None:
     inventory = Inventory()
     view = AgentView(ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry()))
-    stage.show(builtins(node_state(NodeReport(view=view, node="node-1", at=NOW, not_ready=("no driver was found yet",)), [])))
+    stage.show(to_json_data(node_state(NodeReport(view=view, node="node-1", at=NOW, not_ready=("no driver was found yet",)), [])))
     async with visit(browser, stage.url) as seen:
         await expect(seen.page.locator("#verdict")).to_have_text("Not ready")
         await expect(seen.page.locator("#problems")).to_contain_text("no driver was found yet")

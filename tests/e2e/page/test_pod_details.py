@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, expect
 
-from gpumgr.agent.api import builtins
+from gpumgr.agent.api import to_json_data
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.placement.pods import ContainerSpec, PodKey, PodView
 from gpumgr.web.state import pod_details
@@ -55,7 +55,7 @@ def told(
     )
     found = pod_details(report(pods), view, *pod, list(entries))
     assert found is not None
-    return builtins(found)
+    return to_json_data(found)
 
 
 async def test_a_pods_name_opens_its_details(browser: Browser, stage: Stage) -> None:

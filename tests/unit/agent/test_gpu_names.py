@@ -41,7 +41,9 @@ def test_a_number_is_always_an_index_and_an_unknown_name_is_refused_with_all_nam
 
 
 def test_a_beginning_must_be_long_enough_and_only_ones() -> None:
-    with pytest.raises(InputError, match="'79f' is too short for a GPU's UUID: give 4 digits of it or more; the GPUs of this node are: GPU4"):
+    with pytest.raises(
+        InputError, match="'79f' is too short for a GPU's UUID: give 4 digits of it or more; the GPUs of this node are: GPU4"
+    ):
         find_gpu("79f", KNOWN, LOST)
     with pytest.raises(InputError, match="several GPUs of this node match 'GPU-0fe1'"):
         find_gpu("GPU-0fe1", KNOWN, LOST)
@@ -49,7 +51,9 @@ def test_a_beginning_must_be_long_enough_and_only_ones() -> None:
 
 @pytest.mark.parametrize("text", ["5", "GPU5"])
 def test_a_gpu_that_can_not_be_described_is_not_readable_and_not_absent(text: str) -> None:
-    with pytest.raises(InputError, match=r"^GPU5 of this node is not readable: GPU is lost; .*the GPUs of this node are: GPU4 = "):
+    with pytest.raises(
+        InputError, match=r"^GPU5 of this node is not readable: GPU is lost; .*the GPUs of this node are: GPU4 = "
+    ):
         find_gpu(text, KNOWN, LOST)
 
 

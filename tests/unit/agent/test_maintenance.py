@@ -79,7 +79,7 @@ class Bench:
     def __init__(self, world: World, *, api_server: bool = True) -> None:
         self.world, self.driver = world, Driver(world)
         self.publisher = MemoryEvictor()
-        self.kept_by: str | None = None
+        self.still_used_by: str | None = None
         self.use: NodeUse | None = NodeUse(taken_at=0.0)
         self.over: set[AllocationOnGpu] = set()
         self._api_server = api_server
@@ -102,7 +102,7 @@ class Bench:
             evictor=self.publisher if self._api_server else None,
             reset=self.driver.reset,
             gone_gpus=self.gone_gpus,
-            kept_by=lambda _uuid: self.kept_by,
+            still_used_by=lambda _uuid: self.still_used_by,
             usage=lambda: (self.use, self.over),
         )
 
@@ -382,9 +382,9 @@ async def test_a_gpu_in_use_is_not_reset() -> None:
     await bench.maintain("cordon")
     assert "team/first (main), team/second (main) are still on it" in await bench.refused("reset")
     bench.world.agent_state.put(bench.world.ledger.free(bench.world.ledger.allocations))
-    bench.kept_by = "its MPS daemon ends a minute after the last container"
+    bench.still_used_by = "its MPS daemon ends a minute after the last container"
     assert "can't be reset: its MPS daemon ends" in await bench.refused("reset")
-    bench.kept_by = None
+    bench.still_used_by = None
     bench.driver.processes_of[FIRST] = [GpuProcess(pid=pid, memory_bytes=3 << 20) for pid in range(1, 11)]
     text = await bench.refused("reset")
     assert "pid 1 (3 MiB), " in text

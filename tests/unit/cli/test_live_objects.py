@@ -79,7 +79,7 @@ BUDGET = {"metadata": {"namespace": "team"}, "spec": {"selector": {"matchLabels"
     ],
 )
 def test_pods_that_may_not_be_moved(metadata: Json, budgets: list[Json], spec: Json, reason: str) -> None:
-    assert live(metadata, budgets, **spec).fixed == reason
+    assert live(metadata, budgets, **spec).why_not_movable == reason
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ What happened:
 It holds:
   main has 30 cores and 5.0 GiB of GPU0 since 2026-09-21 14:03:20Z (allocation
     a1)
-    why: the least free room that fits: 100 cores and 318 memory blocks were free
+    why: the least free room that fits: 100 cores and 318 memory blocks were
+      free
     kept within its share by mps
     now: busy 38% of the time, uses 6.0 GiB, 2 processes, over its memory"""
 

@@ -13,7 +13,7 @@ from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodSandbox
-from gpumgr.runtime.codec import InitProcess, parse_containers, parse_ready_sandboxes, parse_status
+from gpumgr.runtime.codec import FirstProcess, parse_containers, parse_ready_sandboxes, parse_status
 from tests.cri_api import cri, recorded_list, recorded_status
 
 CONTAINERD_ID = "d9eb7985aa99538d222c498c263207cf05bc76a1d151c972818061d5b33d06f4"
@@ -22,7 +22,7 @@ CRIO_ID = "b1946ac92492d2347c6235b4d2611184f0e1c2d3a4b5968778695a4b3c2d1e0f"
 words = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-def status(answer: Any) -> InitProcess:
+def status(answer: Any) -> FirstProcess:
     """What is read of Google's ContainerStatusResponse."""
     return parse_status(wire.parse(ContainerStatusResponse, answer.SerializeToString()))
 
@@ -50,12 +50,12 @@ def test_crios_list_is_read() -> None:
 
 def test_containerds_status_is_read() -> None:
     path = f"/kubepods/burstable/pod{CONTAINERD_UID}/{CONTAINERD_ID}"
-    assert status(recorded_status("containerd")) == InitProcess(pid=7873, cgroups_path=path)
+    assert status(recorded_status("containerd")) == FirstProcess(pid=7873, cgroups_path=path)
 
 
 def test_crios_status_is_read() -> None:
     path = f"kubepods-besteffort-pod7d1f0b9c_52f6_4d5b_8b1c_6a0a3f8e2c11.slice:crio:{CRIO_ID}"
-    assert status(recorded_status("crio")) == InitProcess(pid=48213, cgroups_path=path)
+    assert status(recorded_status("crio")) == FirstProcess(pid=48213, cgroups_path=path)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_crios_status_is_read() -> None:
     ],
 )
 def test_an_empty_status_is_no_error(info: dict[str, str]) -> None:
-    assert status(cri.ContainerStatusResponse(info=info)) == InitProcess()
+    assert status(cri.ContainerStatusResponse(info=info)) == FirstProcess()
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"pid": "7"}', '{"runtimeSpec": []}'])
@@ -118,7 +118,7 @@ def test_sandboxes_that_google_wrote_are_read(rows: list[tuple[str, str, str, in
 def test_any_status_that_google_wrote_is_read(container_id: str, pid: int, path: str) -> None:
     info = {"info": json.dumps({"pid": pid, "runtimeSpec": {"linux": {"cgroupsPath": path}}}), "more": path}
     answer = cri.ContainerStatusResponse(status=cri.ContainerStatus(id=container_id), info=info)
-    assert status(answer) == InitProcess(pid=pid, cgroups_path=path or None)
+    assert status(answer) == FirstProcess(pid=pid, cgroups_path=path or None)
 
 
 @given(st.data())

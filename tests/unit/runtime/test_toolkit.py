@@ -69,7 +69,12 @@ def test_a_runtime_without_a_program_of_its_own(options: object) -> None:
     [
         (Runtimes(default="nvidia", programs=BOTH), False, True, rf"nvidia \({TOOLKIT}\), is NVIDIA's container toolkit"),
         (Runtimes(default="runc", programs={"runc": TOOLKIT}), False, True, rf"runc \({TOOLKIT}\), is NVIDIA's"),
-        (Runtimes(default="runc", programs=BOTH), True, True, r"runc \(/usr/bin/runc\), is not .*; these runtimes are, .* class: nvidia$"),
+        (
+            Runtimes(default="runc", programs=BOTH),
+            True,
+            True,
+            r"runc \(/usr/bin/runc\), is not .*; these runtimes are, .* class: nvidia$",
+        ),
         (Runtimes(default="runc", programs={"runc": ""}), True, False, "the default runtime, runc, is not NVIDIA's"),
         (Runtimes(programs={"crun": "", "nvidia": ""}), True, True, "does not report which of its runtimes"),
         (Runtimes(programs={"crun": "", "kata": ""}), True, False, "does not report which of its runtimes"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpumgr.agent.api import builtins
+from gpumgr.agent.api import to_json_data
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import Candidate, HistoryEntry
@@ -21,7 +21,7 @@ HASH = "0123456789abcdef0123456789abcdef"
 def told(view: PodView | None, *allocations: Allocation, history: Sequence[HistoryEntry] = ()) -> dict[str, Any]:
     result = pod_details(NodeReport(view=view_of(*allocations)), view, *WEB, history)
     assert result is not None
-    return builtins(result)
+    return to_json_data(result)
 
 
 def entry(number: int, uid: str | None, *, what: Any = "granted", **more: Any) -> HistoryEntry:
@@ -122,7 +122,7 @@ def test_a_gpu_that_fails_under_a_pod_is_shown_with_its_fault_and_cordon() -> No
     view = view_of(allocation("a", WEB, cores={0: 0b1}), failed={uuid_of(0): "XID 79"})
     result = pod_details(NodeReport(view=view, cordons={uuid_of(0): Cordon(reason="broken fan", since=7.0)}), None, *WEB, [])
     assert result is not None
-    assert [(row["name"], row["healthy"], row["message"], row["cordon"]["reason"]) for row in builtins(result)["gpus"]] == [
+    assert [(row["name"], row["healthy"], row["message"], row["cordon"]["reason"]) for row in to_json_data(result)["gpus"]] == [
         (name_of(0), False, "XID 79", "broken fan")
     ]
 
@@ -220,5 +220,5 @@ def test_an_allocation_under_a_wrong_name_is_shown_for_the_right_pod() -> None:
     assert pod_details(report, None, *WEB, history) is None
     details = pod_details(report, None, "team", "right", history)
     assert details is not None
-    right = builtins(details)
+    right = to_json_data(details)
     assert (right["uid"], right["earlier_uids"], numbers(right)) == ("uid-y", [], [1, 2])

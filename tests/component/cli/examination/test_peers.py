@@ -9,7 +9,7 @@ from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.kubelet import look_at_folder, look_at_pod_resources
 from gpumgr.cli.examination.runtime import look_at_cdi, look_at_cgroups, look_at_runtime
 from gpumgr.sim.kubelet import SimKubelet
-from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, KubeletShape
+from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, KubeletVersion
 
 from .conftest import GET_POD, VERSION, listening, serving, version_answer
 
@@ -39,7 +39,7 @@ async def test_no_kubelet(folder: Path) -> None:
 
 @pytest.mark.parametrize("shape", SUPPORTED.values(), ids=SUPPORTED)
 @pytest.mark.parametrize("needs_cdi", [False, True], ids=["mounts", "cdi"])
-async def test_pod_resources_that_answer(shape: KubeletShape, needs_cdi: bool, folder: Path) -> None:
+async def test_pod_resources_that_answer(shape: KubeletVersion, needs_cdi: bool, folder: Path) -> None:
     async with SimKubelet(folder, shape=shape) as kubelet:
         socket = kubelet.pod_resources_socket
         found = await look_at_pod_resources(socket, needs_cdi=needs_cdi, timeout_seconds=5)

@@ -104,7 +104,7 @@ async def test_nothing_is_computed_for_a_client_that_has_gone(stage: Stage, monk
     monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
     names = [f"n{number:02}" for number in range(90)]
     for number, name in enumerate(names):
-        stage.index.set_node(node_state(name, 1, other={"held": ((0, Amounts(1 + number, 256)),)}))
+        stage.index.set_node(node_state(name, 1, reported_shares={"held": ((0, Amounts(1 + number, 256)),)}))
     examined, ended = list[str](), asyncio.Event()
     url = urlsplit(stage.url)
     _, writer = await asyncio.open_connection(url.hostname, url.port)

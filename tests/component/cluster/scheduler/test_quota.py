@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cluster.core.node import GpuState, homogeneous
+from gpumgr.cluster.core.node import GpuState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.scheduler import reasons
 from gpumgr.cluster.scheduler.objects import WatchedNode
@@ -135,7 +135,7 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     names = [f"n{number}" for number in range(60)]
     for number, name in enumerate(names):
         used = {"old-a": ((0, Amounts(number, 256)),), "old-v": ((1, Amounts(45, 256)),)}
-        state = replace(homogeneous(name, 200, 2), gpus=gpus, other=used)
+        state = replace(node_of_equal_gpus(name, 200, 2), gpus=gpus, reported_shares=used)
         stage.index.set_node(state)
         stage.watches.nodes[name] = WatchedNode(uid=name, state=state)
     stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=40, model="A100"), Limit(cores=20, model="V100")))}

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpumgr.cluster.core.node import homogeneous
+from gpumgr.cluster.core.node import node_of_equal_gpus
 from gpumgr.cluster.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.common import aio
@@ -461,7 +461,7 @@ async def test_a_pod_gets_a_node_that_was_offered_also_if_all_nodes_are_numbered
         await until(lambda: bool(keeping._waiters))
         numbering = stage.index.node_set(()).numbering
         for number in range(1100):
-            stage.index.set_node(homogeneous(f"new-{number}", 100, 1000))
+            stage.index.set_node(node_of_equal_gpus(f"new-{number}", 100, 1000))
         stage.index.settle()
         for number in range(1100):
             stage.index.remove_node(f"new-{number}")

@@ -88,7 +88,7 @@ def make_backend(folder: Path, library: Path, clock: Seconds | None = None, *, v
         library_sha256=sha256(library.read_bytes()).hexdigest(),
         library_dir=folder / "lib",
         run_dir=folder / "run",
-        nspid_of=number_in_container,
+        pid_in_container_of=number_in_container,
         volumes=volumes,
         clock=clock or Seconds(),
     )

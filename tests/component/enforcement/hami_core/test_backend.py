@@ -153,7 +153,11 @@ async def test_the_response_does_not_depend_on_files_or_on_the_container(
 
 async def test_without_settings_it_is_unavailable_and_refuses(tmp_path: Path) -> None:
     bare = HamiCore(
-        library_path=None, library_sha256=None, library_dir=tmp_path / "lib", run_dir=tmp_path / "run", nspid_of=lambda _: None
+        library_path=None,
+        library_sha256=None,
+        library_dir=tmp_path / "lib",
+        run_dir=tmp_path / "run",
+        pid_in_container_of=lambda _: None,
     )
     assert "hami_core.library_path" in (await bare.unavailable() or "")
     with pytest.raises(Refusal, match=r"hami_core\.library_path"):

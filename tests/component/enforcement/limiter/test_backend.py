@@ -58,7 +58,7 @@ class Place:
     backend: Limiter
     #: What the agent's clock says.
     seconds: float = 100.0
-    nspid_of: Callable[[int], int | None] = number_in_container
+    pid_in_container_of: Callable[[int], int | None] = number_in_container
     tenants: list[Tenant] = field(default_factory=list)
     #: What `adjust` returned after the last check.
     obstacles: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Place:
         return Limiter(
             library_dir=self.folder / "lib",
             run_dir=self.folder / "run",
-            nspid_of=lambda pid: self.nspid_of(pid),
+            pid_in_container_of=lambda pid: self.pid_in_container_of(pid),
             quantum_milliseconds=20,
             contexts=Contexts(),  # type: ignore[arg-type]
             find_library=lambda name: self.programs / name,
@@ -152,7 +152,11 @@ async def test_without_its_libraries_it_is_unavailable_and_refuses(tmp_path: Pat
         raise InputError(f"this installation has no {name}")
 
     bare = Limiter(
-        library_dir=tmp_path, run_dir=tmp_path, nspid_of=number_in_container, quantum_milliseconds=20, find_library=find
+        library_dir=tmp_path,
+        run_dir=tmp_path,
+        pid_in_container_of=number_in_container,
+        quantum_milliseconds=20,
+        find_library=find,
     )
     assert await bare.unavailable() == "this installation has no libgpumgr.so"
     with pytest.raises(Refusal, match=r"the limiter can't limit team/p \(main\): this installation has no libgpumgr\.so"):
@@ -602,7 +606,7 @@ async def test_the_event_loop_does_not_wait_for_a_check(place: Place) -> None:
         ends.wait()
         return number_in_container(pid)
 
-    place.nspid_of = slow
+    place.pid_in_container_of = slow
     check = asyncio.create_task(place.check())
     await asyncio.to_thread(began.wait)
     answers = list[bool]()

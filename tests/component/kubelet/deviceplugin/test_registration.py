@@ -18,7 +18,7 @@ from gpumgr.kubelet.deviceplugin import plugin
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.kubelet.deviceplugin.registration import SOCKET_STEMS, KubeletLink, LinkTiming
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
-from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletShape
+from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletVersion
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, kubelet_stub
 from tests.kubelet_api import deviceplugin as pb
 
@@ -187,7 +187,7 @@ async def test_a_removed_socket_is_made_again(kubelet: SimKubelet) -> None:
 
 @pytest.mark.parametrize("shape", [V1_25, V1_35, V1_37], ids=lambda shape: str(shape.version))
 async def test_nothing_is_registered_before_the_kubelet_has_disconnected_the_former_plugin(
-    folder: Path, shape: KubeletShape
+    folder: Path, shape: KubeletVersion
 ) -> None:
     """Older kubelets would disconnect the new one, too."""
     async with SimKubelet(folder, shape=shape) as kubelet, linked(kubelet.plugin_folder) as link:

@@ -42,16 +42,16 @@ def test_a_processs_container_is_found(tmp_path: Path, mode: Literal["v1", "v2",
     node = Node(tmp_path, mode)
     node.process(1000, f"{CGROUP}/deeper")
     assert container_cgroup(node.cgroups, 1000) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
-    assert node.cgroups.nspid_of(1000) == 0
+    assert node.cgroups.pid_in_container_of(1000) == 0
     node.process(1013, "/system.slice/sshd.service")
     assert container_cgroup(node.cgroups, 1013) is None
-    assert node.cgroups.nspid_of(1013) == 13
+    assert node.cgroups.pid_in_container_of(1013) == 13
 
 
 def test_a_process_that_is_gone_is_nowhere(tmp_path: Path) -> None:
     cgroups = Node(tmp_path).cgroups
     assert container_cgroup(cgroups, 4711) is None
-    assert cgroups.nspid_of(4711) is None
+    assert cgroups.pid_in_container_of(4711) is None
 
 
 def test_a_carriage_return_in_a_name_forges_nothing(tmp_path: Path) -> None:
@@ -61,12 +61,12 @@ def test_a_carriage_return_in_a_name_forges_nothing(tmp_path: Path) -> None:
     (node.proc / "12" / "cgroup").write_bytes(forged.encode() + b"1:name=\xff:/\n")
     (node.proc / "12" / "status").write_bytes(b"Name:\tx\rNSpid:\t1\nNSpid:\t12\t3\n")
     assert container_cgroup(node.cgroups, 12) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
-    assert node.cgroups.nspid_of(12) == 3
+    assert node.cgroups.pid_in_container_of(12) == 3
 
 
 def test_this_machines_own_process_is_read() -> None:
     cgroups = Cgroups(Path("/sys/fs/cgroup"))
-    assert cgroups.nspid_of(os.getpid()) is not None
+    assert cgroups.pid_in_container_of(os.getpid()) is not None
 
 
 def test_a_cgroup_that_is_gone_has_no_processes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from gpumgr.common.errors import CriError
 from gpumgr.placement.pods import PodSandbox
 from gpumgr.runtime import codec
 from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.codec import InitProcess
+from gpumgr.runtime.codec import FirstProcess
 from tests.component.runtime.cri.node import Runtime, serving
 from tests.cri_api import cri, recorded_list, recorded_status
 
@@ -66,7 +66,7 @@ async def test_a_restart_of_the_runtime_is_survived(socket: Path, client: CriCli
         runtime = Runtime()
         name = runtime.container(1, pid=pid)
         async with serving(runtime, socket):
-            assert await client.init_process(name) == InitProcess(pid=pid)
+            assert await client.init_process(name) == FirstProcess(pid=pid)
 
 
 async def test_no_socket_is_an_error(client: CriClient, socket: Path) -> None:

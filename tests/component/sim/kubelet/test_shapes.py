@@ -24,7 +24,7 @@ from gpumgr.sim.kubelet_pods import (
     V1_25,
     V1_35,
     V1_37,
-    KubeletShape,
+    KubeletVersion,
 )
 from tests.component.sim.kubelet.plugin import GooglePlugin
 from tests.kubelet_api import deviceplugin as pb
@@ -38,7 +38,7 @@ ALL = [V1_19, *SUPPORTED.values()]
 MakeNode = Callable[..., Awaitable[tuple[SimKubelet, GooglePlugin]]]
 
 
-def versions(*shapes: KubeletShape) -> pytest.MarkDecorator:
+def versions(*shapes: KubeletVersion) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("shape", shapes, ids=[shape.version for shape in shapes])
 
 
@@ -71,7 +71,7 @@ async def listed(kubelet: SimKubelet) -> dict[str, list[tuple[frozenset[str], li
 
 
 @versions(*SUPPORTED.values())
-async def test_list_has_every_id_and_its_node(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_list_has_every_id_and_its_node(make_node: MakeNode, shape: KubeletVersion) -> None:
     kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
     await kubelet.admit(pod("a", 4))
     entries = (await listed(kubelet))["a"]
@@ -85,7 +85,7 @@ async def test_list_has_every_id_and_its_node(make_node: MakeNode, shape: Kubele
 
 
 @versions(*SUPPORTED.values())
-async def test_ended_and_refused_pods_are_listed_without_ids_before_1_34(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_ended_and_refused_pods_are_listed_without_ids_before_1_34(make_node: MakeNode, shape: KubeletVersion) -> None:
     kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
     await kubelet.run(pod("ended", 2))
     await kubelet.admit(pod("refused", 9))
@@ -105,7 +105,7 @@ async def test_ended_and_refused_pods_are_listed_without_ids_before_1_34(make_no
         (V1_35, "Get", "UNKNOWN", "pod  in namespace  not found"),
     ],
 )
-async def test_calls_that_fail(make_node: MakeNode, shape: KubeletShape, call: str, code: str, text: str) -> None:
+async def test_calls_that_fail(make_node: MakeNode, shape: KubeletVersion, call: str, code: str, text: str) -> None:
     kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(kubelet, call)
@@ -116,7 +116,7 @@ async def test_calls_that_fail(make_node: MakeNode, shape: KubeletShape, call: s
 
 
 @versions(*(each for each in ALL if not each.knows_sockets))
-async def test_which_options_count(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_which_options_count(make_node: MakeNode, shape: KubeletVersion) -> None:
     """The plugin's Register request has none, its GetDevicePluginOptions has both."""
     kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
     await kubelet.run(pod("a", 1))
@@ -134,7 +134,7 @@ async def test_which_options_count(make_node: MakeNode, shape: KubeletShape) -> 
 
 
 @versions(V1_20, V1_24, V1_35)
-async def test_a_late_end_of_an_old_stream_spares_its_successor_before_1_25(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_a_late_end_of_an_old_stream_spares_its_successor_before_1_25(make_node: MakeNode, shape: KubeletVersion) -> None:
     """Newer kubelets look the client up by resource name when a stream ends, and disconnect the successor."""
     kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
     await plugin.register_one(kubelet.plugin_folder / "vcuda-core.sock", CORE_RESOURCE)
@@ -161,7 +161,7 @@ async def test_a_socket_that_registers_too_early_is_refused_for_good_since_1_36(
 
 
 @versions(*ALL)
-async def test_what_a_start_deletes(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_what_a_start_deletes(make_node: MakeNode, shape: KubeletVersion) -> None:
     kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
     (kubelet.plugin_folder / "notes.txt").write_text("mine")
     (kubelet.plugin_folder / "folder").mkdir()
@@ -173,7 +173,7 @@ async def test_what_a_start_deletes(make_node: MakeNode, shape: KubeletShape) ->
 
 
 @versions(V1_25, V1_35)
-async def test_calls_to_plugins_name_the_socket_before_1_26(shape: KubeletShape, tmp_path: Path) -> None:
+async def test_calls_to_plugins_name_the_socket_before_1_26(shape: KubeletVersion, tmp_path: Path) -> None:
     authority: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -197,7 +197,7 @@ async def test_calls_to_plugins_name_the_socket_before_1_26(shape: KubeletShape,
 
 
 @versions(*ALL)
-async def test_a_pod_that_comes_while_the_plugin_is_away(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_a_pod_that_comes_while_the_plugin_is_away(make_node: MakeNode, shape: KubeletVersion) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
     await plugin.stop()
     await kubelet.until(lambda: kubelet.node_status()[CORE_RESOURCE].allocatable == 0)
@@ -209,7 +209,7 @@ async def test_a_pod_that_comes_while_the_plugin_is_away(make_node: MakeNode, sh
 
 
 @versions(*ALL)
-async def test_cdi_devices_are_dropped_before_1_28(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_cdi_devices_are_dropped_before_1_28(make_node: MakeNode, shape: KubeletVersion) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
     plugin.core.cdi_device = "vendor/class=name"
     started = pod("a", 1)
@@ -222,7 +222,7 @@ async def test_cdi_devices_are_dropped_before_1_28(make_node: MakeNode, shape: K
 
 
 @versions(*ALL)
-async def test_the_checkpoints_ids(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_the_checkpoints_ids(make_node: MakeNode, shape: KubeletVersion) -> None:
     kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
     await kubelet.admit(pod("a", 4))
     (entry,) = json.loads(kubelet.checkpoint.read_text())["Data"]["PodDeviceEntries"]

@@ -10,7 +10,7 @@ from gpumgr.common.rpc.channel import UnixChannel
 from gpumgr.placement.pods import PodSandbox
 from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, container_cgroup_in
 from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.codec import InitProcess
+from gpumgr.runtime.codec import FirstProcess
 from gpumgr.sim.kubelet import SimContainer, SimPod
 from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
@@ -74,7 +74,7 @@ async def test_a_container_and_its_process_are_found(runtime: SimRuntime, client
     (listed,) = await client.list()
     assert (listed.id, listed.pod, listed.pod_uid, listed.name) == (made.id, ("demo", "resnet"), "uid-1", "main")
     assert (listed.running, listed.attempt) == (True, 0)
-    assert await client.init_process(made.id) == InitProcess(pid=made.pid, cgroups_path=made.cgroup)
+    assert await client.init_process(made.id) == FirstProcess(pid=made.pid, cgroups_path=made.cgroup)
     assert made.pid is not None
     assert made.cgroup is not None
     place = container_cgroup(cgroups, made.pid)
@@ -93,7 +93,7 @@ async def test_a_restart_makes_another_container_and_its_pod_takes_both_along(ru
         ("side", 0, True),
         ("main", 1, True),
     ]
-    assert await client.init_process(first.id) == InitProcess(cgroups_path=first.cgroup)
+    assert await client.init_process(first.id) == FirstProcess(cgroups_path=first.cgroup)
     assert set(runtime.remove("uid-1")) == {second.pid, other.pid}
     assert await client.list() == ()
     assert await client.init_process(second.id) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpumgr.cluster.core import request as request_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.node import NodeState, Used, homogeneous
+from gpumgr.cluster.core.node import NodeState, Used, node_of_equal_gpus
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, PodUse, Policy, replica_request, vcuda_request
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
@@ -99,7 +99,7 @@ def test_gpus_that_are_not_offered_are_not_chosen(bad: str) -> None:
 
 
 def test_a_node_without_inventory_has_equal_gpus() -> None:
-    node = homogeneous("a", 250, 8192)
+    node = node_of_equal_gpus("a", 250, 8192)
     assert [gpu.memory_mebibytes for gpu in node.gpus] == [4096, 4096]
     assert gpus(choose(node, used(node), share(30, 16), "binpack")) == [[0]]
     assert isinstance(choose(node, used(node), share(30, 17), "binpack"), Misfit)
@@ -117,7 +117,7 @@ def test_more_than_what_is_there_is_claimed() -> None:
         ([("main", "app", 150, 0)], "container main: 150 cores requested"),
         ([("main", "app", 6500, 0)], "container main: 65 GPUs requested, and gpumgr supports 64 on a node"),
         ([("main", "app", 50, 0)], "container main: 50 cores requested without memory"),
-        ([("main", "app", 0, 4)], "asked without cores"),
+        ([("main", "app", 0, 4)], "requested without cores"),
         ([("load", "init", 60, 4), ("main", "app", 40, 4), ("side", "app", 80, 4)], "need 120 cores on one GPU"),
     ],
 )

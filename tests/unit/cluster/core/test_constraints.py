@@ -8,7 +8,7 @@ import pytest
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
-from gpumgr.cluster.core.node import NodeState, homogeneous
+from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
@@ -66,7 +66,7 @@ def test_a_gpu_that_is_cordoned_is_not_chosen_though_it_satisfies_the_constraint
 
 @pytest.mark.parametrize("constraints", [{"use_models": ("T4",)}, {"avoid_models": ("T4",)}, {"avoid_uuids": ("GPU-b-0",)}])
 def test_a_node_without_inventory_satisfies_no_constraint(constraints: dict[str, Any]) -> None:
-    assert isinstance(chosen(homogeneous("a", 400, 65536), constrained(share(10, 1), **constraints)), Misfit)
+    assert isinstance(chosen(node_of_equal_gpus("a", 400, 65536), constrained(share(10, 1), **constraints)), Misfit)
 
 
 def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constraints() -> None:

@@ -47,7 +47,7 @@ JOINED = replace(
 
 def other(uses: Use) -> dict[str, Any]:
     """GPU -> (cores, MiB) that pods of others hold."""
-    return {"other": {"foreign": tuple((gpu, Amounts(*amounts)) for gpu, amounts in uses.items())}}
+    return {"reported_shares": {"foreign": tuple((gpu, Amounts(*amounts)) for gpu, amounts in uses.items())}}
 
 
 def play(nodes: Sequence[NodeState], pods: Iterable[PodRequest], policy: Policy) -> list[str]:

@@ -123,7 +123,7 @@ def test_only_changed_nodes_are_computed_again(index: ClusterIndex, computed: li
 
 def test_what_the_node_reports_counts_once_and_before_annotations(index: ClusterIndex) -> None:
     pod = place(index, "one", share(50, 8))
-    index.set_node(node_state("a", 2, other={"one": ((1, Amounts(50, 2048)),), "foreign": ((1, Amounts(20, 256)),)}))
+    index.set_node(node_state("a", 2, reported_shares={"one": ((1, Amounts(50, 2048)),), "foreign": ((1, Amounts(20, 256)),)}))
     assert [used.cores for used in index.used("a")] == [0, 70]
     index.remove(pod.uid)
     assert [used.cores for used in index.used("a")] == [0, 70], "the node's own report ends with its next inventory"
@@ -140,7 +140,7 @@ def test_a_pod_with_unknown_gpus_takes_likely_ones(index: ClusterIndex) -> None:
 )
 def test_a_pod_with_too_many_containers_and_unknown_gpus_has_all_of_them(wanted: PodRequest, other: Mapping[str, Shares]) -> None:
     """Also GPUs on which another pod has a MIG device. No choice is computed for it, which would take long."""
-    node = node_state("a", 2, other=other)
+    node = node_state("a", 2, reported_shares=other)
     index = ClusterIndex()
     index.set_node(with_mig(node) if other else node)
     many = PodRequest(wanted.containers * 65)
@@ -384,14 +384,14 @@ def any_node(draw: st.DrawFn, name: str) -> NodeState:
     }
     scaling = draw(st.sampled_from([None, None, (2.0, 0.5)]))
     gpus = tuple(replace(gpu, scaling=scaling) for gpu in state.gpus)
-    return replace(state, gpus=gpus, other=held, cpu_milli=draw(st.sampled_from([None, 4000, 9000, 30_000])))
+    return replace(state, gpus=gpus, reported_shares=held, cpu_milli=draw(st.sampled_from([None, 4000, 9000, 30_000])))
 
 
 def test_a_node_short_of_cpu_wins_with_a_gpu_that_is_less_full() -> None:
     """The search begins with the fullest GPUs, and must not end there: on node b the pod takes cores that no other pod could use."""
     index, wanted = ClusterIndex(), replace(share(30, 1), cpu_milli=100)
     for name, cores, cpu_milli in (("a", 70, 100_000), ("b", 50, 1000), ("c", 40, 100_000)):
-        index.set_node(replace(node_state(name, 1, other={"held": ((0, Amounts(cores, 256)),)}), cpu_milli=cpu_milli))
+        index.set_node(replace(node_state(name, 1, reported_shares={"held": ((0, Amounts(cores, 256)),)}), cpu_milli=cpu_milli))
     fits, _ = brute_force(index, wanted, "least-fragmentation", "abc", {})
     assert fits == ["b", "a", "c"]
     for most in (1, 2, None):
@@ -402,7 +402,7 @@ def test_of_nodes_with_equal_rooms_the_first_by_name_with_enough_cpu_is_taken() 
     """Also if the nodes became known in another order."""
     index, wanted = ClusterIndex(), replace(share(30, 1), cpu_milli=5000)
     for name, cpu_milli in (("d", 90_000), ("a", 6000), ("c", 100_000), ("b", 100_000)):
-        index.set_node(replace(node_state(name, 1, other={"held": ((0, Amounts(50, 256)),)}), cpu_milli=cpu_milli))
+        index.set_node(replace(node_state(name, 1, reported_shares={"held": ((0, Amounts(50, 256)),)}), cpu_milli=cpu_milli))
         index.settle()
     for most in (1, 2, None):
         assert index.order(wanted, "least-fragmentation", "abcd", most) == ["b", "c", "d", "a"][:most]
@@ -411,7 +411,7 @@ def test_of_nodes_with_equal_rooms_the_first_by_name_with_enough_cpu_is_taken() 
 
 def test_of_gpus_with_equal_use_the_one_of_the_allowed_model_is_taken() -> None:
     index, held = ClusterIndex(), {"held": ((0, Amounts(50, 256)), (1, Amounts(50, 256)))}
-    index.set_node(node_state("a", 2, models=(T4, A100), other=held))
+    index.set_node(node_state("a", 2, models=(T4, A100), reported_shares=held))
     ranked = index.rank(replace(share(30, 1), constraints=Constraints(use_models=("a100",))), "binpack", "a")
     assert ranked == [("a", NodeChoice(shares=(((1, Amounts(30, 256)),),), taken={1: Amounts(30, 256)}))]
 
@@ -516,7 +516,9 @@ def test_a_pod_with_many_containers_that_fits_nowhere_is_examined_on_few_nodes(
     """What the pod takes in total rules most nodes out. A rejection has the reasons of the nodes that have the most free."""
     made, names = ClusterIndex(), [f"n{number:03}" for number in range(200)]
     for number, name in enumerate(names):
-        made.set_node(node_state(name, 2, other={"held": ((0, Amounts(1 + number % 98, number + 1)), (1, Amounts(1, 1)))}))
+        made.set_node(
+            node_state(name, 2, reported_shares={"held": ((0, Amounts(1 + number % 98, number + 1)), (1, Amounts(1, 1)))})
+        )
     wanted = request(*containers)
     list(made.examine(wanted, "binpack", names))
     ranked = made.rank(wanted, "binpack", names)

@@ -144,7 +144,7 @@ def test_mutex_and_health_hold() -> None:
 
 
 def test_what_the_node_reports_counts_at_its_exact_place() -> None:
-    node = replace(ONE, other={"foreign": ((0, Amounts(14, 9984, slices=1 << 6)),)})
+    node = replace(ONE, reported_shares={"foreign": ((0, Amounts(14, 9984, slices=1 << 6)),)})
     assert chosen(node, LARGE, used_on(node, ())) == [[(0, 42, 40448, 0x0F)]]
 
 
@@ -211,7 +211,7 @@ def test_the_pod_on_the_place_is_evicted_and_no_other() -> None:
 
 def test_replicas_of_pods_that_the_node_reports_end_with_them() -> None:
     other = {f"p{start}": ((0, Amounts(14, 9984, 1, 1 << start)),) for start in range(7)}
-    node = replace(ONE, other=other)
+    node = replace(ONE, reported_shares=other)
     pods = {uid: PlacedPod(uid=uid, node="m", request=SMALL) for uid in other}
     found = find_eviction(node, pods, Preemptor(request=SMALL, priority=10, policy="binpack"))
     assert found is not None

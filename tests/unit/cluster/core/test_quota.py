@@ -446,12 +446,12 @@ def test_what_a_pod_was_resized_to_counts_from_the_report_of_its_agent_on() -> N
     assert cluster.rank(share(50, 4)) == sorted(NAMES)
     for cores, uses in ((70, 120), (90, 140)):
         reported = {"grows": ((0, Amounts(cores, 1024)),), "stays": ((0, Amounts(50, 1024)),)}
-        cluster.index.set_node(replace(NODES[0], other=reported))
+        cluster.index.set_node(replace(NODES[0], reported_shares=reported))
         assert f"uses {uses} of 150 cores" in str(cluster.rank(share(50, 4)))
     assert cluster.rank(share(10, 4)) == sorted(NAMES)
     cluster.index.set_node(NODES[0])
     assert cluster.rank(share(50, 4)) == sorted(NAMES)
-    cluster.index.set_node(replace(NODES[0], other={"grows": ((0, Amounts(20, 256)),)}))
+    cluster.index.set_node(replace(NODES[0], reported_shares={"grows": ((0, Amounts(20, 256)),)}))
     assert "uses 100 of 150 cores; the pod needs 51" in str(cluster.rank(share(51, 4))), "less does not count"
     for uid in ("grows", "stays"):
         cluster.index.remove(uid)

@@ -122,7 +122,7 @@ def test_the_quota_counts_what_the_victims_held() -> None:
 
 
 def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
-    node = node_state("a", 2, other={"agent": ((1, Amounts(100, 16384)),), "foreign": ((0, Amounts(10, 256)),)})
+    node = node_state("a", 2, reported_shares={"agent": ((1, Amounts(100, 16384)),), "foreign": ((0, Amounts(10, 256)),)})
     pods = [PlacedPod(uid=uid, node="a", request=share(80, 1)) for uid in ("agent", "unknown")]
     found = evict(pods, WHOLE, node=node)
     assert found is not None
@@ -134,7 +134,7 @@ def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
 
 @pytest.mark.parametrize(("priority", "victims"), [(0, {"h"}), (100, None)])
 def test_replicas_of_pods_that_the_node_reports_count(priority: int, victims: set[str] | None) -> None:
-    node = node_state("a", 1, other={"h": ((0, Amounts(10, 1000, replicas=1)),)})
+    node = node_state("a", 1, reported_shares={"h": ((0, Amounts(10, 1000, replicas=1)),)})
     node = replace(node, gpus=(replace(node.gpus[0], replicas=1),))
     wanted = replica_request([("main", "app", ReplicaRequest(count=1, cores=10, memory_mebibytes=1000))])
     found = evict([PlacedPod(uid="h", node="a", request=wanted, priority=priority)], wanted, node=node)

@@ -118,9 +118,10 @@ ONE, TWO = live_pod("one", 40, "a"), live_pod("two", 40, "a", 1)
         # Only CPU is short, so a pod without a GPU moves.
         (cluster([live_pod("web", 0, "a", cpu=7000)], a=1, b=0), live_pod("new", 50, cpu=4000),
          [("web", "b", []), ("new", "a", [0])]),
-        (cluster([live_pod("one", 40, "a", fixed="has no controller"), TWO], a=2), live_pod("new", 100),
+        (cluster([live_pod("one", 40, "a", why_not_movable="has no controller"), TWO], a=2), live_pod("new", 100),
          [("two", "a", [0]), ("new", "a", [1])]),
-        (cluster([live_pod("one", 40, "a", fixed="x"), live_pod("two", 40, "a", 1, fixed="x")], a=2), live_pod("new", 100), None),
+        (cluster([live_pod("one", 40, "a", why_not_movable="x"), live_pod("two", 40, "a", 1, why_not_movable="x")], a=2),
+         live_pod("new", 100), None),
     ],
 )  # fmt: skip
 def test_plans(found: LiveCluster, pod: LivePod, plan: list[tuple[str, str, list[int]]] | None) -> None:
@@ -141,7 +142,7 @@ def test_a_chain_of_moves_is_in_a_possible_order() -> None:
 
 def test_what_the_agent_reports_of_a_pod_moves_with_it() -> None:
     """The pod was bound by another scheduler: only the node's inventory has its GPU."""
-    state = node_state("a", 2, other={"one": ((1, Amounts(60, 256)),)})
+    state = node_state("a", 2, reported_shares={"one": ((1, Amounts(60, 256)),)})
     one = live_pod("one", 60, "a")
     found = LiveCluster([live_node(state), live_node(node_state("b", 1))], [one, live_pod("two", 50, "a")], "binpack")
     assert one.home is not None
