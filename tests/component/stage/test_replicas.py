@@ -170,7 +170,7 @@ async def test_a_request_that_can_not_be_granted_is_refused_with_the_reason(
 async def test_a_pod_that_is_not_known_is_refused(folder: Path) -> None:
     async with stage(folder, kinds=WITHOUT_MIG) as node:
         status = await node.run(node.pod("a", hami(gpumem=100), known=False))
-        assert "which pod this call of 1 GPUs is for is not known yet" in (status.message or "")
+        assert "does not know yet which pod the kubelet's call for 1 GPUs belongs to" in (status.message or "")
         assert node.ledger.allocations == {}
 
 
