@@ -60,3 +60,16 @@ def test_the_process_table_ends_the_quarantine() -> None:
 
 def test_a_gpu_without_tenants_is_not_quarantined() -> None:
     assert ended(Quarantine(), [GPU], yes) == Quarantine()
+
+
+def test_processes_that_have_ended_are_forgotten() -> None:
+    state = seen(Quarantine(), DISPLAY, JOB, occupied=False)
+    state = seen(state, JOB, CHILD, occupied=True)
+    assert state.unattributed == {GPU: {JOB}}
+    assert state.tenants == {GPU: {CHILD}}
+
+
+def test_each_gpu_is_held_by_its_own_processes() -> None:
+    state = sampled(Quarantine(), {GPU: [JOB], "other": [CHILD]}, {GPU, "other"})
+    state = ended(ended(state, [GPU], yes), ["other"], yes)
+    assert state.held == {GPU: {JOB}, "other": {CHILD}}
