@@ -14,22 +14,18 @@ _ERRORS: Final = counter("nvml_call_errors_total", "Failed calls of the driver's
 _STREAMS: Final = gauge("listandwatch_streams", "Open ListAndWatch calls of the kubelet.", "resource")
 _CONNECTIONS: Final = gauge("http_connections", "Connections that the web server has open.")
 _REFUSED: Final = counter("http_connections_refused_total", "Connections that the web server refused at its limit.")
-_DISCONNECTS: Final = counter(
-    "http_disconnects_total", "Requests that the client ended, by closing the connection, before they were answered."
-)
+_DISCONNECTS: Final = counter("http_disconnects_total", "Requests that the client ended before they were answered.")
 _SERVER_UP: Final = gauge("api_server_up", "1 while the API server answers.")
-_WAITING: Final = gauge("api_queue_waiting", "Objects that are still to be written to the API server.")
+_WAITING: Final = gauge("api_queue_waiting", "Objects to be written to the API server.")
 _OLDEST: Final = gauge(
-    "api_queue_oldest_seconds", "Seconds for which the oldest object has been due to be written to the API server; 0 without any."
+    "api_queue_oldest_seconds", "How long the oldest object has waited to be written to the API server; 0 without any."
 )
-_DROPPED: Final = counter(
-    "api_queue_dropped_total", "Events that were dropped, because there were too many or their pod is unknown."
-)
+_DROPPED: Final = counter("api_queue_dropped_total", "Dropped events: too many, or of an unknown pod.")
 _WRITES: Final = counter("api_writes_total", "Writes to the API server, by object and outcome.", "what", "outcome")
 _RETRIES: Final = counter(
-    "eviction_retries_total", "Eviction requests after the first for a pod, for example while its PodDisruptionBudget refuses it."
+    "eviction_retries_total", "Eviction requests after the first for a pod, for example because of its PodDisruptionBudget."
 )
-_UNREADABLE: Final = gauge("api_objects_unreadable", "Pods in the watch that can't be read; their last readable state is used.")
+_UNREADABLE: Final = gauge("api_objects_unreadable", "Pods that can't be read; their last readable state is used.")
 _UNENFORCED: Final = gauge("containers_without_enforcement", "Containers that share a GPU without enforced limits.")
 _REGISTRATIONS: Final = counter("vcuda_registrations_total", "Registrations of processes with the backend vcuda.", "result")
 _RESTARTS: Final = counter("mps_daemon_restarts_total", "Crashed MPS daemons that were started again.", "gpu")

@@ -45,21 +45,21 @@ def _added_ratios(one: float, other: float) -> float:
 
 
 _CORES: Final = _family("core_allocated_ratio", "Share of the GPU's cores that the container holds.")
-_MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of the GPU's if it has the GPU whole.")
+_MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of a whole GPU's.")
 _OVER: Final = _family("over_limit", "1 while the container stays over its limit of memory.")
 _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Merge], ...]] = (
     (
-        _family("memory_used_bytes", "Memory that the container's processes use on the GPU, as the driver counts it."),
+        _family("memory_used_bytes", "Memory that the container uses, by the driver's count."),
         lambda use: use.memory_bytes,
         operator.add,
     ),
     (
-        _family("memory_request_bytes", "Memory of the GPU that the container was granted."),
+        _family("memory_request_bytes", "Memory that the container was granted."),
         lambda use: use.memory_request_bytes,
         operator.add,
     ),
     (
-        _family("memory_limit_bytes", "Memory of the GPU that the container may use: more than it was granted with a burst."),
+        _family("memory_limit_bytes", "Memory that the container may use, with its burst."),
         lambda use: use.memory_limit_bytes,
         operator.add,
     ),
@@ -73,45 +73,45 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
         lambda use: None if use.memory_limit_bytes is None else use.cores / CORES_PER_GPU,
         _added_ratios,
     ),
-    (_family("processes", "Processes of the container that use the GPU."), lambda use: use.process_count, operator.add),
+    (_family("processes", "Processes of the container on the GPU."), lambda use: use.process_count, operator.add),
     (
-        _family("over_limit_ratio", "Memory that the container uses, relative to its limit; above 1 it exceeds the limit."),
+        _family("over_limit_ratio", "Memory that the container uses, relative to its limit."),
         lambda use: (
             use.memory_bytes / use.memory_limit_bytes if use.memory_limit_bytes and use.memory_bytes is not None else None
         ),
         max,
     ),
     (
-        _counter("held_seconds", "Seconds for which the container held the GPU, with the backend limiter."),
+        _counter("held_seconds", "How long the container held the GPU (limiter)."),
         _of_turns(lambda turns: turns.held_seconds),
         _newer,
     ),
     (
-        _counter("waited_seconds", "Seconds in which at least one thread of the container waited for a turn."),
+        _counter("waited_seconds", "How long the container waited for a turn (limiter)."),
         _of_turns(lambda turns: turns.waited_seconds),
         _newer,
     ),
     (
-        _counter("launches", "Launches of the container that the backend limiter counted: kernels, graphs, large copies."),
+        _counter("launches", "Kernels, graphs and large copies that the container launched (limiter)."),
         _of_turns(lambda turns: turns.launches),
         _newer,
     ),
     (
-        _counter("overruns", "Turns that passed to the next container although the work of this one had not ended."),
+        _counter("overruns", "Turns that ended before the container's work (limiter)."),
         _of_turns(lambda turns: turns.overruns),
         _newer,
     ),
 )
 _KINDS: Final = gauge(
     "container_memory_by_kind_bytes",
-    "Memory that the backend limiter counts for the container, by the kind of the allocation.",
+    "Memory of the container by the kind of the allocation (limiter).",
     *CONTAINER_LABELS,
     "kind",
 )
 
 _SUSPENSION: Final = gauge(
     "container_suspension",
-    "1 for the state of a container that does not run on the GPU: suspending, suspended, resuming or failed.",
+    "1 for the state: suspending, suspended, resuming or failed; no series otherwise.",
     *CONTAINER_LABELS,
     "state",
 )

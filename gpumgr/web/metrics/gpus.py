@@ -18,31 +18,23 @@ _INFO: Final = gauge(
 )
 _LIMITS: Final = gauge(
     "gpu_enforcement_info",
-    "How strongly the limits of new shares are enforced (hard, soft, none), and by which mechanism; always 1.",
+    "Strength of the limits of new shares (hard, soft, none), and the mechanism; always 1.",
     *("gpu", "memory", "memory_by", "cores", "cores_by"),
 )
 _TOTAL: Final = gauge("gpu_memory_total_bytes", "Memory of the GPU.", "gpu")
 _HEALTHY: Final = gauge("gpu_healthy", "1 if new containers may be placed on the GPU.", "gpu")
-_REASON: Final = gauge(
-    "gpu_unhealthy_reason", "1 for the reason why the GPU takes no new containers; no series otherwise.", "gpu", "reason"
-)
-_NOT_READABLE: Final = gauge(
-    "gpus_not_readable", "GPUs that the driver lists but can't describe, unless gpumgr knows their UUID."
-)
-_NOT_LISTED: Final = gauge("gpus_not_listed", "NVIDIA GPUs on the node's PCI bus that the driver does not list.")
+_REASON: Final = gauge("gpu_unhealthy_reason", "1 for the reason why the GPU takes no new containers.", "gpu", "reason")
+_NOT_READABLE: Final = gauge("gpus_not_readable", "GPUs of unknown UUID that the driver lists but can't describe.")
+_NOT_LISTED: Final = gauge("gpus_not_listed", "GPUs on the PCI bus that the driver does not list.")
 _CORDONED: Final = gauge("gpu_cordoned", "1 if an operator took the GPU out of service.", "gpu")
 _LINKS: Final = gauge(
     "nvlink_active_links",
-    "Active NVLinks between two GPUs (with NVSwitch: each GPU has at least this number to the switches).",
+    "Active NVLinks between two GPUs (with NVSwitch: at least so many from each to the switches).",
     *("gpu", "peer"),
 )
 _CORES: Final = gauge("gpu_core_allocated_ratio", "Share of the GPU's cores that containers hold.", "gpu")
-_MEMORY: Final = gauge(
-    "gpu_memory_allocated_bytes", "Memory that containers hold; if one container has the whole GPU, all its memory.", "gpu"
-)
-_SHARERS: Final = gauge(
-    "gpu_shared_containers", "Containers that share the GPU (0: none, or one container has the whole GPU).", "gpu"
-)
+_MEMORY: Final = gauge("gpu_memory_allocated_bytes", "Memory that containers hold; all of a whole GPU's.", "gpu")
+_SHARERS: Final = gauge("gpu_shared_containers", "Containers that share the GPU; 0 for a whole GPU.", "gpu")
 
 
 _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] = (
@@ -71,11 +63,11 @@ _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] 
 )
 _UNACCOUNTED: Final[tuple[tuple[Family, Callable[[GpuUse], float | None]], ...]] = (
     (
-        gauge("unaccounted_memory_bytes", "Memory in use on the GPU by processes without an allocation of it.", "gpu"),
+        gauge("unaccounted_memory_bytes", "Memory of processes on the GPU without an allocation.", "gpu"),
         lambda use: use.unattributed_memory_bytes,
     ),
     (
-        gauge("unaccounted_processes", "Processes on the GPU without an allocation of it.", "gpu"),
+        gauge("unaccounted_processes", "Processes on the GPU without an allocation.", "gpu"),
         lambda use: use.unattributed_processes,
     ),
 )

@@ -95,7 +95,7 @@ class Metrics:
             if rpc in served:
                 self._served[rpc] = requests, seconds
         self._registered = self._gauge(
-            "kubelet_registered", "1 while the resource, or the DRA driver, is registered with the kubelet.", "resource"
+            "kubelet_registered", "1 while the resource, or the DRA driver, is registered.", "resource"
         )
         self._registrations = self._counter(
             "kubelet_registrations_total", "Successful registrations with the kubelet.", "resource"
@@ -110,26 +110,24 @@ class Metrics:
 
     def _make_node_metrics(self) -> None:
         self._xids = self._counter("gpu_xid_events_total", "XID errors that the driver reported.", "gpu", "xid")
-        self._over_limit = self._counter("over_limit_total", "Containers that exceeded the memory that they were granted.")
-        self._evictions = self._counter(
-            "evictions_total", "Requested evictions of pods with a container that stayed over its memory."
-        )
+        self._over_limit = self._counter("over_limit_total", "Containers that exceeded their memory.")
+        self._evictions = self._counter("evictions_total", "Requested evictions of pods that stayed over their memory.")
         self._findings = self._counter(
             "enforcement_findings_total", "Findings of the mechanisms about containers' limits.", "backend", "code"
         )
         for backend in BACKENDS:
             for code in FINDINGS:
                 self._findings.labels(backend, code)
-        about = "How long it took to move a container's GPU memory to the host's (suspend) or back (resume)."
+        about = "How long the move of a container's memory to the host (suspend) or back (resume) took."
         self._suspensions = self._histogram("suspension_seconds", about, "operation", buckets=_SUSPENSION_BUCKETS)
-        about = "GPU memory that was moved to the host's (suspend) or back (resume)."
+        about = "GPU memory moved to the host (suspend) or back (resume)."
         self._moved_bytes = self._counter("suspension_moved_bytes_total", about, "operation")
         for operation in ("suspend", "resume"):
             self._suspensions.labels(operation)
             self._moved_bytes.labels(operation)
-        about = "How long a suspended container waited from the demand for its resume to the end of it."
+        about = "Time from the demand for a container's resume to its end."
         self._resume_waits = self._histogram("resume_wait_seconds", about, buckets=_SUSPENSION_BUCKETS)
-        about = "How long one reading of the use and health of all GPUs took."
+        about = "How long one sample of all GPUs took."
         self._batch = self._histogram("nvml_batch_duration_seconds", about, buckets=_CALL_BUCKETS)
         about = "How late the event loop ran a timer."
         self._lag = self._histogram("event_loop_lag_seconds", about, buckets=_LAG_BUCKETS)
