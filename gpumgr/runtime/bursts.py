@@ -89,7 +89,8 @@ class Bursts:
             if place[0] in self._unknown and (each.memory_bytes or 0) > (each.memory_request_bytes or 0) and each.memory_bytes
         }
         self._away = {a: each.memory_bytes for a, each in self._records.suspensions.items() if each.away}
-        memories = _memories(ledger, use, limits, self._away) if limits or self._above or self._unknown or self._away else {}
+        concerned = limits or self._above or self._unknown or self._away or self._inherits
+        memories = _memories(ledger, use, limits, self._away) if concerned else {}
         self._memories = {gpu: {a: each for a, each in found.items() if a not in self._away} for gpu, found in memories.items()}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
         held = {(a, gpu): each.burst_bytes for gpu, found in memories.items() for a, each in found.items()}
@@ -107,9 +108,14 @@ class Bursts:
         return self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
 
     def _may_be_burst(self, place: AllocationOnGpu) -> bool:
-        """Whether memory above a request may be a burst though the container has no higher limit now: it had one, or its pod is not
-        known (the agent has restarted, and the API server does not answer)."""
-        return place in self._above or place[0] in self._unknown
+        """Whether memory above a request may be a burst though the container has no higher limit now: it had one, or an earlier process of
+        the agent may have given it one, or its pod is not known (the agent has restarted, and the API server does not answer)."""
+        return place in self._above or place[0] in self._unknown or self._inherits
+
+    @property
+    def _inherits(self) -> bool:
+        """Whether limits of an earlier process of the agent may be in force, or were until the present sample was read."""
+        return self.allowed and self._sampled.number == 0
 
     @property
     def before_sample(self) -> Enforced:
@@ -301,9 +307,10 @@ class Bursts:
         ledger = self._records.ledger
         sizes = _sizes(self._records.inventory.gpus(ledger.gpu_registry))
         found = []
-        for other in (each for each in ledger.on(gpu) if each.id != allocation.id):
+        for other in (each for each in ledger.on(gpu) if each.id != allocation.id and is_share(each)):
             with contextlib.suppress(ValueError):  # an annotation that is not used
-                if (other.id, gpu) in self._above or self._wanted(other, find_pod(self._pods, other.pod, other.uid), sizes):
+                view, above = find_pod(self._pods, other.pod, other.uid), self._inherits or (other.id, gpu) in self._above
+                if above or self._wanted(other, view, sizes):
                     found.append(other)
         return found
 

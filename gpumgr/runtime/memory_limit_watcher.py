@@ -200,7 +200,8 @@ class MemoryLimitWatcher:
         """Imported when a container is to be resized: most agents never load the module."""
         from gpumgr.runtime.resizes import Resizes
 
-        return Resizes(self._records, self._pods, obstacle=self._backends.obstacle_to_change, clock=self._clock)
+        obstacle, bursts = self._backends.obstacle_to_change, self.bursts.allowed
+        return Resizes(self._records, self._pods, obstacle=obstacle, bursts=bursts, clock=self._clock)
 
     async def close(self) -> None:
         await self.suspensions.close()

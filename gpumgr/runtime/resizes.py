@@ -30,7 +30,7 @@ _LOWERED_SECONDS: Final = 15.0
 
 
 class Resizes:
-    """`obstacle`: see Surroundings. `clock` is monotonic."""
+    """`obstacle`: see Surroundings. `bursts`: whether containers may burst. `clock` is monotonic."""
 
     def __init__(
         self,
@@ -38,14 +38,17 @@ class Resizes:
         pods: Pods,
         *,
         obstacle: Callable[[tuple[str, ...], Resource], str | None],
+        bursts: bool,
         clock: Callable[[], float],
     ) -> None:
         self._records, self._pods, self._obstacle, self._clock = records, pods, obstacle, clock
         #: (container, GPU) -> the number of the evaluation that lowers its memory limit on that GPU, and when that was decided. Until it is
-        #: in force, no limit grows on the GPU. At the start each resized container is here, since the agent may have ended between a
-        #: decision and its effect.
+        #: in force, no limit grows on the GPU. At the start each resized container is here, and each one that may have burst: limits of an
+        #: earlier process of the agent may be in force.
         self._lowered: dict[AllocationOnGpu, tuple[int, float]] = {
-            (a.id, gpu): (1, clock()) for a in records.ledger.allocations.values() if a.resize is not None for gpu in a.gpus
+            (a.id, gpu): (1, clock())
+            for a in records.ledger.allocations.values()
+            for gpu in (a.gpus if bursts or a.resize is not None else ())
         }
 
     async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts, number: int, enforced: Enforced) -> bool:

@@ -133,8 +133,8 @@ async def test_the_annotation_counts_while_the_container_runs_and_so_does_the_se
 )
 async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enforced(node: Callable[[], Node], why: str) -> None:
     made = node()
-    for _ in range(3):
-        await made.sampled(uses(a=513))
+    for used in (512, 512, 513, 513, 513):
+        await made.sampled(uses(a=used))
     (reason,) = reasons(made)
     assert reason.startswith("the annotation gpumgr.io/memory-limit is not used, and the request stays the limit: ")
     assert why in reason
@@ -283,9 +283,27 @@ async def test_a_holder_that_ended_after_the_last_sample_is_no_obstacle(monkeypa
 
 
 async def test_a_start_waits_for_nothing_where_nobody_bursts() -> None:
-    node = bursting(limit=None)
+    node, other = bursting(limit=None), bursting(T)
+    for each in (node, other):
+        await each.sampled(uses(a=1, t=1))
+        await each.sampled(uses(a=1, t=1))
     await node.memory_watcher.bursts.make_room(T)
-    await bursting(T).memory_watcher.bursts.make_room(A)
+    await other.memory_watcher.bursts.make_room(A)
+
+
+async def test_what_an_earlier_agent_let_a_container_have_is_lowered_and_counted() -> None:
+    """The annotation was removed while no agent ran: the former limit is in force until the first evaluation has ended."""
+    node = bursting(A, T, limit=None)
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    await breathe()
+    await node.sampled(uses(a=600, t=0))
+    await breathe()
+    assert (held(node), limits(node)["a"], start.done()) == ({GPU: 88}, 512, False)
+    await node.sampled(uses(a=1536, t=0))
+    await breathe()
+    assert (held(node), start.done()) == ({GPU: 1024}, True), "it grew before its limit was lowered"
+    with pytest.raises(Refusal, match=r"needs 1024 MiB: team/web .main. holds 1024 MiB above its request"):
+        await start
 
 
 async def test_limits_that_are_not_lowered_in_time_refuse_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
