@@ -1,8 +1,8 @@
 /* The turn: a launch waits for it, the work that was launched is followed by markers (streams.c), and a helper thread gives the turn
  * back once that work has ended.
  *
- * A launch that finds the turn granted costs two atomic additions and two reads of the clock. The helper sleeps while the process has no
- * work on the GPU. */
+ * A launch that needs no turn costs a load and the count of launches; one that finds the turn granted, two atomic additions and a read of
+ * the clock. The helper sleeps while the process has no work on the GPU. */
 #define _GNU_SOURCE
 #include "gate.h"
 #include "old_glibc.h"
@@ -20,6 +20,8 @@
 enum { IDLE_NS = 1000000, DRAIN_POLL_NS = 50000, LOOK_NS = 250000 };
 #define ARBITER_GONE_NS (200 * MS)
 #define DEBT_NS (2000 * (int64_t)MS)
+#define PASS 0x10001ull /* in gm_gate.passes: one more, which is in flight */
+#define INFLIGHT 0xffffull
 
 static struct gm_gate gates[GM_GPUS];
 static atomic_uint wake; /* futex: a gate became busy, or the process ends */
@@ -116,13 +118,22 @@ static uint64_t sit_out(const struct gm_process *p, struct gm_gate *g, uint64_t 
 }
 
 /* -- the helper ---------------------------------------------------------------------------------------------------------------- */
+/* Adds to the launches in the use page; how many there were. */
+static uint64_t count(const struct gm_process *p, int gpu, uint64_t launches) {
+    return p->slot ? __atomic_fetch_add(&p->slot->gpu[gpu].launches, launches, __ATOMIC_RELAXED) : 0;
+}
+static void publish(const struct gm_process *p, struct gm_gate *g, uint64_t passes) {
+    count(p, gpu_of(g), passes - g->published);
+    g->published = passes;
+}
 /* Gives the turn back when the work has ended and the turn is over, or when nothing was launched for a while. Answers when to look
  * again, in ns; 0: the gate is not busy. */
 static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
     if (!atomic_load(&g->busy)) return 0;
     uint64_t now = gm_now(), until = granted_until(p, g), last = atomic_load(&g->last_ns);
-    uint32_t launched = atomic_load(&g->launched);
+    uint64_t passes = atomic_load(&g->passes);
     bool over = now >= until;
+    publish(p, g, passes >> 16);
     if (gm_suspended()) return sit_out(p, g, now);
     uint32_t word = __atomic_load_n(word_of(p, g), __ATOMIC_RELAXED);
     if ((word & ~0xffu) != gm_stamp(now) || !(word & GM_BUSY)) word_set(p, g, GM_BUSY, 0, now); /* it may be another's, or restored */
@@ -131,16 +142,16 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
         uint64_t next = until < last + IDLE_NS ? until : last + IDLE_NS;
         return next > now + DRAIN_POLL_NS ? next - now : DRAIN_POLL_NS;
     }
-    if (atomic_load(&g->inflight)) return over ? DRAIN_POLL_NS : LOOK_NS;
+    if (passes & INFLIGHT) return over ? DRAIN_POLL_NS : LOOK_NS;
     if (!gm_streams_ended(g)) {
         g->ended_ns = 0;
         return over ? DRAIN_POLL_NS : LOOK_NS;
     }
-    if (!g->ended_ns || g->ended_launched != launched) g->ended_ns = now, g->ended_launched = launched;
+    if (!g->ended_ns || g->ended_passes != passes) g->ended_ns = now, g->ended_passes = passes;
     if (!over && now < g->ended_ns + IDLE_NS) return LOOK_NS; /* a program that waits for its results launches again at once */
     word_set(p, g, 0, GM_BUSY, now);
     atomic_store(&g->busy, false);
-    if (atomic_load(&g->inflight) || atomic_load(&g->launched) != launched) {
+    if (atomic_load(&g->passes) != passes) {
         atomic_store(&g->busy, true);
         word_set(p, g, GM_BUSY, 0, now);
         return DRAIN_POLL_NS;
@@ -195,20 +206,41 @@ void gm_gate_after_fork(void) {
     pthread_mutex_init(&bucket_lock, NULL);
     for (int i = 0; i < GM_GPUS; i++) {
         atomic_store(&gates[i].busy, false);
-        atomic_store(&gates[i].inflight, 0);
+        atomic_store(&gates[i].passes, 0);
+        gates[i].published = 0;
         atomic_store(&gates[i].waiting, 0);
     }
 }
 
 /* -- launches ------------------------------------------------------------------------------------------------------------------ */
+/* The page says so. An arbiter that was killed left it: then the share is the limit. The clock is read once in 64 launches. */
+static bool needs_no_turn(const struct gm_process *p, struct gm_gate *g) {
+    if (atomic_load_explicit(&g->no_arbiter, memory_order_relaxed)) {
+        if (alone(p, gm_now())) return false;
+        atomic_store_explicit(&g->no_arbiter, false, memory_order_relaxed);
+    }
+    if (!(count(p, gpu_of(g), 1) & 63) && alone(p, gm_now())) atomic_store_explicit(&g->no_arbiter, true, memory_order_relaxed);
+    return true;
+}
 /* Passes if the turn is granted, or if there is no arbiter and the process's bucket allows it. */
 static bool try_pass(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
     bool by_itself = now >= granted_until(p, g);
     if (by_itself && (!alone(p, now) || !bucket(p, g, now))) return false;
-    atomic_fetch_add(&g->inflight, 1);
+    atomic_fetch_add(&g->passes, PASS);
     set_busy(p, g, now);
     if (by_itself || gm_now() < granted_until(p, g)) return true;
-    atomic_fetch_sub(&g->inflight, 1);
+    atomic_fetch_sub(&g->passes, PASS);
+    return false;
+}
+/* Within the turn, while the process has work: the order of writes and reads is that of try_pass. */
+static bool passes_at_once(const struct gm_process *p, struct gm_gate *g) {
+    atomic_fetch_add(&g->passes, PASS);
+    uint64_t now = atomic_load(&g->busy) ? gm_now() : UINT64_MAX;
+    if (now < granted_until(p, g)) {
+        atomic_store_explicit(&g->last_ns, now, memory_order_relaxed);
+        return true;
+    }
+    atomic_fetch_sub(&g->passes, PASS);
     return false;
 }
 static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
@@ -224,7 +256,7 @@ static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
         now = gm_now();
         if (try_pass(p, g, now)) break;
         if (atomic_load(&helper) != 1 || __atomic_load_n(&limits(p, g)->pass, __ATOMIC_RELAXED)) {
-            atomic_fetch_add(&g->inflight, 1);
+            atomic_fetch_add(&g->passes, PASS);
             break;
         }
         word_set(p, g, GM_WANTS, 0, now);
@@ -234,6 +266,12 @@ static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
     end_wait(p, g, now);
 }
 
+bool gm_needs_no_turn(void) {
+    const struct gm_process *p = gm_process();
+    if (!p) return true;
+    if (!__atomic_load_n(&p->limits->gpu->pass, __ATOMIC_RELAXED) || __atomic_load_n(&p->limits->gpus, __ATOMIC_RELAXED) != 1) return false;
+    return needs_no_turn(p, gates);
+}
 struct gm_pass gm_enter(CUstream handle, bool per_thread) {
     struct gm_pass none = {NULL, NULL};
     struct gm_process *p = gm_process();
@@ -241,26 +279,24 @@ struct gm_pass gm_enter(CUstream handle, bool per_thread) {
     struct gm_stream *stream = gm_stream_of(handle, per_thread);
     struct gm_gate *g = stream ? stream->gate : NULL;
     if (!g) return none;
-    uint64_t before = p->slot ? __atomic_fetch_add(&p->slot->gpu[gpu_of(g)].launches, 1, __ATOMIC_RELAXED) : 0;
-    const struct gm_limits_gpu *l = limits(p, g);
-    if (!__atomic_load_n(&l->share, __ATOMIC_RELAXED)) return none;
-    if (__atomic_load_n(&l->pass, __ATOMIC_RELAXED)) {
-        /* An arbiter that was killed left it: then the share is the limit. The clock is read once in 64 launches. */
-        if (!(before & 63)) atomic_store_explicit(&g->no_arbiter, alone(p, gm_now()), memory_order_relaxed);
-        if (!atomic_load_explicit(&g->no_arbiter, memory_order_relaxed)) return none;
+    if (__atomic_load_n(&limits(p, g)->pass, __ATOMIC_RELAXED) && needs_no_turn(p, g)) return none;
+    if (!__atomic_load_n(&limits(p, g)->share, __ATOMIC_RELAXED) || gm_stream_captures(handle, per_thread)) {
+        count(p, gpu_of(g), 1);
+        return none;
     }
-    if (gm_stream_captures(handle, per_thread)) return none;
     if (atomic_load_explicit(&helper, memory_order_relaxed) != 1 && !start_helper()) return none;
+    if (passes_at_once(p, g)) return (struct gm_pass){g, stream};
     if (!try_pass(p, g, gm_now())) wait_for_turn(p, g);
+    atomic_store_explicit(&g->last_ns, gm_now(), memory_order_relaxed);
     return (struct gm_pass){g, stream};
 }
 
 void gm_leave(struct gm_pass pass) {
     struct gm_gate *g = pass.gate;
     if (!g) return;
-    bool mark = atomic_fetch_add(&pass.stream->unmarked, 1) + 1 >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed);
-    atomic_store_explicit(&g->last_ns, gm_now(), memory_order_relaxed);
-    atomic_fetch_add(&g->launched, 1);
-    atomic_fetch_sub(&g->inflight, 1);
-    if (mark) gm_stream_mark(pass.stream);
+    /* Threads that launch into one stream at once may count too few, but never none. */
+    uint32_t unmarked = atomic_load_explicit(&pass.stream->unmarked, memory_order_relaxed) + 1;
+    atomic_store_explicit(&pass.stream->unmarked, unmarked, memory_order_relaxed);
+    atomic_fetch_sub_explicit(&g->passes, 1, memory_order_release);
+    if (unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed)) gm_stream_mark(pass.stream);
 }

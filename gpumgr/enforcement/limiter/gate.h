@@ -7,15 +7,15 @@ enum { GM_RING = 8 }; /* markers of a stream */
 
 /* This process's launches on one GPU. */
 struct gm_gate {
-    atomic_int inflight;  /* launches between the gate and the driver's answer */
-    atomic_int waiting;   /* threads that wait for the turn */
-    atomic_uint launched; /* launches so far */
+    _Atomic(uint64_t) passes; /* from bit 16: launches that passed; below: those of them that the driver has not answered */
+    atomic_int waiting;       /* threads that wait for the turn */
     atomic_bool busy;     /* as GM_BUSY in this process's word */
     atomic_bool no_arbiter; /* when a launch that needs no turn last looked */
     atomic_uint periods;  /* in which it was busy */
     _Atomic(uint64_t) last_ns;
-    uint64_t ended_ns; /* the helper found all work ended, after ended_launched launches; 0: not yet */
-    uint32_t ended_launched;
+    uint64_t published; /* passes that are in the use page */
+    uint64_t ended_ns; /* the helper found all work ended, after so many passes; 0: not yet */
+    uint64_t ended_passes;
     int64_t bucket_ns; /* without an arbiter */
     bool bucket_open;  /* until it is empty; again when it has some */
     uint64_t bucket_at_ns;

@@ -6,6 +6,7 @@ enum { SMALL_BYTES = 1 << 20 };
 
 #define GATED(stream, per_thread, call)                                                                                            \
     do {                                                                                                                           \
+        if (gm_needs_no_turn()) return call;                                                                                       \
         struct gm_pass pass = gm_enter(stream, per_thread);                                                                        \
         CUresult result = call;                                                                                                    \
         gm_leave(pass);                                                                                                            \

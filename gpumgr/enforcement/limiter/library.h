@@ -93,6 +93,8 @@ struct gm_pass {
     struct gm_gate *gate; /* NULL: it passed without a turn */
     struct gm_stream *stream;
 };
+/* Whether any launch may pass at once, which it then does: the container has one GPU, which it does not share. */
+bool gm_needs_no_turn(void);
 /* Waits until a launch into this stream may pass; per_thread: NULL means the per-thread default stream. */
 struct gm_pass gm_enter(CUstream stream, bool per_thread);
 /* After the driver's call. */

@@ -9,7 +9,7 @@
 
 #define LEGACY ((CUstream)1)
 #define PER_THREAD ((CUstream)2)
-enum { MOST_SPACING = 128, MOST_DEPTH = 4, MARKER_US = 1000, AHEAD_US = 4000, NAP_NS = 100000 };
+enum { MOST_SPACING = 256, MOST_UNENDED = 512, MOST_DEPTH = 4, MARKER_US = 1000, AHEAD_US = 4000, NAP_NS = 100000 };
 
 static struct {
     CUresult (*event_create)(CUevent *, unsigned), (*event_destroy)(CUevent), (*record)(CUevent, CUstream), (*record_per_thread)(CUevent, CUstream);
@@ -66,11 +66,12 @@ static void adapt(struct gm_stream *s, uint32_t marker) {
     if (cuda.elapsed(&ms, s->event[(marker - 1) % GM_RING], s->event[marker % GM_RING]) != CUDA_SUCCESS) return;
     uint32_t us = ms < 0.001f ? 1 : ms > 1e6f ? 1000000000 : (uint32_t)(ms * 1000), covers = s->covers[marker % GM_RING];
     uint32_t depth = AHEAD_US / us, spacing = (uint32_t)((uint64_t)MARKER_US * (covers ? covers : 1) / us), before = atomic_load(&s->spacing);
-    s->depth = depth < 1 ? 1 : depth > MOST_DEPTH ? MOST_DEPTH : depth;
-    if (s->thread) return;
     if (spacing > 2 * before) spacing = 2 * before;
     if (spacing < before / 2) spacing = before / 2;
-    atomic_store(&s->spacing, spacing < 1 ? 1 : spacing > MOST_SPACING ? MOST_SPACING : spacing);
+    spacing = s->thread || spacing < 1 ? 1 : spacing > MOST_SPACING ? MOST_SPACING : spacing;
+    if (depth > MOST_UNENDED / spacing) depth = MOST_UNENDED / spacing; /* the next kernels may be longer */
+    s->depth = depth < 1 ? 1 : depth > MOST_DEPTH ? MOST_DEPTH : depth;
+    atomic_store(&s->spacing, spacing);
 }
 static void collect(struct gm_stream *s) {
     for (; s->first != s->next_marker; s->first++) {
@@ -109,14 +110,15 @@ bool gm_stream_captures(CUstream handle, bool per_thread) {
 }
 
 void gm_stream_mark(struct gm_stream *s) {
-    uint64_t begun = gm_now(), patience = gm_patience_ns(s->gate);
+    uint64_t until = 0;
     int mode = gm_relax(); /* another thread may begin a capture at any time */
-    for (bool done = false; !done;) {
-        if (!hold(s)) break; /* another thread does it */
-        if (atomic_load(&s->state) == GM_LIVE) collect(s);
-        done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
+    while (hold(s)) { /* else another thread does it */
+        bool done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
+        if (!done) collect(s), done = record(s, s->depth);
         let_go(s);
-        if (done || gm_suspended() || gm_now() - begun > patience) break;
+        if (done || gm_suspended()) break;
+        if (!until) until = gm_now() + gm_patience_ns(s->gate);
+        else if (gm_now() > until) break;
         gm_nap(NAP_NS);
     }
     gm_unrelax(mode);

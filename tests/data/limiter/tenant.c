@@ -21,6 +21,8 @@
  *   exec                        the program anew
  *   child                       a child by fork that launches and ends; its status
  *   latency BURSTS              launches of kernels that take no time, in bursts within a turn; ns of each: p50 and p99
+ *   calls                       how many calls of the driver this thread has made
+ *   own                         the same of the last `latency`, without the time in the driver's function
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
  *   step NAME PID TIMEOUT       a step of a checkpoint of another process: lock (TIMEOUT in ms; 0: none), checkpoint, restore, unlock, state; its state
  *   suspend PID AFTER FOR N PAGES   what the agent does with a container of one process after AFTER ms, when N threads work, until FOR ms
@@ -392,9 +394,16 @@ static int events(int failures, R *r) {
     return n;
 }
 static int compare(const void *a, const void *b) { return *(const N *)a < *(const N *)b ? -1 : *(const N *)a > *(const N *)b; }
+static N own_p50, own_p99; /* of the last `latency`, in ns */
+static void quantiles(N *took, N all, N *p50, N *p99) {
+    qsort(took, (size_t)all, sizeof *took, compare);
+    *p50 = took[all / 2], *p99 = took[all * 99 / 100];
+    free(took);
+}
 static R latency(int bursts, N *p50, N *p99) {
     enum { BURST = 250 };
-    N *took = calloc((size_t)bursts * BURST, sizeof *took), all = (N)bursts * BURST;
+    N all = (N)bursts * BURST, *took = calloc((size_t)all, sizeof *took), *own = calloc((size_t)all, sizeof *own), in_driver = 0;
+    R (*driver)(N *) = (R(*)(N *))dlsym(library, "cuFakeLaunchNs");
     V kernel = launched("work_0");
     R r = 0;
     for (int i = 0; i < bursts && !r; i++) {
@@ -403,13 +412,14 @@ static R latency(int bursts, N *p50, N *p99) {
             N begun = now();
             r = launch(KERNEL, kernel, NULL);
             took[i * BURST + k] = now() - begun;
+            r = r ? r : driver(&in_driver);
+            own[i * BURST + k] = took[i * BURST + k] - in_driver;
         }
         r = r ? r : cuCtxSynchronize();
         usleep(30000);
     }
-    qsort(took, (size_t)all, sizeof *took, compare);
-    *p50 = took[all / 2], *p99 = took[all * 99 / 100];
-    free(took);
+    quantiles(took, all, p50, p99);
+    quantiles(own, all, &own_p50, &own_p99);
     return r;
 }
 /* Forks while four threads launch, and wait for the turn. */
@@ -621,6 +631,8 @@ int main(int argc, char **argv) {
         }
         else if (!strcmp(word, "child")) r = child_launches();
         else if (!strcmp(word, "latency")) r = latency((int)a, &x, &y);
+        else if (!strcmp(word, "calls")) r = FOUND(cuFakeCalls, (N *))(&x);
+        else if (!strcmp(word, "own")) x = own_p50, y = own_p99;
         else if (!strcmp(word, "orphan")) r = orphan(a, &x, &y);
         else if (!strcmp(word, "events")) x = events((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);

@@ -261,6 +261,10 @@ class Container:
         state, text = struct.unpack_from("<4xI8x48s", self.page("use").read_bytes(), at)
         return text.rstrip(b"\0").decode() if state == 2 else ""
 
+    def launches(self) -> int:
+        """How many the first process says it has made."""
+        return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD + _GPUS * _GPU_USE + 64 + 64)[0])
+
     def unknown_versions(self) -> int:
         """How many versions of functions the first process asked for that the library does not know."""
         return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD + _GPUS * _GPU_USE + 64 + 88)[0])

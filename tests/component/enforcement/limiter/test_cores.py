@@ -202,6 +202,28 @@ def test_the_time_waited_is_that_of_the_container(node: Node, tmp_path: Path, th
     assert [10 * waited for waited in arbiter.waited_seconds()] == pytest.approx([75, 25], abs=3)
 
 
+@pytest.mark.parametrize(
+    ("containers", "calls"),
+    [(0, 1.006), (1, 1.006), (2, 2.04)],  # 200 launches, then a wait; within a turn the current context is asked for, too
+    ids=["bare", "unlimited", "limited"],
+)
+def test_a_small_launch_calls_the_driver_once_and_its_turn_seldom_adds_a_marker(
+    node: Node, tmp_path: Path, containers: int, calls: float
+) -> None:
+    """A container needs no turn while it has the GPU for itself. The markers of small kernels are about a millisecond apart."""
+    all_of_them = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(containers)]
+    node.arbitrate(all_of_them)
+    tenant = node.start(all_of_them[0] if containers else None, clock=True)
+    assert tenant.ask("init 0")[0] == 0
+    before = tenant.ask("calls")[1]
+    result, gpu_ns, _ = tenant.ask("work small 1000 1")
+    assert result == 0
+    assert (tenant.ask("calls")[1] - before) / (gpu_ns / 2500) <= calls
+    while containers and all_of_them[0].launches() < gpu_ns / 2500 + 1:
+        pass  # the limiter's thread adds to it once per millisecond
+    assert not containers or all_of_them[0].launches() == gpu_ns / 2500 + 1
+
+
 def test_captures_in_another_thread_are_not_disturbed(node: Node, tmp_path: Path) -> None:
     """In global mode, in which many calls of any thread end a capture."""
     containers = _containers(tmp_path, [50, 50])
