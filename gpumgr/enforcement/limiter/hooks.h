@@ -46,9 +46,13 @@ HOOK(cuDevicePrimaryCtxRelease_v2, "cuDevicePrimaryCtxRelease", 11000, GM_ANY)
 #define HOOK_PTSZ(name, version) HOOK(name, #name, version, GM_ANY) HOOK(name##_ptsz, #name, 7000, GM_PTSZ)
 #define HOOK2_PTDS(name) PASS(name, #name, 2000, GM_ANY) HOOK(name##_v2, #name, 3020, GM_ANY) HOOK(name##_v2_ptds, #name, 7000, GM_PTSZ)
 #define HOOK2_PTSZ(name) PASS(name, #name, 2000, GM_ANY) HOOK(name##_v2, #name, 3020, GM_ANY) HOOK(name##_v2_ptsz, #name, 7000, GM_PTSZ)
+#define HOOK_BATCH(name)                                                                                                           \
+    HOOK(name, #name, 12080, GM_ANY) HOOK(name##_ptsz, #name, 12080, GM_PTSZ)                                                      \
+    HOOK(name##_v2, #name, 13000, GM_ANY) HOOK(name##_v2_ptsz, #name, 13000, GM_PTSZ)
 HOOK_PTDS(cuMemcpy, 4000) HOOK_PTDS(cuMemcpyPeer, 4000) HOOK_PTSZ(cuMemcpyAsync, 4000) HOOK_PTSZ(cuMemcpyPeerAsync, 4000)
 HOOK2_PTDS(cuMemcpy2D) HOOK2_PTDS(cuMemcpy2DUnaligned) HOOK2_PTDS(cuMemcpy3D) HOOK2_PTSZ(cuMemcpy2DAsync) HOOK2_PTSZ(cuMemcpy3DAsync)
 HOOK2_PTDS(cuMemsetD16) HOOK2_PTDS(cuMemsetD2D8) HOOK2_PTDS(cuMemsetD2D16) HOOK2_PTDS(cuMemsetD2D32) HOOK_PTSZ(cuMemsetD16Async, 3020)
+HOOK_PTDS(cuMemcpy3DPeer, 4000) HOOK_PTSZ(cuMemcpy3DPeerAsync, 4000) HOOK_BATCH(cuMemcpyBatchAsync) HOOK_BATCH(cuMemcpy3DBatchAsync)
 HOOK_PTSZ(cuMemsetD2D8Async, 3020) HOOK_PTSZ(cuMemsetD2D16Async, 3020) HOOK_PTSZ(cuMemsetD2D32Async, 3020)
 HOOK(cuLaunch, "cuLaunch", 2000, GM_ANY)
 HOOK(cuLaunchGrid, "cuLaunchGrid", 2000, GM_ANY)

@@ -67,7 +67,8 @@ GM_WRAPPER(cuLaunchGridAsync, (CUfunction f, int x, int y, CUstream s)) { GATED(
 /* -- copies and memsets inside device memory ------------------------------------------------------------------------------------- */
 /* Is it an address of device memory, or managed? */
 static bool on_device(CUdeviceptr at) {
-    CUresult (*ask)(uint *, int, CUdeviceptr) = (CUresult(*)(uint *, int, CUdeviceptr))gm_driver_function("cuPointerGetAttribute");
+    static CUresult (*_Atomic ask)(uint *, int, CUdeviceptr);
+    if (!ask) ask = (CUresult(*)(uint *, int, CUdeviceptr))gm_driver_function("cuPointerGetAttribute");
     uint type = 0;
     return ask && ask(&type, 2, at) == CUDA_SUCCESS && type == 2; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE */
 }
@@ -93,7 +94,7 @@ static bool on_device(CUdeviceptr at) {
     GM_WRAPPER(symbol, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n, CUstream stream)) {                  \
         MOVED(n, true, stream, per_thread, CALL(symbol, to, c, from, d, n, stream));                                               \
     }
-/* CUDA_MEMCPY2D and CUDA_MEMCPY3D */
+/* CUDA_MEMCPY2D, CUDA_MEMCPY3D and CUDA_MEMCPY3D_PEER, which has contexts in `unused` */
 struct place2 { size_t x, y; int type; void *host; CUdeviceptr device; void *array; size_t pitch; };
 struct place3 { size_t x, y, z, level; int type; void *host; CUdeviceptr device; void *array, *unused; size_t pitch, height; };
 struct copy2 { struct place2 from, to; size_t width, height; };
@@ -109,6 +110,45 @@ static size_t copy3_bytes(const struct copy3 *c) { return c ? c->width * c->heig
 #define SHAPE_ASYNC(symbol, per_thread, type)                                                                                      \
     GM_WRAPPER(symbol, (const struct type *c, CUstream stream)) {                                                                  \
         MOVED(type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), stream, per_thread, CALL(symbol, c, stream));                     \
+    }
+/* What a batch copies inside device memory, up to the bytes from which it needs a turn. The driver is asked for each address: one batch
+ * may hold copies of every direction. */
+static uint64_t batch_bytes(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes, size_t n) {
+    uint64_t all = 0, inside = 0;
+    for (size_t i = 0; to && from && sizes && i < n; i++) all += sizes[i];
+    for (size_t i = 0; all >= SMALL_BYTES && i < n && inside < SMALL_BYTES; i++)
+        if (on_device(to[i]) && on_device(from[i])) inside += sizes[i];
+    return inside;
+}
+/* CUDA_MEMCPY3D_BATCH_OP. Types: 1 an address, 2 an array; with an array the width is in elements of up to 16 bytes. */
+struct operand { int type; CUdeviceptr device; size_t rest[3]; };
+struct batched { struct operand from, to; size_t width, height, depth; int order, flags; };
+static bool operand_inside(const struct operand *o) { return o->type == 2 || on_device(o->device); }
+static uint64_t batch3_bytes(const struct batched *list, size_t n) {
+    uint64_t inside = 0;
+    for (const struct batched *c = list; list && c < list + n && inside < SMALL_BYTES; c++)
+        if (operand_inside(&c->from) && operand_inside(&c->to))
+            inside += c->width * c->height * c->depth * (c->from.type == 2 || c->to.type == 2 ? 16 : 1);
+    return inside;
+}
+#define LISTS CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t n, void *attributes, size_t *which, size_t kinds
+#define BATCH_V1(symbol, per_thread)                                                                                               \
+    GM_WRAPPER(symbol, (LISTS, size_t *failed, CUstream stream)) {                                                                 \
+        MOVED(batch_bytes(to, from, sizes, n), true, stream, per_thread,                                                           \
+              CALL(symbol, to, from, sizes, n, attributes, which, kinds, failed, stream));                                         \
+    }
+#define BATCH(symbol, per_thread)                                                                                                  \
+    GM_WRAPPER(symbol, (LISTS, CUstream stream)) {                                                                                 \
+        MOVED(batch_bytes(to, from, sizes, n), true, stream, per_thread,                                                           \
+              CALL(symbol, to, from, sizes, n, attributes, which, kinds, stream));                                                 \
+    }
+#define BATCH3_V1(symbol, per_thread)                                                                                              \
+    GM_WRAPPER(symbol, (size_t n, struct batched *list, size_t *failed, unsigned long long flags, CUstream stream)) {              \
+        MOVED(batch3_bytes(list, n), true, stream, per_thread, CALL(symbol, n, list, failed, flags, stream));                      \
+    }
+#define BATCH3(symbol, per_thread)                                                                                                 \
+    GM_WRAPPER(symbol, (size_t n, struct batched *list, unsigned long long flags, CUstream stream)) {                              \
+        MOVED(batch3_bytes(list, n), true, stream, per_thread, CALL(symbol, n, list, flags, stream));                              \
     }
 #define FILL(symbol, per_thread, type)                                                                                             \
     GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n)) {                                                                   \
@@ -137,6 +177,12 @@ SHAPE(cuMemcpy2DUnaligned_v2, false, copy2) SHAPE(cuMemcpy2DUnaligned_v2_ptds, t
 SHAPE(cuMemcpy3D_v2, false, copy3) SHAPE(cuMemcpy3D_v2_ptds, true, copy3)
 SHAPE_ASYNC(cuMemcpy2DAsync_v2, false, copy2) SHAPE_ASYNC(cuMemcpy2DAsync_v2_ptsz, true, copy2)
 SHAPE_ASYNC(cuMemcpy3DAsync_v2, false, copy3) SHAPE_ASYNC(cuMemcpy3DAsync_v2_ptsz, true, copy3)
+SHAPE(cuMemcpy3DPeer, false, copy3) SHAPE(cuMemcpy3DPeer_ptds, true, copy3)
+SHAPE_ASYNC(cuMemcpy3DPeerAsync, false, copy3) SHAPE_ASYNC(cuMemcpy3DPeerAsync_ptsz, true, copy3)
+BATCH_V1(cuMemcpyBatchAsync, false) BATCH_V1(cuMemcpyBatchAsync_ptsz, true)
+BATCH(cuMemcpyBatchAsync_v2, false) BATCH(cuMemcpyBatchAsync_v2_ptsz, true)
+BATCH3_V1(cuMemcpy3DBatchAsync, false) BATCH3_V1(cuMemcpy3DBatchAsync_ptsz, true)
+BATCH3(cuMemcpy3DBatchAsync_v2, false) BATCH3(cuMemcpy3DBatchAsync_v2_ptsz, true)
 FILL(cuMemsetD8_v2, false, uint8_t) FILL(cuMemsetD8_v2_ptds, true, uint8_t)
 FILL_ASYNC(cuMemsetD8Async, false, uint8_t) FILL_ASYNC(cuMemsetD8Async_ptsz, true, uint8_t)
 FILL2(cuMemsetD2D8_v2, false, uint8_t) FILL2(cuMemsetD2D8_v2_ptds, true, uint8_t)

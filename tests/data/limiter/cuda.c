@@ -551,6 +551,23 @@ struct copy2 { struct place2 from, to; size_t width, height; };
 struct copy3 { struct place3 from, to; size_t width, height, depth; };
 API_PTSZ(cuMemcpy2DAsync_v2, (const struct copy2 *c, V stream), (c, S)) { return move(stream, c->width * c->height, COPY_BYTES_PER_US); }
 API_PTSZ(cuMemcpy3DAsync_v2, (const struct copy3 *c, V stream), (c, S)) { return move(stream, c->width * c->height * c->depth, COPY_BYTES_PER_US); }
+API_PTSZ(cuMemcpy3DPeerAsync, (const struct copy3 *c, V stream), (c, S)) { return move(stream, c->width * c->height * c->depth, COPY_BYTES_PER_US); }
+static R batch(struct stream *s, P *to, P *from, size_t *sizes, size_t n) {
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < n; i++) bytes += is_host(to[i]) || is_host(from[i]) ? 0 : sizes[i];
+    return move(s, bytes, COPY_BYTES_PER_US);
+}
+#define LISTS P *to, P *from, size_t *sizes, size_t n, V attributes, size_t *which, size_t kinds
+API_PTSZ(cuMemcpyBatchAsync, (LISTS, size_t *failed, V stream), (to, from, sizes, n, attributes, which, kinds, failed, S)) { (void)attributes, (void)which, (void)kinds; *failed = n; return batch(stream, to, from, sizes, n); }
+API_PTSZ(cuMemcpyBatchAsync_v2, (LISTS, V stream), (to, from, sizes, n, attributes, which, kinds, S)) { (void)attributes, (void)which, (void)kinds; return batch(stream, to, from, sizes, n); }
+struct batched { struct { int type; P device; size_t rest[3]; } from, to; size_t width, height, depth; int order, flags; };
+static R batch3(struct stream *s, const struct batched *list, size_t n) {
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < n; i++) bytes += list[i].width * list[i].height * list[i].depth * (list[i].from.type == 2 ? 4 : 1);
+    return move(s, bytes, COPY_BYTES_PER_US);
+}
+API_PTSZ(cuMemcpy3DBatchAsync, (size_t n, struct batched *list, size_t *failed, uint64_t flags, V stream), (n, list, failed, flags, S)) { (void)flags; *failed = n; return batch3(stream, list, n); }
+API_PTSZ(cuMemcpy3DBatchAsync_v2, (size_t n, struct batched *list, uint64_t flags, V stream), (n, list, flags, S)) { (void)flags; return batch3(stream, list, n); }
 API_PTSZ(cuMemsetD16Async, (P at, unsigned short value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n * 2, SET_BYTES_PER_US); }
 API_PTSZ(cuMemsetD2D8Async, (P at, size_t pitch, unsigned char value, size_t width, size_t rows, V stream), (at, pitch, value, width, rows, S)) { (void)at, (void)pitch, (void)value; return move(stream, width * rows, SET_BYTES_PER_US); }
 API_PTSZ(cuMemsetD2D32Async, (P at, size_t pitch, unsigned value, size_t width, size_t rows, V stream), (at, pitch, value, width, rows, S)) { (void)at, (void)pitch, (void)value; return move(stream, width * rows * 4, SET_BYTES_PER_US); }

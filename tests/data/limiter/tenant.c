@@ -254,13 +254,15 @@ static int own_threads(void) {
     return n - !!getenv("TSAN_OPTIONS"); /* ThreadSanitizer's own thread */
 }
 /* PyTorch on an H200: a product of 4096 takes 210 us, a small kernel less than its launch, a graph has 50 products of 2048. */
-enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL, ANY, PEER, FLAT, BOX, HALVES, ROWS, WORDS, GRID };
+enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL, ANY, PEER, FLAT, BOX, BOX_PEER, BATCH, BATCH_V1, OFFLOAD, BOXES, BOXES_V1, HALVES, ROWS, WORDS, GRID };
 static const struct job { const char *what, *kernel; N each; int batch, nodes; enum way way; } jobs[] = {
     {"products", "work_210000", 210000, 20, 1, KERNEL}, {"small", "work_2500", 2500, 200, 1, KERNEL}, {"graph", "work_30000", 30000, 1, 50, GRAPH},
     {"long", "work_50000000", 50000000, 1, 1, KERNEL}, {"extended", "work_210000", 210000, 20, 1, EXTENDED},
     {"cooperative", "work_210000", 210000, 20, 1, COOPERATIVE}, {"several", "work_210000", 210000, 20, 1, SEVERAL},
     {"unified", "work", 201000, 20, 1, ANY}, {"peers", "work", 201000, 20, 1, PEER}, {"rectangles", "work", 201000, 20, 1, FLAT},
-    {"boxes", "work", 201000, 20, 1, BOX}, {"halves", "work", 201000, 20, 1, HALVES}, {"rows", "work", 201000, 20, 1, ROWS},
+    {"boxes", "work", 201000, 20, 1, BOX}, {"boxpeers", "work", 201000, 20, 1, BOX_PEER}, {"batches", "work", 201000, 20, 1, BATCH},
+    {"offloads", "work", 1000, 20, 1, OFFLOAD}, {"oldbatches", "work", 201000, 20, 1, BATCH_V1}, {"boxbatches", "work", 201000, 20, 1, BOXES}, {"oldboxbatches", "work", 201000, 20, 1, BOXES_V1},
+    {"halves", "work", 201000, 20, 1, HALVES}, {"rows", "work", 201000, 20, 1, ROWS},
     {"words", "work", 201000, 20, 1, WORDS}, {"grid", "work_210000", 210000, 20, 1, GRID}, {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
     {"slow", "work_200000000", 200000000, 1, 1, KERNEL}, {"giant", "work_210000", 210000, 20, 1, KERNEL},
     {"deep", "work_210000", 210000, 1000, 1, KERNEL}, {"second", "work_1000000000", 1000000000, 1, 1, KERNEL},
@@ -271,8 +273,23 @@ struct place2 { size_t x, y; int type; V host; P device; V array; size_t pitch; 
 struct place3 { size_t x, y, z, level; int type; V host; P device; V array, unused; size_t pitch, height; };
 struct copy2 { struct place2 from, to; size_t width, height; };
 struct copy3 { struct place3 from, to; size_t width, height, depth; };
+struct batched { struct { int type; P device; size_t rest[3]; } from, to; size_t width, height, depth; int order, flags; };
 #define DEVICE 0x7f0000000000ULL
 #define FOUND(name, arguments) ((R(*) arguments)dlsym(library, #name))
+/* Two copies from the host, which take no time, around two inside the device. */
+static R batches(enum way way, V stream) {
+    P to[] = {DEVICE, DEVICE, DEVICE, DEVICE}, from[] = {4096, DEVICE, DEVICE, 4096};
+    size_t sizes[] = {1000000000, 220000000, 220000000, 1000000000}, which = 0, failed;
+    if (way == OFFLOAD) sizes[1] = sizes[2] = 4096;
+    if (way != BATCH_V1) return FOUND(cuMemcpyBatchAsync_v2, (P *, P *, size_t *, size_t, V, size_t *, size_t, V))(to, from, sizes, 4, NULL, &which, 1, stream);
+    return FOUND(cuMemcpyBatchAsync, (P *, P *, size_t *, size_t, V, size_t *, size_t, size_t *, V))(to, from, sizes, 4, NULL, &which, 1, &failed, stream);
+}
+static R box_batches(int new, V stream) {
+    struct batched list[] = {{{1, DEVICE, {0}}, {1, DEVICE, {0}}, 2000, 2200, 50, 0, 0}, {{2, 0, {0}}, {1, DEVICE, {0}}, 500, 2200, 50, 0, 0}};
+    size_t failed;
+    if (new) return FOUND(cuMemcpy3DBatchAsync_v2, (size_t, V, P, V))(2, list, 0, stream);
+    return FOUND(cuMemcpy3DBatchAsync, (size_t, V, size_t *, P, V))(2, list, &failed, 0, stream);
+}
 static R launch(enum way way, V kernel, V stream) {
     switch (way) {
     case KERNEL: return cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
@@ -286,6 +303,9 @@ static R launch(enum way way, V kernel, V stream) {
     case PEER: return FOUND(cuMemcpyPeerAsync, (P, V, P, V, size_t, V))(DEVICE, NULL, DEVICE, NULL, 440000000, stream);
     case FLAT: return FOUND(cuMemcpy2DAsync_v2, (const struct copy2 *, V))(&(struct copy2){{.type = 2}, {.type = 4, .device = DEVICE}, 20000, 22000}, stream);
     case BOX: return FOUND(cuMemcpy3DAsync_v2, (const struct copy3 *, V))(&(struct copy3){{.type = 3}, {.type = 2}, 2000, 2200, 100}, stream);
+    case BOX_PEER: return FOUND(cuMemcpy3DPeerAsync, (const struct copy3 *, V))(&(struct copy3){{.type = 3}, {.type = 2}, 2000, 2200, 100}, stream);
+    case BATCH: case BATCH_V1: case OFFLOAD: return batches(way, stream);
+    case BOXES: case BOXES_V1: return box_batches(way == BOXES, stream);
     case HALVES: return FOUND(cuMemsetD16Async, (P, unsigned short, size_t, V))(DEVICE, 0, 400000000, stream);
     case ROWS: return FOUND(cuMemsetD2D8Async, (P, size_t, unsigned char, size_t, size_t, V))(DEVICE, 0, 0, 20000, 40000, stream);
     case WORDS: return FOUND(cuMemsetD2D32Async, (P, size_t, unsigned, size_t, size_t, V))(DEVICE, 0, 0, 20000, 10000, stream);

@@ -172,15 +172,30 @@ def test_processes_of_a_container_share_its_turn(node: Node, tmp_path: Path) -> 
 
 
 _LAUNCHES = ("extended", "cooperative", "several", "grid")
-_COPIES = ("copies", "unified", "peers", "rectangles", "boxes", "fills", "halves", "rows", "words")
+_COPIES = ("copies", "unified", "peers", "rectangles", "boxes", "boxpeers", "fills", "halves", "rows", "words")
+_BATCHES = ("batches", "oldbatches", "boxbatches", "oldboxbatches")  # of CUDA 13 and 12.8
 
 
-@pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES])
+@pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES, *_BATCHES])
 def test_every_kind_of_launch_waits_for_the_turn(node: Node, tmp_path: Path, work: str) -> None:
     containers = _containers(tmp_path, [25, 75])
     node.arbitrate(containers)
     tenants = [_started(node, container) for container in containers]
     assert _gpu_time_percent(tenants, [work, "products"]) == pytest.approx([25, 75], abs=3)
+
+
+def test_a_batch_of_copies_from_the_host_needs_no_turn(node: Node, tmp_path: Path) -> None:
+    """Also with less than a MiB inside the device."""
+    containers = _containers(tmp_path, [50, 50])
+    node.arbitrate(containers)
+    tenant = _started(node, containers[0])
+    assert tenant.ask("work offloads 100 1")[0] == 0
+    result, gpu_ns, _ = tenant.ask("work products 100 1")
+    assert result == 0
+    expected = gpu_ns / 210_000 + 2  # a kernel precedes each kind of work
+    while containers[0].launches() < expected:
+        pass
+    assert containers[0].launches() == expected
 
 
 @pytest.mark.parametrize("lookup", ["proc", "stream"], ids=["streams", "per-thread"])
