@@ -41,19 +41,16 @@ _SECONDS: Final = Family(
 )
 _NODES: Final = gauge(
     "scheduler_nodes",
-    "Nodes with GPUs, by the state of the inventory annotation that the agent writes: used, outdated (it has more GPUs than the kubelet of "
-    "this Ready node offers), unusable (see the log), none (the node's capacity counts, as under gpu-manager).",
+    "Nodes with GPUs, by the state of their inventory annotation: used, outdated (it has more GPUs than the kubelet of the Ready node "
+    "offers), unusable (see the log), none (the node's capacity counts).",
     "inventory",
 )
-_PLACED: Final = gauge(
-    "scheduler_placed_pods", "Pods that have GPUs in the scheduler's index: bound ones, and ones with reserved GPUs."
-)
-_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods for which GPUs are reserved although they are not bound yet.")
+_PLACED: Final = gauge("scheduler_placed_pods", "Pods with GPUs in the index, bound and assumed.")
+_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods with assumed GPUs, which are not bound yet.")
 _WAITING: Final = gauge(
     "scheduler_waiting_pods",
-    "Pods with GPU requests that are not bound, by reason: refused (no agent grants the request), quota, resources (no node has enough in "
-    "total), fragmentation (a node has enough in total, and not on GPUs that the pod can use), elsewhere (GPUs are free, but "
-    "kube-scheduler's own filters reject the nodes, or it has not tried the pod yet), unexamined (too many different requests).",
+    "Pods with GPU requests that are not bound, by reason: refused, quota, resources, fragmentation, elsewhere, unexamined "
+    "(docs/scheduler.md).",
     "reason",
 )
 _GPUS: Final = gauge(
@@ -64,16 +61,14 @@ _GPUS: Final = gauge(
 )
 _CORES: Final = gauge(
     "scheduler_gpu_cores_ratio",
-    "Cores by model and part, 1 = all cores of one GPU: "
-    "used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on "
-    "GPUs without free memory), closed.",
+    "Cores by model and part, 1 = all cores of one GPU: used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded "
+    "(free on GPUs without free memory), closed.",
     "model",
     "part",
 )
 _MEMORY: Final = gauge(
     "scheduler_gpu_memory_bytes",
-    "GPU memory by model and part: used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on GPUs without "
-    "free cores), closed.",
+    "GPU memory by model and part, as the cores; stranded: free on GPUs without free cores.",
     "model",
     "part",
 )
@@ -90,7 +85,7 @@ def process_families(process: str, leader: str) -> tuple[Family, ...]:
         ),
         gauge(
             f"{process}_api_silence_seconds",
-            "Seconds since the API server last sent an event, a bookmark or a list, or ended a watch at its normal end, by resource.",
+            "Seconds since the API server last sent something or ended a watch at its normal end, by resource.",
             "resource",
         ),
     )
