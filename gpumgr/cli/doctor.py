@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
 import click
+from msgspec.structs import replace
 from rich.text import Text
 
 from gpumgr.cli.examination import api_server, enforcement, folders, gpus, kubelet, runtime
@@ -22,8 +23,8 @@ from gpumgr.cli.options import ExitingCommand, output_option, settings_options, 
 from gpumgr.cli.tables import open_table, show
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import configure_log
-from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware import Hardware
+from gpumgr.node.node_enforcement import make_nvml
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_offered, mig_on_demand
 from gpumgr.settings.schema import HttpSettings
@@ -86,13 +87,8 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     """`in_pod`: the command runs in a container, which has its own folders. `before_start`: an agent with these settings is about to start
     on this node."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
-    driver_answers = Nvml(
-        library_path=hardware.library_path,
-        timeout_seconds=nvml_seconds,
-        sysfs_root=hardware.sysfs_root,
-        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
-    )
-    seen = gpus.SharedNvml(driver_answers)
+    nvml = make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware)
+    seen = gpus.SharedNvml(nvml)
     words = folders.backend_words(settings)
     plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
     cri = settings.cri
@@ -114,7 +110,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=hardware.proc_root)
     cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
     files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated, timeout_seconds=_SECONDS)
-    backends = enforcement.NodeBackends(settings, seen, hardware.proc_root, in_pod=in_pod)
+    backends = enforcement.NodeBackends(settings, seen, hardware, in_pod=in_pod)
     of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
     take_over = Check("take-over", partial(kubelet.look_at_take_over, settings), kubelet.DISKS)
     return (

@@ -5,7 +5,7 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from gpumgr.compat.gpu_manager.driver_files.node_files import RUNTIME_SECONDS, N
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware import Hardware
-from gpumgr.enforcement.backend import Mechanisms, Unlimited, not_enforced, unlimited_message
+from gpumgr.enforcement.backend import Backend, Mechanisms, Unlimited, not_enforced, unlimited_message
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
@@ -61,24 +61,42 @@ def _libcuda(nvml_library: Path | None) -> str:
     return "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
 
 
+def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
+    """The driver's library with the settings of its section."""
+    return Nvml(
+        library_path=hardware.library_path,
+        timeout_seconds=settings.nvml.call_timeout_seconds,
+        sysfs_root=hardware.sysfs_root,
+        cgroup_root=settings.cri.cgroup_root,
+        unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
+    )
+
+
 class NodeEnforcement:
     """The enforcement of this node. `publisher` is None without an API server. The caller closes the session with the driver, `nvml`.
 
     Order of calls: `preload`, if there is time for it; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover`
     after reconciliation with the kubelet; then `run` as a daemon; `close`.
+
+    `trial`: a check that changes nothing on the node makes it, and asks only `backends`: they write their files into a folder of the
+    check, start no daemon, and use its session with the driver.
     """
 
-    def __init__(self, settings: Settings, hardware: Hardware, pods: Pods, publisher: Publisher | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        hardware: Hardware,
+        pods: Pods,
+        publisher: Publisher | None,
+        trial: tuple[Path, Nvml] | None = None,
+    ) -> None:
         self._settings, self._pods, self._publisher = settings, pods, publisher
+        state_dir, self._library_dir = settings.checkpoint.dir, settings.checkpoint.library_dir
+        if trial is not None:
+            state_dir = self._library_dir = trial[0]
         self._proc_root, simulated = hardware.proc_root, hardware.simulated
         self._processes = HostProcesses(hardware.proc_root)
-        nvml = Nvml(
-            library_path=hardware.library_path,
-            timeout_seconds=settings.nvml.call_timeout_seconds,
-            sysfs_root=hardware.sysfs_root,
-            cgroup_root=settings.cri.cgroup_root,
-            unreported_memory_bytes=settings.nvml.unreported_memory_bytes,
-        )
+        nvml = make_nvml(settings, hardware) if trial is None else trial[1]
         self.runtime = CriClient(settings.cri.socket)
         self._cgroups = Cgroups(settings.cri.cgroup_root, hardware.proc_root)
         self.containers = Containers(self.runtime, self._cgroups, self._processes.runs)
@@ -87,19 +105,19 @@ class NodeEnforcement:
         self.mps = Mps(
             settings.mps,
             run_dir=chosen.run_dir,
-            state_dir=settings.checkpoint.dir,
+            state_dir=state_dir,
             modes=nvml,
             clock=time.monotonic,
             method=best_method(in_pod="KUBERNETES_SERVICE_HOST" in os.environ),
-            trials=Trials(idle_gpu=self._idle_gpu, on_ended=self._choose_soon),
+            trials=Trials(idle_gpu=self._idle_gpu, on_ended=self._choose_soon) if trial is None else None,
             cuda_library=_libcuda(settings.nvml.library_path),
         )
-        self.vcuda = self._make_vcuda(hardware.proc_root)
+        self.vcuda = self._make_vcuda(self.driver_files.vcuda_obstacle if trial is None else lambda: None)
         self._volumes = BoundedFolders()
         self._hami_core = HamiCore(
             library_path=None,
             library_sha256=None,
-            library_dir=settings.checkpoint.library_dir,
+            library_dir=self._library_dir,
             run_dir=chosen.run_dir,
             pid_in_container_of=self._cgroups.pid_in_container_of,
             volumes=self._volumes,
@@ -127,7 +145,7 @@ class NodeEnforcement:
 
     def _make_limiter(self, nvml: Nvml) -> Limiter:
         return Limiter(
-            library_dir=self._settings.checkpoint.library_dir,
+            library_dir=self._library_dir,
             run_dir=self._settings.enforcement.run_dir,
             pid_in_container_of=self._cgroups.pid_in_container_of,
             quantum_milliseconds=self._settings.limiter.quantum_milliseconds,
@@ -143,16 +161,22 @@ class NodeEnforcement:
         )
         return LocalHost(root, self._cgroups, platform.machine()), mover
 
-    def _make_vcuda(self, proc_root: Path) -> VcudaBackend:
+    def _make_vcuda(self, driver_files_obstacle: Callable[[], str | None]) -> VcudaBackend:
         return VcudaBackend(
             allocation_dir=self._settings.container.allocation_dir,
             library_path=self._settings.vcuda.library_path,
             library_sha256=self._settings.vcuda.library_sha256,
             container_of=self._container_of,
             pids_of=self.containers.pids,
-            driver_files_obstacle=self.driver_files.vcuda_obstacle,
-            environment_of=partial(environment, root=proc_root),
+            driver_files_obstacle=driver_files_obstacle,
+            environment_of=partial(environment, root=self._proc_root),
         )
+
+    def backends(self) -> Mapping[str, Backend]:
+        """The backends by name, with the library of HAMi-core that the settings name or that is installed now."""
+        # A library that was installed in the meantime is used without a restart of the agent.
+        self._hami_core.supply(*hami_core_library(self._settings))
+        return self.limits.backends
 
     def gpu_limits(self) -> Mapping[str, GpuLimits]:
         """UUID -> limits of new shares on the GPU, without the operator's overrides."""
@@ -166,8 +190,7 @@ class NodeEnforcement:
         """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. It changes nothing on the
         node."""
         await self.containers.refresh()
-        self._hami_core.supply(*hami_core_library(self._settings))
-        await self._hami_core.unavailable()
+        await self.backends()["hami-core"].unavailable()
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
         """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
@@ -186,8 +209,7 @@ class NodeEnforcement:
         with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
-        # A library that was installed in the meantime is used without a restart of the agent.
-        self._hami_core.supply(*hami_core_library(self._settings))
+        self.backends()
         await self.limits.choose(self._snapshot.gpus)
         if self._publisher is not None and (description := self.describe_limits()) != self._annotated:
             self._publisher.annotate(NODE_ANNOTATION, description)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -16,20 +15,15 @@ from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.cli.gpu_labels import excess_sentence, gpus_of
 from gpumgr.common.errors import GpumgrError, NvmlError
 from gpumgr.common.proc import mount_of
-from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from gpumgr.enforcement.backend import NO_MECHANISM, Backend, MechanismChoice, Unlimited, choose_mechanisms
+from gpumgr.driver.hardware import Hardware
+from gpumgr.enforcement.backend import NO_MECHANISM, Backend, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.container_files import unbounded
-from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import FOLDER as HAMI_CORE_FOLDER
-from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.limiter.backend import FOLDER as LIMITER_FOLDER
-from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
 from gpumgr.enforcement.mps import probe
-from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.enforcement.mps.launcher import best_method
-from gpumgr.ledger.usage.node_use import Container
-from gpumgr.runtime.cgroups import Cgroups
+from gpumgr.kube.cache import NoPods
+from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import VERSION, hami_core_library
 
@@ -41,10 +35,10 @@ _BOUND: Final = (
 
 
 class NodeBackends:
-    """The backends of these settings, each asked once for all checks. `in_pod`: the command runs in a pod, as the agent would."""
+    """The agent's backends, each asked once for all checks. `in_pod`: the command runs in a pod, as the agent would."""
 
-    def __init__(self, settings: Settings, gpus: SharedNvml, proc_root: Path, *, in_pod: bool) -> None:
-        self._settings, self._gpus, self._proc_root, self._in_pod = settings, gpus, proc_root, in_pod
+    def __init__(self, settings: Settings, gpus: SharedNvml, hardware: Hardware, *, in_pod: bool) -> None:
+        self._settings, self._gpus, self._hardware, self._in_pod = settings, gpus, hardware, in_pod
         self._asked: asyncio.Task[MechanismChoice] | None = None
 
     async def choice(self) -> MechanismChoice:
@@ -57,11 +51,13 @@ class NodeBackends:
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
             with contextlib.suppress(OSError):  # the agent has tried a daemon and stored the result, so the doctor starts none
                 shutil.copy(self._settings.checkpoint.dir / probe.RESULT_NAME, scratch)
-            backends = _backends(self._settings, self._gpus, Path(scratch), in_pod=self._in_pod)
-            obstacles: dict[str, str | None] = dict(
-                zip((each.name for each in backends), await asyncio.gather(*map(self._obstacle, backends)), strict=True)
-            )
-        return choose_mechanisms(self._settings.enforcement.backend, obstacles, {each.name: each.limits for each in backends})
+            trial = Path(scratch), self._gpus.nvml
+            enforcement = NodeEnforcement(self._settings, self._hardware, NoPods(), None, trial)
+            backends = {name: each for name, each in enforcement.backends().items() if name != "mps-open"}
+            asked = await asyncio.gather(*map(self._obstacle, backends.values()))
+            await enforcement.close()
+        strengths = {name: each.limits for name, each in backends.items()}
+        return choose_mechanisms(self._settings.enforcement.backend, dict(zip(backends, asked, strict=True)), strengths)
 
     async def _obstacle(self, backend: Backend) -> str | None:
         try:
@@ -112,7 +108,7 @@ class NodeBackends:
             if plain := unbounded(run_dir / folder):
                 return f"the {files} of {len(plain)} containers are in plain folders, such as {run_dir / folder / plain[0]}"
         if self._in_pod:
-            mount = mount_of((self._proc_root / "self/mountinfo").read_text(), run_dir)
+            mount = mount_of((self._hardware.proc_root / "self/mountinfo").read_text(), run_dir)
             if mount is None or not mount.shared:
                 return f"mounts below {run_dir} do not reach the host, so {files} are in plain folders"
         return None
@@ -169,44 +165,3 @@ def _version(library: Path) -> str:
     except OSError:
         return ""
     return f", version {text.strip()[:200]}"
-
-
-def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
-    cgroup_root = settings.cri.cgroup_root
-    path, sha256 = hami_core_library(settings)
-    return (
-        DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
-        Limiter(
-            library_dir=scratch,
-            run_dir=settings.enforcement.run_dir,
-            pid_in_container_of=Cgroups(cgroup_root).pid_in_container_of,
-            quantum_milliseconds=settings.limiter.quantum_milliseconds,
-        ),
-        HamiCore(
-            library_path=path,
-            library_sha256=sha256,
-            library_dir=scratch,
-            run_dir=settings.enforcement.run_dir,
-            pid_in_container_of=Cgroups(cgroup_root).pid_in_container_of,
-        ),
-        VcudaBackend(
-            allocation_dir=settings.container.allocation_dir,
-            library_path=settings.vcuda.library_path,
-            library_sha256=settings.vcuda.library_sha256,
-            container_of=_no_container,
-            pids_of=lambda _container: (),
-        ),
-        Mps(
-            settings.mps,
-            run_dir=settings.enforcement.run_dir,
-            state_dir=scratch,
-            modes=gpus.nvml,
-            clock=time.monotonic,
-            method=best_method(in_pod=in_pod),
-        ),
-        Unlimited(lambda _tenant, _message: None),  # no container starts during a check
-    )
-
-
-async def _no_container(_pid: int) -> Container | None:
-    return None

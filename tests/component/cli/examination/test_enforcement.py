@@ -13,6 +13,7 @@ from gpumgr.cli.examination.enforcement import NodeBackends, judge_choice
 from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.driver.driver import Nvml
+from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.backend import MechanismChoice
 from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.settings import Settings, load_settings
@@ -48,7 +49,7 @@ class Node:
 
     def backends(self, in_pod: bool = False, **changed: Any) -> NodeBackends:
         nvml = Nvml(library_path=str(self.folder / "none.so"))
-        return NodeBackends(self.settings(**changed), SharedNvml(nvml), self.folder / "proc", in_pod=in_pod)
+        return NodeBackends(self.settings(**changed), SharedNvml(nvml), Hardware(proc_root=self.folder / "proc"), in_pod=in_pod)
 
     def mps(self) -> str:
         path = self.folder / "mps-control"
@@ -183,7 +184,7 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(nod
     gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
 
     def backends(settings: Settings) -> NodeBackends:
-        return NodeBackends(settings, gpus, Path("/proc"), in_pod=False)
+        return NodeBackends(settings, gpus, Hardware(), in_pod=False)
 
     found = await backends(settings).look_at_choice()
     assert found.state == "ok"
