@@ -48,7 +48,6 @@ _OWN_DECODERS: Final = {
     "cli/config": "it decodes what it has encoded itself",
     "runtime/cuda_checkpoint": "the agent wrote its input, and it imports nothing of gpumgr",
     "cluster/simulation/json_text": "it needs the lines of a JSON file; this package does not import msgspec",
-    "compat/gpu_manager/driver_files/volume_conf": "it names the line and the column of a mistake",
     "sim/apiserver": "a stand-in; it copies its own objects",
     "sim/apiserver_objects": "a stand-in; it copies its own objects",
     "sim/kubelet_pods": "a stand-in; it reads its own file",

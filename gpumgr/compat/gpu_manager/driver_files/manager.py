@@ -161,7 +161,7 @@ class DriverMirror:
         """The plans of the volumes that can be made, the reason why the share volume can't be made (None if it can), and problems. Raises
         OSError."""
         wanted: _Wanted = {}
-        problems = list(conf.warnings)
+        problems: list[str] = []
         share_error: str | None = f"{conf.source} has no volume named {SHARE!r}, which is what containers with a share get"
         for volume in conf.volumes:
             sources = driver.select(volume)

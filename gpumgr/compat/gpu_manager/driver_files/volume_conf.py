@@ -3,18 +3,19 @@
     {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
                  "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
 
-`libraries` are prefixes of file names. `mode` has no effect, as in gpu-manager. `base` has no effect for the two volumes that have folders
-in the settings (`nvidia` and `origin`). Without a file the built-in lists apply.
+`libraries` are prefixes of file names. `mode` and unknown keys have no effect, as in gpu-manager. `base` has no effect for the two
+volumes that have folders in the settings (`nvidia` and `origin`). Without a file the built-in lists apply.
 """
 
-import json
-import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
 
 from gpumgr.common.errors import SettingsError
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 
 #: gpu-manager's names of two volumes: SHARE has its limiting library in the place of libcuda and libnvidia-ml, WHOLE the driver's own
 #: files.
@@ -25,9 +26,6 @@ CLIENT: Final = "gpu-client"
 SHIM: Final = "libcuda-control.so"
 
 _MAX_FILE_BYTES: Final = 1 << 20
-_MAX_NAME_LENGTH: Final = 200
-_NAME: Final = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9._+-]*")
-_NAME_RULE: Final = "letters, digits and _ + - ., not beginning with - or ."
 
 _BINARIES: Final = (
     "nvidia-cuda-mps-control",
@@ -49,6 +47,26 @@ _STEMS: Final = """
 _LIBRARIES: Final = tuple(f"{stem}.so" for stem in _STEMS.split())
 
 
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9._+-]*\Z", max_length=200)]
+#: An absolute path without "..".
+_Base = Annotated[str, Meta(pattern=r"^/(?!(.*/)?\.\.(/|\Z))[^\x00-\x1f\x7f]*\Z")]
+
+
+class _Components(msgspec.Struct):
+    binaries: list[_Name] = []
+    libraries: list[_Name] = []
+
+
+class _Volume(msgspec.Struct):
+    name: _Name
+    base: _Base | None = None
+    components: _Components = msgspec.field(default_factory=_Components)
+
+
+class _File(msgspec.Struct):
+    volume: Annotated[list[_Volume], Meta(min_length=1)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
     """One volume, which containers see at /usr/local/nvidia. Its path on the host is `base`/`name`, unless a setting names another.
@@ -62,11 +80,9 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeConf:
-    """All volumes. `warnings`: sentences about ignored keys. `source` None: the built-in lists. They name files of many drivers, so missing
-    files are not reported."""
+    """All volumes. `source` None: the built-in lists. They name files of many drivers, so missing files are not reported."""
 
     volumes: tuple[Volume, ...]
-    warnings: tuple[str, ...] = ()
     source: Path | None = None
 
 
@@ -97,84 +113,21 @@ def load(path: Path, base: Path) -> VolumeConf:
 
 
 def parse(content: bytes, path: Path, base: Path) -> VolumeConf:
-    """The volumes in a file's content. Raises SettingsError with file, key and allowed values of every mistake."""
+    """The volumes in a file's content. Raises SettingsError with the file and the key of the first mistake."""
     try:
-        document = json.loads(content.decode())
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: byte {error.start} is not UTF-8; allowed: JSON in UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: not valid JSON: {error}") from error
-    reading = _Reading(path)
-    volumes = reading.volumes(document, base)
-    if reading.mistakes:
-        raise SettingsError("\n".join(reading.mistakes))
-    return VolumeConf(volumes=volumes, warnings=tuple(reading.warnings), source=path)
-
-
-class _Reading:
-    """Reads a document and collects mistakes and unknown keys."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.mistakes: list[str] = []
-        self.warnings: list[str] = []
-
-    def volumes(self, document: object, base: Path) -> tuple[Volume, ...]:
-        entries = self._list(self._table(document, "", ("volume",)), "volume", "")
-        if not entries and not self.mistakes:
-            self._wrong("volume", "a list of at least one volume")
-        volumes = tuple(self._volume(entry, f"volume[{i}]", base) for i, entry in enumerate(entries))
-        seen: set[tuple[Path, str]] = set()
-        for i, volume in enumerate(volumes):
-            if (volume.base, volume.name) in seen:
-                self._wrong(f"volume[{i}].name", f"a name that no other volume below {volume.base} has")
-            seen.add((volume.base, volume.name))
-        return volumes
-
-    def _volume(self, entry: object, place: str, base: Path) -> Volume:
-        table = self._table(entry, place, ("name", "base", "mode", "components"))
-        components: object = table.get("components", {})
-        lists = self._table(components, f"{place}.components", ("binaries", "libraries"))
-        return Volume(
-            name=self._name(table.get("name"), f"{place}.name"),
-            base=self._base(table["base"], f"{place}.base") if "base" in table else base,
-            binaries=self._names(lists, "binaries", f"{place}.components."),
-            libraries=self._names(lists, "libraries", f"{place}.components."),
+        entries = decode_json(content, _File).volume
+    except UnreadableText as error:
+        raise SettingsError(f"{path}: {error}; allowed: gpu-manager's volume.conf") from error
+    volumes = tuple(
+        Volume(
+            name=each.name,
+            base=Path(each.base or base),
+            binaries=tuple(dict.fromkeys(each.components.binaries)),
+            libraries=tuple(dict.fromkeys(each.components.libraries)),
         )
-
-    def _table(self, value: object, place: str, known: Iterable[str]) -> Mapping[str, Any]:
-        if not isinstance(value, dict):
-            self._wrong(place or "the document", "a JSON object")
-            return {}
-        self.warnings += [
-            f"{self._path}: {place + '.' if place else ''}{key}: unknown key, ignored" for key in value if key not in known
-        ]
-        return value
-
-    def _list(self, table: Mapping[str, Any], key: str, prefix: str) -> list[Any]:
-        value = table.get(key, [])
-        if isinstance(value, list):
-            return value
-        self._wrong(f"{prefix}{key}", "a list")
-        return []
-
-    def _names(self, table: Mapping[str, Any], key: str, prefix: str) -> tuple[str, ...]:
-        items = self._list(table, key, prefix)
-        return tuple(dict.fromkeys(self._name(item, f"{prefix}{key}[{i}]") for i, item in enumerate(items)))
-
-    def _name(self, value: object, place: str) -> str:
-        if isinstance(value, str) and len(value) <= _MAX_NAME_LENGTH and _NAME.fullmatch(value):
-            return value
-        self._wrong(place, f"a file name of {_NAME_RULE}")
-        return ""
-
-    def _base(self, value: object, place: str) -> Path:
-        if isinstance(value, str) and value.isprintable() and value.startswith("/") and ".." not in PurePosixPath(value).parts:
-            return Path(value)
-        self._wrong(place, "an absolute path")
-        return Path("/")
-
-    def _wrong(self, place: str, allowed: str) -> None:
-        self.mistakes.append(f"{self._path}: {place}: allowed: {allowed}")
+        for each in entries
+    )
+    names = [volume.base / volume.name for volume in volumes]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SettingsError(f"{path}: two volumes have the folder {twice}")
+    return VolumeConf(volumes=volumes, source=path)

@@ -134,10 +134,8 @@ async def test_an_installed_client_is_taken_if_none_is_given(mirror: Mirror, roo
 
 async def test_entries_that_catch_nothing_are_problems(mirror: Mirror, tmp_path: Path, root: Path) -> None:
     conf = tmp_path / "volume.conf"
-    write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", "libcuda-control.so", "libnvidia-gone.so", size=1)
+    write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", "libcuda-control.so", "libnvidia-gone.so")
     assert (await mirror().ensure()).problems == (
-        f"{conf}: volume[0].size: unknown key, ignored",
-        f"{conf}: volume[1].size: unknown key, ignored",
         f"{conf}: volume 'nvidia': nothing found below {root} for libnvidia-gone.so",
         f"{conf}: volume 'origin': nothing found below {root} for libcuda-control.so, libnvidia-gone.so",
     )

@@ -26,29 +26,19 @@ def document(**more: Any) -> dict[str, Any]:
     return {"volume": [volume | more]}
 
 
-def mistakes(content: object) -> list[str]:
-    with pytest.raises(SettingsError) as caught:
-        parse(json.dumps(content).encode(), PATH, BASE)
-    return str(caught.value).splitlines()
-
-
 def test_gpu_managers_own_format() -> None:
     conf = parse(json.dumps(document()).encode(), PATH, BASE)
     (volume,) = conf.volumes
     assert (volume.name, volume.base) == ("nvidia", Path("/etc/gpu-manager/vdriver"))
     assert volume.binaries == ("nvidia-smi", "gpu-client")
     assert volume.libraries == ("libcuda.so", "libnvidia-ml.so")
-    assert (conf.warnings, conf.source) == ((), PATH)
+    assert conf.source == PATH
 
 
-def test_unknown_keys_are_warnings_with_their_place() -> None:
+def test_unknown_keys_have_no_effect() -> None:
     content = document(size=3) | {"version": 1}
     content["volume"][0]["components"]["fonts"] = []
-    assert parse(json.dumps(content).encode(), PATH, BASE).warnings == (
-        f"{PATH}: version: unknown key, ignored",
-        f"{PATH}: volume[0].size: unknown key, ignored",
-        f"{PATH}: volume[0].components.fonts: unknown key, ignored",
-    )
+    assert parse(json.dumps(content).encode(), PATH, BASE) == parse(json.dumps(document()).encode(), PATH, BASE)
 
 
 def test_a_volume_without_a_base_lies_below_the_default() -> None:
@@ -60,45 +50,40 @@ def test_a_volume_without_a_base_lies_below_the_default() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([], ["the document: allowed: a JSON object"]),
-        ({}, ["volume: allowed: a list of at least one volume"]),
-        ({"volume": {}}, ["volume: allowed: a list"]),
-        ({"volume": ["nvidia"]}, ["volume[0]: allowed: a JSON object", "volume[0].name: allowed: a file name of …"]),
-        (document(name="../x"), ["volume[0].name: allowed: a file name of …"]),
-        (document(name=".versions"), ["volume[0].name: allowed: a file name of …"]),
-        (document(base="relative"), ["volume[0].base: allowed: an absolute path"]),
-        (document(base="/a/../b"), ["volume[0].base: allowed: an absolute path"]),
-        (document(components=[]), ["volume[0].components: allowed: a JSON object"]),
-        (document(components={"binaries": "nvidia-smi"}), ["volume[0].components.binaries: allowed: a list"]),
-        (
-            document(components={"binaries": ["a", 1], "libraries": ["/lib/libcuda.so"]}),
-            [
-                "volume[0].components.binaries[1]: allowed: a file name of …",
-                "volume[0].components.libraries[0]: allowed: a file name of …",
-            ],
-        ),
-        (
-            {"volume": document()["volume"] * 2},
-            ["volume[1].name: allowed: a name that no other volume below /etc/gpu-manager/vdriver has"],
-        ),
+        ([], "Expected `object`, got `array`"),
+        ({}, "Object missing required field `volume`"),
+        ({"volume": []}, "Expected `array` of length >= 1 - at `$.volume`"),
+        ({"volume": {}}, "Expected `array`, got `object` - at `$.volume`"),
+        ({"volume": ["nvidia"]}, "Expected `object`, got `str` - at `$.volume[0]`"),
+        (document(name="../x"), "at `$.volume[0].name`"),
+        (document(name=".versions"), "at `$.volume[0].name`"),
+        (document(name="x\n"), "at `$.volume[0].name`"),
+        (document(name="x" * 201), "at `$.volume[0].name`"),
+        (document(base="relative"), "at `$.volume[0].base`"),
+        (document(base="/a/../b"), "at `$.volume[0].base`"),
+        (document(base="/.."), "at `$.volume[0].base`"),
+        (document(base="/a\n"), "at `$.volume[0].base`"),
+        (document(components=[]), "at `$.volume[0].components`"),
+        (document(components={"binaries": "nvidia-smi"}), "at `$.volume[0].components.binaries`"),
+        (document(components={"libraries": ["/lib/libcuda.so"]}), ".components.libraries[0]`"),
+        ({"volume": document()["volume"] * 2}, "two volumes have the folder /etc/gpu-manager/vdriver/nvidia"),
     ],
 )
-def test_every_mistake_is_named_with_its_place(content: object, said: list[str]) -> None:
-    rule = "letters, digits and _ + - ., not beginning with - or ."
-    assert mistakes(content) == [f"{PATH}: {line.replace('…', rule)}" for line in said]
+def test_a_mistake_is_named_with_its_place(content: object, said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse(json.dumps(content).encode(), PATH, BASE)
+    assert str(caught.value).startswith(f"{PATH}: ")
+    assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b'{"volume": [}', f"{PATH}:1:13: not JSON"),
-        (b"\xff", "byte 0 is not UTF-8"),
-        (b"[" * 200_000, "not valid JSON"),
-        (b"1" * 10_000, "not valid JSON"),
-    ],
-)
-def test_what_is_not_json(content: bytes, said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+@pytest.mark.parametrize("base", ["/", "/a/..b/c", "/a b/é"])
+def test_an_absolute_path_is_a_base(base: str) -> None:
+    assert parse(json.dumps(document(base=base)).encode(), PATH, BASE).volumes[0].base == Path(base)
+
+
+@pytest.mark.parametrize("content", [b'{"volume": [}', b"\xff", b"[" * 200_000, b"1" * 10_000])
+def test_what_is_not_json(content: bytes) -> None:
+    with pytest.raises(SettingsError, match=r"allowed: gpu-manager's volume\.conf"):
         parse(content, PATH, BASE)
 
 
