@@ -14,11 +14,10 @@ from typing import Final, TypeVar
 import structlog
 
 from gpumgr.agent.admission import LIST_AGAIN_SECONDS, LIST_PAUSE_SECONDS, Admission, ListFailedError, Pending
-from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.container_starts import ContainerStarts, PreStart
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.mig_devices import MigDevices, MigDriver
-from gpumgr.agent.pre_start import PreStart
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, LedgerError, Refusal

@@ -18,8 +18,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
-from gpumgr.sim.kubelet_plugins import DeviceList, Endpoints, PluginClient, Registration
-from gpumgr.sim.kubelet_podresources import PodResourcesService
+from gpumgr.sim.kubelet_plugins import DeviceList, Endpoints, PluginClient, PodResourcesService, Registration
 from gpumgr.sim.kubelet_pods import (
     V1_35,
     KubeletVersion,

@@ -20,8 +20,10 @@ from gpumgr.compat.gpu_manager.metrics import HOLDER_LABELS, render_gpu_manager
 from gpumgr.compat.hami.metrics import render_hami
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
-from gpumgr.web.metrics import agent, containers, gpus
+from gpumgr.web.metrics import containers
+from gpumgr.web.metrics import node as node_metrics
 from gpumgr.web.metrics.containers import CONTAINER_LABELS, render_containers
+from gpumgr.web.metrics.node import render_agent, render_gpus
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
 
@@ -42,7 +44,7 @@ _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "Pr
 #: RPC of the DRA plugin API -> name in its metrics.
 _CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
 #: Families that are rendered from a report; not every report has all of them.
-_REPORT_FAMILIES: Final = (*agent.FAMILIES, *gpus.FAMILIES, *containers.FAMILIES)
+_REPORT_FAMILIES: Final = (*node_metrics.FAMILIES, *containers.FAMILIES)
 _DEFAULT_NAMES: Final = MetricsSettings()
 Clocks = tuple[Callable[[], float], Callable[[], float]]
 
@@ -235,9 +237,9 @@ class Metrics:
         report, pods = self._report
         self._containers.start_page()
         self._holders.start_page()
-        yield from agent.render_agent(report, sampled_at=self._sampled_at(report))
+        yield from render_agent(report, sampled_at=self._sampled_at(report))
         if report is not None:
-            yield from gpus.render_gpus(report, node=self._node)
+            yield from render_gpus(report, node=self._node)
             yield from render_containers(report, self._containers)
             if self._names.gpu_manager_names:
                 yield from render_gpu_manager(report, pods, node=self._node, texts=self._holders)

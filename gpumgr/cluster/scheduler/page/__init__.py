@@ -1,1 +1,0 @@
-"""The cluster page, a single file."""

@@ -1,1 +1,0 @@
-"""The page at `/`, a single file."""
