@@ -265,7 +265,12 @@ class PodResourcesService:
     """The service on pod-resources/kubelet.sock. Errors have the texts of grpc-go and the kubelet."""
 
     def __init__(
-        self, shape: KubeletVersion, devices: "DeviceManager", *, listed: Callable[[], Iterable[SimPod]], pods: Mapping[str, SimPod]
+        self,
+        shape: KubeletVersion,
+        devices: "DeviceManager",
+        *,
+        listed: Callable[[], Iterable[SimPod]],
+        pods: Mapping[str, SimPod],
     ) -> None:
         """`listed` is called for each `List` and returns its pods; `pods` are all current pods by UID."""
         self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods
