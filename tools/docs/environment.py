@@ -61,8 +61,7 @@ GIVEN: Final = {
     "CUDA_DEVICE_MEMORY_SHARED_CACHE": ("`hami-core`", "The path of the container's region file."),
     "GPU_CORE_UTILIZATION_POLICY": (
         "`hami-core`",
-        "`force`: cores are always limited. With `enforcement.injection: mounts` the pod's own value takes precedence: `disable` "
-        "removes the limit of cores.",
+        "`force`: cores are always limited ([unless](enforcement.md#injection) the pod sets it).",
     ),
     "CUDA_DEVICE_ORDER": ("`hami-core`", "`PCI_BUS_ID`, which fixes the order of the GPUs."),
     "LIBCUDA_LOG_LEVEL": ("`hami-core`", "`hami_core.log_level` (`1`): the library logs errors and warnings."),
