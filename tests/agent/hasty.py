@@ -1,4 +1,4 @@
-"""The real agent with tenths of a second in place of pauses and deadlines of ten to thirty seconds: `python -m tests.agent.hasty run ...`.
+"""The real agent with short pauses and deadlines in place of those of ten to forty seconds: `python -m tests.agent.hasty run ...`.
 
 For tests of what happens after such a pause. Unit and component tests check how long the pauses are.
 """
@@ -11,10 +11,13 @@ from gpumgr.cli import main
 from gpumgr.compat.gpu_manager import running_pods
 from gpumgr.driver.monitor import Monitor
 from gpumgr.kube.publisher import node_reporter, objects
-from gpumgr.kubelet.dra import side
+from gpumgr.kubelet.dra import registration, side
+from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.node import components, lifecycle
 
 _SECONDS: Final = 0.5
+#: A call of the kubelet that waits for the API server, instead of 40 s.
+_CALL_SECONDS: Final = 3.0
 
 if __name__ == "__main__":
     vars(reconciler)["INCOMPLETE_SECONDS"] = _SECONDS
@@ -23,6 +26,8 @@ if __name__ == "__main__":
     vars(gone_gpus)["_PATIENCE_SECONDS"] = _SECONDS
     vars(objects)["_CONDITION_SECONDS"] = _SECONDS
     vars(side)["SLOW_DRIVER_SECONDS"] = _SECONDS
+    vars(side)["RECLAIM_SECONDS"] = _SECONDS
+    vars(registration)["DraPlugin"] = partial(DraPlugin, wait_seconds=_CALL_SECONDS)
     vars(node_reporter)["PATIENCE_SECONDS"] = _SECONDS
     vars(lifecycle)["FIRST_SNAPSHOT_SECONDS"] = _SECONDS
     vars(components)["Monitor"] = partial(Monitor, retry_seconds=(_SECONDS, _SECONDS))

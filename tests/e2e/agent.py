@@ -136,11 +136,12 @@ class Agent:
         self.stop()
         self._resources.close()
 
-    def start(self, wait: bool = True, *, slow: bool = False, dies_at: str | None = None) -> None:
-        """Starts the agent; with `wait`, back when the kubelet offers its ids. `slow`: each commit takes 40 ms. `dies_at`: a step of
-        tests.e2e.dying_agent."""
+    def start(self, wait: bool = True, *, slow: bool = False, hasty: bool = False, dies_at: str | None = None) -> None:
+        """Starts the agent; with `wait`, back when the kubelet offers its ids. `slow`: each commit takes 40 ms. `hasty`: see
+        tests.agent.hasty. `dies_at`: a step of tests.e2e.dying_agent."""
         simulated = ["--sim", SIM, "--sim-dir", str(AGENT_STATE / "sim")]
-        module = ["tests.e2e.dying_agent", dies_at] if dies_at else ["tests.e2e.slow_agent" if slow else "gpumgr"]
+        usual = "tests.e2e.slow_agent" if slow else "tests.agent.hasty" if hasty else "gpumgr"
+        module = ["tests.e2e.dying_agent", dies_at] if dies_at else [usual]
         command = [sys.executable, "-m", *module, "run", "--config", str(self._config), *simulated]
         self._cluster.processes.start(self._name, command, cwd=PROJECT)
         self.running = True

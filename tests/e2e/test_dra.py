@@ -269,9 +269,20 @@ def wait_called(node: DraNode, claims: Mapping[str, str]) -> None:
     wait_until("the kubelet's record of the claims", called, every=0.2)
 
 
-def test_an_api_server_that_is_away_is_named_and_the_pod_retried_when_it_is_back(node: DraNode) -> None:
+@pytest.fixture
+def hasty(node: DraNode) -> Iterator[DraNode]:
+    """Its agent has short deadlines."""
+    node.agent.kill()
+    node.agent.start(wait=False, hasty=True)
+    wait_until("the agent registered", node.agent.is_ready, every=0.1)
+    yield node
+    node.agent.kill()
+    node.agent.start(wait=False)
+
+
+def test_an_api_server_that_is_away_is_named_and_the_pod_retried_when_it_is_back(hasty: DraNode) -> None:
     """It stops between the binding of a pod and the agent's request for the claim. The kubelet would try again after 60 to 90 s."""
-    text = "can't be read from the API server"
+    node, text = hasty, "can't be read from the API server"
     with ExitStack() as server:
         with stopped(node, "gpumgr"):
             node.cluster.create([claiming("late", "share")])
@@ -285,9 +296,10 @@ def test_an_api_server_that_is_away_is_named_and_the_pod_retried_when_it_is_back
     node.event("late", FAILED, text)
 
 
-def test_a_claim_that_api_server_and_kubelet_have_lost_is_freed(node: DraNode) -> None:
+def test_a_claim_that_api_server_and_kubelet_have_lost_is_freed(hasty: DraNode) -> None:
     """The kubelet's state is deleted, with the pod, while it is away: it never unprepares the claim. The starting kubelet deletes the
     node's slice, which is back with the registration."""
+    node = hasty
     pods = node.run([claiming("leaked", "share")])
     (before,) = node.slices()
     node.cluster.processes.stop("kubelet")
