@@ -232,6 +232,7 @@ class Extender:
         if not (self.ready and self.answers):
             return None
         await self._preemption.keep_nominated()
+        await self._settle_index()
         return await self._rejections.fitting()
 
     async def run(self) -> NoReturn:

@@ -89,25 +89,29 @@ class Rejections:
         since = [*accumulate((each.nodes for each in reversed(self._changed)), or_)]
         waiting = [each for uid, each in self.pods.items() if each.due <= now and uid in self._watches.pending]
         waiting.sort(key=lambda each: (each.look, -each.pod.priority))
-        seen, largest = set[Hashable](), dict[NodeSet, Largest]()
+        #: Most pods were offered the same nodes, so the room on the nodes that have changed is computed once for all of them.
+        seen, rooms = set[Hashable](), dict[tuple[int, int, bool], tuple[NodeSet, Largest]]()
         began = turn = time.perf_counter()
         for each in waiting:
             if self.pods.get(each.pod.uid) is not each:
                 continue
             looks, quota = self._looks - each.look, self._quotas.state(each.pod.namespace)
-            nodes = self._index.node_set(each.offered)
-            if nodes.numbering != changed.numbering:  # nodes have got other numbers since; the next look has the changes in these
-                break
-            if looks <= len(since) and quota == each.quota:
-                nodes = nodes.within(since[looks - 1])
-            key = (quota is not None and each.pod.namespace, each.pod.request.without_cpu, each.policy, nodes)
-            if len(nodes) and key not in seen:
-                seen.add(key)
-                if nodes not in largest:
-                    largest[nodes] = self._index.largest(nodes)
-                if largest[nodes].may_fit(each.pod.request) and await self._fits(each, nodes):
+            known = id(each.offered), looks, looks <= len(since) and quota == each.quota
+            if known not in rooms:
+                nodes = self._index.node_set(each.offered)
+                if (
+                    nodes.numbering != changed.numbering
+                ):  # nodes have got other numbers since; the next look has the changes in these
+                    break
+                nodes = nodes.within(since[looks - 1]) if known[2] else nodes
+                rooms[known] = nodes, self._index.largest(nodes)
+            nodes, largest = rooms[known]
+            if len(nodes) and largest.may_fit(each.pod.request):
+                key = (quota is not None and each.pod.namespace, each.pod.request.without_cpu, each.policy, nodes)
+                if key not in seen and await self._fits(each, nodes):
                     each.due, each.pause_seconds = now + each.pause_seconds, min(2 * each.pause_seconds, _LONGEST_PAUSE_SECONDS)
                     return each.pod
+                seen.add(key)
             each.look, each.quota = self._looks, quota
             if time.perf_counter() > turn + aio.SLICE_SECONDS:
                 await asyncio.sleep(0)

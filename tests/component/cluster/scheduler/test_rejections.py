@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.cluster.core.index import ClusterIndex, Names
+from gpumgr.cluster.core.index import ClusterIndex, Names, NodeSet
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.core.request import PodRequest
@@ -194,10 +194,15 @@ async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examin
 ) -> None:
     """With 10,000 waiting pods of as many requests, a look at each of them would take seconds."""
     examined, any_fits = list[PodRequest](), ClusterIndex.any_fits
+    looked_up, node_set = list[Names](), ClusterIndex.node_set
 
     def counted(index: ClusterIndex, asked: Shape, names: Names) -> bool:
         examined.append(asked.request)
         return any_fits(index, asked, names)
+
+    def counted_set(index: ClusterIndex, names: Names) -> NodeSet:
+        looked_up.append(names)
+        return node_set(index, names)
 
     for number in range(30):
         item = pod(f"large-{number}", ("app", 30 + number, 65) if number % 2 else ("app", 200, number))
@@ -208,8 +213,21 @@ async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examin
     assert await fitting(full) is None
     await end(full, "first")
     monkeypatch.setattr(ClusterIndex, "any_fits", counted)
+    monkeypatch.setattr(ClusterIndex, "node_set", counted_set)
     assert await fitting(full) == "small"
     assert len(examined) == 1
+    assert len(looked_up) < 10, "the nodes that they were offered are looked at once for all of them"
+
+
+async def test_a_look_after_many_changes_does_not_hold_the_event_loop(full: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
+    for number in range(50):
+        full.index.set_node(NodeState(name=f"new-{number}"))
+    turns, looking = 0, asyncio.create_task(fitting(full))
+    while not looking.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 50
 
 
 async def test_a_namespace_that_may_have_more_is_looked_at_on_nodes_without_a_change(stage: Stage) -> None:
