@@ -9,13 +9,13 @@ from tools.docs.markdown import code, table
 _ROWS: Final = {
     # the kubelet
     "stopped_at_once": "The agent received a second signal and ended at once.",
-    "stop_cut_short": "Running calls did not end within `process.stop_grace_seconds`. The ledger is not affected.",
+    "stop_cut_short": "Running calls did not end within `process.stop_grace_seconds`.",
     "ended": "The process ended for the given reason, with the given exit code.",
     "ended_by_bug": "A bug ended the process.",
     "registration_failed": "The kubelet refused the registration or is unavailable. Retried; `error` has the remedy.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy. Retried.",
-    "registration_lost": "The kubelet has restarted, or the agent's socket was removed. The agent registers again.",
-    "socket_made_again": "Another program removed or replaced a socket of the driver. If this repeats, find it: a second agent?",
+    "registration_lost": "The kubelet has restarted, or the agent's socket was removed. Retried.",
+    "socket_made_again": "Another program, such as a second agent, removed or replaced a socket of the driver.",
     "claim_not_restored": "The limits or the CDI spec of a prepared claim can't be written; its containers can't start. Retried.",
     "claim_not_adopted": "The ledger was lost, and this claim was not prepared again. Its GPUs count as free: delete the pod.",
     "claims_not_adopted": (
@@ -32,7 +32,7 @@ _ROWS: Final = {
         "A request was refused; `reason` is also in `kubectl describe pod`, `code` in the [table of "
         "refusals](user-guide.md#refusals)."
     ),
-    "allocation_adopted": "After a loss of the checkpoint, the ledger got a container from the kubelet's list.",
+    "allocation_adopted": "After a loss of the checkpoint, the ledger got a container from the kubelet.",
     "allocation_not_adopted": "Kubelet and ledger contradict each other (`problem`). Delete that pod.",
     "allocation_renamed": "Ledger and kubelet named different containers for the allocation; the ledger now has the kubelet's.",
     "placement_ignored": "A pod's annotation `gpumgr.io/placement` is invalid or about another node; the agent chose its GPUs.",
@@ -91,8 +91,8 @@ _ROWS: Final = {
         "The checkpoint was corrupt and is kept under `path`. The ledger is rebuilt from the kubelet (`allocation_adopted`)."
     ),
     "cordons_lost": "The checkpoint was damaged. Cordon the GPUs again.",
-    "history_damaged": "Rows of the history can't be read and are skipped. The ledger is not affected.",
-    "history_not_saved": "The history can't be written; check the disk. The ledger is not affected.",
+    "history_damaged": "Rows of the history can't be read and are skipped.",
+    "history_not_saved": "The history can't be written; check the disk.",
     "kubelet_checkpoint_unreadable": "The kubelet's checkpoint can't be read. The agent uses PodResources alone.",
     "gpu_manager_checkpoint_unreadable not_taken_over": (
         "gpu-manager's checkpoint can't be read, or its records can't be saved. Retried at the next start."
@@ -101,7 +101,7 @@ _ROWS: Final = {
         "The pods in `holders` have GPUs of gpu-manager that its checkpoint does not name. Nothing is offered. Make the "
         "checkpoint readable and restart, or delete the pods."
     ),
-    "config_reloaded": "The settings file has changed; the line lists the keys that were applied and that need a restart.",
+    "config_reloaded": "The settings file has changed; the line lists what was applied and what needs a restart.",
     "config_rejected": "The settings file is wrong (`reason`). The previous settings stay in use.",
     "node_description_left": (
         "The agent may not read the node. [Remove](operations.md#remove) labels and condition if they are left."
@@ -132,9 +132,7 @@ _ROWS: Final = {
         "`hami.device_memory_scaling` or `device_core_scaling` is above 1: containers may need more than a GPU has."
     ),
     "container_files_not_bounded": "Containers can fill `enforcement.run_dir` for a second ([why](enforcement.md#hami-core)).",
-    "context_measured": (
-        "What a CUDA context takes on a GPU. Without `bytes` it could not be measured: a context then counts within a second."
-    ),
+    "context_measured": ("What a CUDA context takes on a GPU; without `bytes` it was not measured, and counts within a second."),
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`, which takes effect after them.",
     "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new one is started.",
     "mps_daemon_hangs": "The MPS daemon of a GPU does not serve new clients ([effect](enforcement.md#mps)).",
@@ -151,7 +149,7 @@ _ROWS: Final = {
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
     "registration_refused": "A process tried to register in a container that it does not belong to.",
     "device_nodes_missing": "Device nodes that every container needs are missing on the host; `error` has the remedy.",
-    "driver_files": "New containers get the driver's files by `way` (`toolkit` or `mounts`); `because` has the reason.",
+    "driver_files": "How new containers get the driver's files (`way`), and why (`because`).",
     "driver_files_undecided": (
         "The container runtime has not reported its default runtime (`error`), so `auto` is undecided. Retried."
     ),
@@ -162,7 +160,7 @@ _ROWS: Final = {
         "made again."
     ),
     # the container runtime
-    "cri_unavailable": "The container runtime does not answer. The agent uses its last list; new containers can't be observed.",
+    "cri_unavailable": "The container runtime does not answer; new containers can't be observed.",
     "container_not_located container_processes_unknown": (
         "The cgroup or the processes of a container can't be read, so it can't be observed."
     ),
@@ -190,7 +188,7 @@ _ROWS: Final = {
     ),
     "pod_not_bound": "The pod was not bound. `reason` is also in its events; kube-scheduler tries again.",
     "waiting_pods_not_retried": (
-        "The leader could not annotate its own pod. Waiting pods are tried within five minutes. Check config/scheduler/rbac.yaml."
+        "The leader could not annotate its own pod: check config/scheduler/rbac.yaml. Waiting pods are tried within five minutes."
     ),
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts.",
     "preemption_refused": "A request for preemption can't be read. No pod is evicted.",
