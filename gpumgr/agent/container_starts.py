@@ -59,7 +59,7 @@ def tenant_of(
             bus_id=shown.bus_id if shown else None,
             total_bytes=shown.memory_bytes if shown else None,
             cores=limits.cores,
-            memory_bytes=limits.memory_mebibytes << 20,
+            memory_bytes=allocation.guaranteed_on(name).memory_mebibytes << 20,
         )
         parts.append(part)
     return GpuShare(

@@ -79,11 +79,13 @@ class MigDevice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
     """The last request to resize a container, which was decided once. `amounts`: what it may use on each of its GPUs now; empty: what it
-    was granted. `refused`: why the request was refused; empty if it was not."""
+    was granted. `refused`: why the request was refused; empty if it was not. `lent_mebibytes`: the part of `amounts` that suspended
+    containers hold. It is used like a burst, and given back when they are resumed."""
 
     asked: ResizeRequest
     amounts: Mapping[GpuName, Amounts] = field(default_factory=dict)
     refused: str = ""
+    lent_mebibytes: Mapping[GpuName, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class Allocation:
         """What counts for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids. More if it was
         resized to more."""
         held = self._held_on(gpu)
-        return held.most(self.resized[gpu]) if gpu in self.resized else held
+        return held.most(self.guaranteed_on(gpu)) if gpu in self.resized else held
 
     @property
     def resized(self) -> Mapping[GpuName, Amounts]:
@@ -179,13 +181,21 @@ class Allocation:
         """What the container may use on this GPU."""
         return self.resized.get(gpu) or self.limits.get(gpu) or self.gpus.get(gpu) or Amounts()
 
+    def lent_on(self, gpu: GpuName) -> int:
+        """The MiB that it may use while the containers that hold them are suspended."""
+        return self.resize.lent_mebibytes.get(gpu, 0) if self.resize else 0
+
+    def guaranteed_on(self, gpu: GpuName) -> Amounts:
+        """What it may use on this GPU, also after suspended containers are resumed."""
+        return self.limits_on(gpu) - Amounts(0, self.lent_on(gpu))
+
     def grown_on(self, gpu: GpuName) -> Amounts:
-        """What it may use beyond what it holds."""
-        return self.resized[gpu].beyond(self._held_on(gpu)) if gpu in self.resized else Amounts()
+        """What it may use beyond what it holds, and not only while others are suspended."""
+        return self.guaranteed_on(gpu).beyond(self._held_on(gpu)) if gpu in self.resized else Amounts()
 
     def shrunk_on(self, gpu: GpuName) -> Amounts:
         """What it holds and may not use."""
-        return self._held_on(gpu).beyond(self.resized[gpu]) if gpu in self.resized else Amounts()
+        return self._held_on(gpu).beyond(self.guaranteed_on(gpu)) if gpu in self.resized else Amounts()
 
     def held(self, resource: Resource) -> Masks:
         return self.device_ids.get(resource, NO_IDS)

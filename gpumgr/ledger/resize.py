@@ -1,10 +1,11 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
 A request is decided once, by what its GPUs have left then. More than the container holds is taken from what is free there, and after that
-from what other containers were resized to less than they hold.
+from what other containers were resized to less than they hold. Memory that is left nowhere else is lent by suspended containers: it is used
+like a burst, so their resume gets it back as far as it is not in use.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource
@@ -18,23 +19,24 @@ class Surroundings:
     """What a decision depends on beside the ledger. `used_bytes`: what containers use on their GPUs; None: not known. `memory_mebibytes`:
     the memory that each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why these mechanisms can't change
     the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is not in force yet, each
-    with the reason to refuse growth there ("": it waits)."""
+    with the reason to refuse growth there ("": it waits). `away`: the containers that are suspended, and do not ask for their resume."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
     memory_mebibytes: Mapping[GpuName, int]
     most: Amounts
     obstacle: Callable[[tuple[str, ...], Resource], str | None]
     lowered: Mapping[GpuName, str] = field(default_factory=dict)
+    away: Collection[AllocationId] = ()
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that the container uses there above its limit, as a burst does."""
+        """The MiB that the container uses there above what is guaranteed, as a burst does."""
         used_bytes = self.used_bytes.get((allocation.id, gpu)) or 0
-        return max(0, -(-used_bytes >> 20) - allocation.limits_on(gpu).memory_mebibytes)
+        return max(0, -(-used_bytes >> 20) - allocation.guaranteed_on(gpu).memory_mebibytes)
 
 
 def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around: Surroundings) -> Allocation | None:
     """The allocation with the decision; None: the decision must wait until a limit is in force."""
-    former = allocation.resized
+    former = allocation.resize or Resize(asked=asked)
     try:
         _refuse_fixed(allocation, asked)
         resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))
@@ -46,11 +48,10 @@ def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around:
         if waits:
             return None
         _refuse_above_most(ledger, allocation, resized, around)
-        for gpu in allocation.gpus:
-            _refuse_full(ledger, allocation, resized, gpu, around)
+        lent = {gpu: mebibytes for gpu in allocation.gpus if (mebibytes := _lent(ledger, allocation, resized, gpu, around))}
     except ValueError as error:
-        return replace(allocation, resize=Resize(asked=asked, amounts=former, refused=str(error)))
-    return resized
+        return replace(allocation, resize=replace(former, asked=asked, refused=str(error)))
+    return replace(allocation, resize=replace(resized.resize, lent_mebibytes=lent)) if resized.resize and lent else resized
 
 
 def _refuse_fixed(allocation: Allocation, asked: ResizeRequest) -> None:
@@ -121,20 +122,23 @@ def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocati
             )
 
 
-def _refuse_full(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuName, around: Surroundings) -> None:
+def _lent(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuName, around: Surroundings) -> int:
+    """The MiB of this GPU that suspended containers lend. Raises ValueError if less is left than the container needs."""
     more, after = _more(allocation, resized, gpu), ledger.occupy(resized)
     others = [a for a in ledger.on(gpu) if a.id != allocation.id]
     bursts = sum(around.beyond(a, gpu) for a in (*others, resized))
     size = min(ledger.gpu_registry.by_name[gpu].memory_mebibytes, around.memory_mebibytes.get(gpu, 1 << 62))
     excess = (after.in_force(gpu) + Amounts(0, bursts)).beyond(Amounts(CORES_PER_GPU, size))
+    lendable = sum(a.guaranteed_on(gpu).memory_mebibytes for a in others if a.id in around.away)
+    lendable -= sum(max(0, a.lent_on(gpu) - around.beyond(a, gpu)) for a in others)
     if more.cores and excess.cores:
         needed, left, unit = more.cores, more.cores - excess.cores, "cores"
         held = {a.describe(): a.grown_on(gpu).cores for a in others}
-    elif more.memory_mebibytes and excess.memory_mebibytes:
+    elif more.memory_mebibytes and excess.memory_mebibytes > max(0, lendable):
         needed, left, unit = more.memory_mebibytes, more.memory_mebibytes - excess.memory_mebibytes, "MiB"
         held = {a.describe(): a.grown_on(gpu).memory_mebibytes + around.beyond(a, gpu) for a in others}
     else:
-        return
+        return min(excess.memory_mebibytes, more.memory_mebibytes + allocation.lent_on(gpu))
     holder = max(held, key=lambda name: held[name], default="")
     by = f"; {holder} has {held[holder]} {unit} above its request there" if held.get(holder) else ""
     raise ValueError(f"GPU {gpu} has {max(0, left)} {unit} left for it, and it needs {needed} more{by}")

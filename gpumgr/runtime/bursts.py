@@ -136,6 +136,11 @@ class Bursts:
         limits, ignored, unknown = dict[AllocationOnGpu, int](), dict[_Place, str](), set[AllocationId]()
         for name in shares:
             allocation = ledger.allocations[name]
+            limits |= {
+                (name, gpu): allocation.limits_on(gpu).memory_mebibytes << 20
+                for gpu in allocation.gpus
+                if allocation.lent_on(gpu)
+            }
             view = find_pod(self._pods, allocation.pod, allocation.uid)
             if view is not None and not (view.memory_limits or view.memory_limits_ignored or allocation.claim):
                 continue  # as most of them
@@ -281,7 +286,7 @@ class Bursts:
             memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in ledger.allocations}
             others = {name: each for name, each in memories.items() if name != allocation.id}
             oversubscribed = gpu in allocation.limits
-            granted = allocation.gpus[gpu] if oversubscribed else allocation.limits_on(gpu)
+            granted = allocation.gpus[gpu] if oversubscribed else allocation.guaranteed_on(gpu)
             missing = missing_bytes(
                 need_bytes,
                 max(granted.memory_mebibytes << 20, 0 if oversubscribed else need_bytes),
@@ -310,7 +315,7 @@ class Bursts:
         for other in (each for each in ledger.on(gpu) if each.id != allocation.id and is_share(each)):
             with contextlib.suppress(ValueError):  # an annotation that is not used
                 view, above = find_pod(self._pods, other.pod, other.uid), self._inherits or (other.id, gpu) in self._above
-                if above or self._wanted(other, view, sizes):
+                if above or other.lent_on(gpu) or self._wanted(other, view, sizes):
                     found.append(other)
         return found
 
@@ -318,7 +323,7 @@ class Bursts:
         ledger, free_bytes = self._records.ledger, self._free_bytes.get(gpu)
         known, granted_bytes = ledger.allocations, self._granted_bytes(ledger, gpu)
         memories = {name: each for name, each in self._memories.get(gpu, {}).items() if name in known}
-        request_bytes = allocation.limits_on(gpu).memory_mebibytes << 20
+        request_bytes = allocation.guaranteed_on(gpu).memory_mebibytes << 20
         own = memories.pop(allocation.id, None) or ContainerMemory(request_bytes=request_bytes, limit_bytes=request_bytes)
         if free_bytes is None:
             return

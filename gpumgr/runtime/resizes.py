@@ -61,14 +61,15 @@ class Resizes:
         }
         lowered = self._waits(ledger, number, enforced)
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
-        away = {name for name, each in self._records.suspensions.items() if not each.measured}
+        moved = {name for name, each in self._records.suspensions.items() if not each.measured}
         around = Surroundings(
             # What the driver reports of a suspended container is not what it has.
-            used_bytes={place: None if place[0] in away else each.memory_bytes for place, each in use.containers.items()},
+            used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
             memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
             most=most,
             obstacle=self._obstacle,
             lowered=lowered,
+            away={name for name, each in self._records.suspensions.items() if each.away and each.asked_at is None},
         )
         entries: list[HistoryEntry] = []
 
@@ -78,7 +79,7 @@ class Resizes:
                 after = decide(now, a, asked, around) if asked is not None else None
                 if after is not None:
                     for gpu in a.gpus:
-                        if after.limits_on(gpu).memory_mebibytes < a.limits_on(gpu).memory_mebibytes:
+                        if after.guaranteed_on(gpu).memory_mebibytes < a.guaranteed_on(gpu).memory_mebibytes:
                             self._lowered[a.id, gpu] = number, self._clock()
                             lowered.setdefault(gpu, "")
                     entries.append(about(a, _entry(a, after)))
@@ -113,5 +114,7 @@ def _entry(before: Allocation, after: Allocation) -> HistoryEntry:
     assert after.resize is not None
     if why := after.resize.refused:
         return HistoryEntry(what="event", code=REFUSED, why=f"container {after.container or '?'} is not resized: {why}")
-    changes = [f"{after.limits_on(gpu)} of GPU {gpu}, before {before.limits_on(gpu)}" for gpu in after.gpus]
+    lent = {gpu: mebibytes for gpu in after.gpus if (mebibytes := after.lent_on(gpu))}
+    notes = {gpu: f" ({mebibytes} MiB only until suspended containers are resumed)" for gpu, mebibytes in lent.items()}
+    changes = [f"{after.limits_on(gpu)} of GPU {gpu}{notes.get(gpu, '')}, before {before.limits_on(gpu)}" for gpu in after.gpus]
     return HistoryEntry(what="event", code=RESIZED, why=f"container {after.container or '?'} may use {'; '.join(changes)}")

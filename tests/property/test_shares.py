@@ -91,7 +91,7 @@ class Shares(RuleBasedStateMachine):
         with contextlib.suppress(Refusal):
             task.result()
             if (tenant := self.gpu.tenants.get(name)) is not None:
-                tenant.limit = self.agent.state.ledger.allocations[name].limits_on(GPU).memory_mebibytes
+                tenant.limit = self.agent.state.ledger.allocations[name].guaranteed_on(GPU).memory_mebibytes
 
     def restart(self) -> None:
         self.kill()
@@ -280,7 +280,7 @@ class Shares(RuleBasedStateMachine):
     def a_single_burst_leaves_the_others_their_memory(self) -> None:
         if len(self.bursting) <= 1:
             unused = sum(
-                max(0, held.limits_on(GPU).memory_mebibytes - each.used)
+                max(0, held.guaranteed_on(GPU).memory_mebibytes - each.used)
                 for each, held in self.agent.allocations()
                 if each.limit is not None and not each.suspended
             )
@@ -300,6 +300,7 @@ class Shares(RuleBasedStateMachine):
             self.gpu.pods.views.pop(("team", other), None)
         self.change(0, suspend=False, suspend_when_idle_seconds=None)
         for _ in range(90):
+            self.do(self.agent.sweep())
             self.evaluate(fresh=True, seconds=1)
         tenant = self.gpu.tenants[name]
         assert (tenant.suspended, tenant.held, tenant.moved) == (False, False, 0)

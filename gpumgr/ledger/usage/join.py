@@ -136,7 +136,7 @@ def _uses(
     for allocation in ledger.allocations.values():
         for gpu, amounts in allocation.gpus.items():
             limits = allocation.limits_on(gpu)
-            limit_bytes = None if amounts.whole else limits.memory_mebibytes << 20
+            limit_bytes = None if amounts.whole else allocation.guaranteed_on(gpu).memory_mebibytes << 20
             seen = seen_on[gpu]
             processes = attributed.get((allocation.id, gpu), ())
             may_own = not processes and gpu in unknown and any(_may_own(allocation, container) for container in unknown[gpu])

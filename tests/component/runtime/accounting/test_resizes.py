@@ -1,5 +1,6 @@
 """Resizes on a node of two GPUs with 2 GiB each: decisions, the limits that reach the mechanisms, and what is left for others."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from tests.unit.web.metrics.pictures import allocation, name_of
 
 from .node import Node, breathe
 from .test_bursts import GPU, PIDS, TRAIN, WEB, uses
+from .test_suspensions import inline, sampled, with_driver
 
 from tests.unit.ledger.usage.samples import container  # isort: skip
 
@@ -326,3 +328,32 @@ async def test_growth_that_waits_for_a_lower_limit_in_vain_is_refused(obstacles:
     ]
     node.backends.ready.set()
     await breathe()
+
+
+async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.runtime.suspensions.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    node = with_driver(node_with(A, share("t", TRAIN, 0b11 << 50, 0b1111_1100)))
+    ask(node, "a", WEB, suspend=True)
+    for _ in range(3):
+        await sampled(node, uses(a=500, t=100))
+    assert node.agent_state.suspensions["a"].state == "suspended"
+    ask(node, "t", TRAIN, wants(mebibytes=2049))
+    await sampled(node, uses(t=100))
+    assert told(node)[-1].endswith("has 0 MiB left for it, and it needs 513 more")
+    ask(node, "t", TRAIN, wants(mebibytes=2048))
+    await sampled(node, uses(t=100))
+    assert told(node)[-1].endswith(
+        f"2048 MiB of GPU {GPU} (512 MiB only until suspended containers are resumed), before 2 cores and 1536 MiB"
+    )
+    assert (limits(node)["t"], offered(node)[1]) == ((2, 2048), 0)
+    await sampled(node, uses(t=1800))
+    assert (limits(node)["t"], node.memory_watcher.over) == ((2, 2048), frozenset())
+    ask(node, "a", WEB, suspend=False)
+    for _ in range(3):
+        await sampled(node, uses(t=1800))
+    assert limits(node)["t"] == (2, 1800), "the memory in use is never taken"
+    assert node.agent_state.suspensions["a"].reason == f"it waits for 264 MiB of GPU {GPU}, used by team/train (main) (1800 MiB)"
+    for _ in range(3):
+        await sampled(node, uses(t=1500))
+    assert (node.agent_state.suspensions, limits(node)["t"]) == ({}, (2, 1536))

@@ -24,11 +24,12 @@ from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, share, uses
 MIB = 1 << 20
 
 
+async def inline(work: Callable[..., object], *arguments: object) -> object:
+    return work(*arguments)
+
+
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def inline(work: Callable[..., object], *arguments: object) -> object:
-        return work(*arguments)
-
     monkeypatch.setattr(suspensions, "HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
 
