@@ -53,6 +53,16 @@ def test_links_lead_somewhere(name: str) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_table_has_its_head_and_rows_of_one_width(name: str) -> None:
+    """An empty line ends a table: the rows after it would be shown as text."""
+    text = _FENCED.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    for rows in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, rule, *_ = rows.splitlines()
+        assert re.fullmatch(r"\|(-+\|)+", rule), head
+        assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows.splitlines()} == {rule.count("|")}, head
+
+
 def test_chapters_that_the_code_names_exist() -> None:
     named = {found for file in PACKAGE.rglob("*.py") for found in _CHAPTER.findall(file.read_text(encoding="utf-8"))}
     assert named
