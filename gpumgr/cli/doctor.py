@@ -4,7 +4,6 @@ import asyncio
 import errno
 import json
 import os
-import socket
 import sys
 from collections.abc import Coroutine
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from gpumgr.cli.options import ExitingCommand, output_option, settings_options, 
 from gpumgr.cli.tables import open_table, show
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import configure_log
+from gpumgr.common.unix_socket import is_served
 from gpumgr.driver.hardware import Hardware
 from gpumgr.node.node_enforcement import make_nvml
 from gpumgr.settings import Settings
@@ -68,15 +68,10 @@ def _read(http: HttpSettings) -> None:
 
 def _answered(path: Path) -> bool:
     """Whether a process serves that unix socket. If the check has no permission to connect, an existing socket counts as served."""
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.setblocking(False)
-        try:
-            asking.connect(str(path))
-        except (BlockingIOError, PermissionError):  # BlockingIOError: the backlog is full, so a process listens
-            return True
-        except OSError:
-            return False
-    return True
+    try:
+        return is_served(path)
+    except PermissionError:
+        return True
 
 
 #: The time limit for a peer's answer. It is shorter than the check's own limit, so that the check reports which peer did not answer.

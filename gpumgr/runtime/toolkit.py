@@ -22,11 +22,10 @@ _TOOLKIT: Final = re.compile("nvidia", re.IGNORECASE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtimes:
     """The low-level runtimes. `programs`: name -> program, "" if it is not reported. `default`: the name of the runtime for pods without a
-    runtime class. `cdi_dirs`: folders of CDI specs, empty if CDI is off. None: not reported."""
+    runtime class; None: not reported."""
 
     default: str | None = None
     programs: Mapping[str, str] = field(default_factory=dict)
-    cdi_dirs: tuple[Path, ...] | None = None
 
     def of_toolkit(self) -> tuple[str, ...]:
         """The names of the toolkit's runtimes."""
@@ -48,13 +47,10 @@ class _Containerd(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The object under the key "config". containerd writes these fields (source: pkg/cri/config in 1.6, internal/cri/config in 2.x):
-    `cdiSpecDirs` since 1.7, and `enableCDI` before 2.4, because CDI is always on since then. CRI-O writes none of them
+    """The object under the key "config". containerd writes it (source: pkg/cri/config in 1.6, internal/cri/config in 2.x), CRI-O does not
     (server/runtime_status.go)."""
 
     containerd: _Containerd | None = None
-    cdi: bool | None = msgspec.field(name="enableCDI", default=None)
-    cdi_dirs: list[str] | None = msgspec.field(name="cdiSpecDirs", default=None)
 
 
 def parse_runtimes(status: StatusResponse) -> Runtimes:
@@ -65,8 +61,7 @@ def parse_runtimes(status: StatusResponse) -> Runtimes:
         # CRI lists the default runtime a second time, under an empty name.
         return Runtimes(default=names[0] if len(names) == 1 else None, programs=dict.fromkeys(names, ""))
     programs = {name: _program(each) for name, each in (config.containerd.runtimes or {}).items()}
-    folders = () if config.cdi is False else None if config.cdi_dirs is None else tuple(map(Path, config.cdi_dirs))
-    return Runtimes(default=config.containerd.default or None, programs=programs, cdi_dirs=folders)
+    return Runtimes(default=config.containerd.default or None, programs=programs)
 
 
 def _program(runtime: _Runtime) -> str:

@@ -17,7 +17,6 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent, AgentView
 from gpumgr.common.aio import LatestValue
-from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.compat.gpu_manager.display import usage_message
 from gpumgr.compat.gpu_manager.driver_files.node_files import NodeDriverFiles
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
@@ -25,7 +24,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.monitor import Monitor
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.kubelet.deviceplugin.registration import ResourceLists
+from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.placement.pods import PodKey
@@ -37,7 +36,7 @@ from gpumgr.web.metrics.registry import Metrics
 from gpumgr.web.state import node_state, pod_details, pods_with_details
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
+    from gpumgr.kubelet.dra.side import DraSide
 
 
 class Enforcement(Protocol):
@@ -48,19 +47,6 @@ class Enforcement(Protocol):
     driver_files: NodeDriverFiles
 
     def gpu_limits(self) -> Mapping[str, GpuLimits]: ...
-
-
-class Link(Protocol):
-    """The registration with the kubelet."""
-
-    @property
-    def states(self) -> Mapping[str, LinkState]: ...
-
-
-class Claims(Protocol):
-    """The part of mode dra that is shown."""
-
-    publisher: "SlicePublisher"
 
 
 class Components(Protocol):
@@ -75,15 +61,11 @@ class Components(Protocol):
     nvml: Nvml
     resource_lists: ResourceLists
     memory_watcher: MemoryLimitWatcher
+    link: "KubeletLink | DraSide"
+    dra: "DraSide | None"
 
     @property
     def enforcement(self) -> Enforcement: ...
-
-    @property
-    def link(self) -> Link: ...
-
-    @property
-    def dra(self) -> Claims | None: ...
 
 
 class ReadModel:

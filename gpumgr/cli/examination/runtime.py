@@ -1,7 +1,6 @@
 """Checks of the container runtime and of what it uses: CRI, cgroups, CDI, and the driver's files in containers."""
 
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -91,8 +90,6 @@ def _is_usual(folder: Path) -> bool:
     return folder.resolve() in {each.resolve() for each in CDI_DIRS}
 
 
-#: Finds the kind of devices in one of NVIDIA's CDI specs, in JSON or YAML.
-_KIND: Final = re.compile(r"""^\s*["']?kind["']?\s*:\s*["']?((?:[a-z0-9.-]+\.)?nvidia\.com/[A-Za-z0-9_.-]+)""", re.MULTILINE)
 _MAKE_DEFAULT: Final = (
     "set container.driver_files to auto, or make NVIDIA's the default one (`nvidia-ctk runtime configure --set-as-default`), or give the "
     "pods its runtime class"
@@ -117,7 +114,7 @@ async def look_at_driver_files(settings: Settings, gpus: SharedNvml, *, simulate
         client.close()
     access = driver_access(setting, runtimes)
     if access.mounted:
-        return await _look_at_mounts(settings, gpus, runtimes, access)
+        return await _look_at_mounts(settings, gpus, access)
     if setting == "toolkit" and runtimes is not None and runtimes.default and runtimes.default not in runtimes.of_toolkit():
         return warning(
             f"toolkit: {access.why}, but the default runtime, {runtimes.describe_default()}, is not NVIDIA's: its containers don't see the "
@@ -127,12 +124,8 @@ async def look_at_driver_files(settings: Settings, gpus: SharedNvml, *, simulate
     return ok(f"toolkit: {access.why}")
 
 
-async def _look_at_mounts(settings: Settings, gpus: SharedNvml, runtimes: Runtimes | None, access: DriverAccess) -> CheckResult:
-    specs = await aside(
-        lambda: list(nvidia_kinds(CDI_DIRS if runtimes is None or runtimes.cdi_dirs is None else runtimes.cdi_dirs))
-    )
-    beside = f"; the CDI specs of {' and '.join(specs)} are for containers that name their devices" if specs else ""
-    why, folder = f"mounts: {access.why}{beside}", settings.container.driver_whole_dir
+async def _look_at_mounts(settings: Settings, gpus: SharedNvml, access: DriverAccess) -> CheckResult:
+    why, folder = f"mounts: {access.why}", settings.container.driver_whole_dir
     if await aside(lambda: is_supplied(folder)):
         return ok(f"{why}; containers get {folder} as it is")
     try:
@@ -147,17 +140,3 @@ async def _look_at_mounts(settings: Settings, gpus: SharedNvml, runtimes: Runtim
     except GpumgrError as exception:
         return error(f"{why}; but containers don't see the driver: {exception}", _FIND)
     return ok(f"{why}; {folder} has a copy of the files of driver {version} below {root}")
-
-
-def nvidia_kinds(folders: Iterable[Path]) -> Iterator[str]:
-    """The kinds of devices in NVIDIA's CDI specs, each once. Files that can't be read are skipped."""
-    kinds = set[str]()
-    for folder in folders:
-        for path in sorted([*folder.glob("*.json"), *folder.glob("*.yaml")]):
-            try:
-                found = _KIND.search(path.read_text(errors="replace"))
-            except OSError:
-                continue
-            if found is not None:
-                kinds.add(found[1])
-    yield from sorted(kinds)

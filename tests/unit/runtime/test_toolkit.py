@@ -1,7 +1,6 @@
 """Who brings the driver's files into containers, by what containerd and CRI-O report of their runtimes."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,23 +23,16 @@ def read(answer: Any) -> Runtimes:
 def test_containerds_answer_is_read() -> None:
     found = read(recorded_runtime("containerd"))
     program = "/usr/bin/nvidia-container-runtime"
-    assert found == Runtimes(default="nvidia", programs={"nvidia": program}, cdi_dirs=None)
+    assert found == Runtimes(default="nvidia", programs={"nvidia": program})
     assert found.of_toolkit() == ("nvidia",)
     assert found.describe_default() == f"nvidia ({program})"
 
 
-def test_containerd_2_reports_the_folders_of_cdi_specs() -> None:
+def test_containerd_2_reports_its_runtimes() -> None:
     assert read(recorded_runtime("containerd-2")) == Runtimes(
         default="runc",
         programs={"nvidia": "/usr/bin/nvidia-container-runtime", "runc": ""},
-        cdi_dirs=(Path("/etc/cdi"), Path("/var/run/cdi")),
     )
-
-
-@pytest.mark.parametrize(("on", "folders"), [(True, (Path("/etc/cdi"), Path("/run/cdi"))), (False, ())])
-def test_newer_containerds_report_whether_cdi_is_on(on: bool, folders: tuple[Path, ...]) -> None:
-    answer = recorded_runtime("containerd", enableCDI=on, cdiSpecDirs=["/etc/cdi", "/run/cdi"])
-    assert read(answer).cdi_dirs == folders
 
 
 def test_crios_answer_has_the_names_alone() -> None:

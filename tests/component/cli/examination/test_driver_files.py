@@ -1,6 +1,5 @@
 """Doctor says which way containers see the driver and why, and finds the obstacles."""
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -9,7 +8,7 @@ import pytest
 
 from gpumgr.cli.examination.examine import CheckResult
 from gpumgr.cli.examination.gpus import SharedNvml
-from gpumgr.cli.examination.runtime import look_at_driver_files, nvidia_kinds
+from gpumgr.cli.examination.runtime import look_at_driver_files
 from gpumgr.common.errors import NvmlError
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ContainerSettings, CriSettings, VcudaSettings
@@ -65,7 +64,7 @@ async def test_the_toolkit_as_the_default_runtime(settings: Settings) -> None:
 
 
 async def test_mounts_name_the_driver_that_is_copied(settings: Settings, runtime: Runtime, tmp_path: Path) -> None:
-    runtime.runtimes = recorded_runtime("containerd", containerd=RUNC, enableCDI=False)
+    runtime.runtimes = recorded_runtime("containerd", containerd=RUNC)
     found = await look(settings)
     why = "mounts: the default runtime, runc, is not NVIDIA's container toolkit"
     folder = settings.container.driver_whole_dir
@@ -78,24 +77,8 @@ async def test_mounts_name_the_driver_that_is_copied(settings: Settings, runtime
     assert (found.state, found.message) == ("ok", f"{why}; containers get {folder} as it is")
 
 
-async def test_cdi_specs_of_nvidia_are_no_way_for_containers_that_do_not_name_them(
-    settings: Settings, runtime: Runtime, tmp_path: Path
-) -> None:
-    (tmp_path / "cdi").mkdir()
-    (tmp_path / "cdi" / "nvidia.yaml").write_text("---\ncdiVersion: 0.5.0\nkind: nvidia.com/gpu\ndevices: []\n")
-    (tmp_path / "cdi" / "ours.json").write_text(json.dumps({"cdiVersion": "0.6.0", "kind": "gpumgr.io/gpu"}, indent=1))
-    (tmp_path / "cdi" / "other.json").write_text(
-        json.dumps({"cdiVersion": "0.6.0", "kind": "management.nvidia.com/gpu"}, indent=1)
-    )
-    (tmp_path / "cdi" / "broken.json").symlink_to("nothing")
-    assert [*nvidia_kinds([tmp_path / "cdi", tmp_path / "none"])] == ["management.nvidia.com/gpu", "nvidia.com/gpu"]
-    runtime.runtimes = recorded_runtime("containerd", containerd=RUNC, enableCDI=True, cdiSpecDirs=[str(tmp_path / "cdi")])
-    found = await look(settings)
-    assert "CDI specs of management.nvidia.com/gpu and nvidia.com/gpu are for containers that name their devices" in found.message
-
-
 async def test_a_driver_without_files_is_an_error(settings: Settings, runtime: Runtime) -> None:
-    runtime.runtimes = recorded_runtime("containerd", containerd=RUNC, enableCDI=False)
+    runtime.runtimes = recorded_runtime("containerd", containerd=RUNC)
     found = await look(settings, driver="999.1")
     assert found.state == "error"
     assert "but containers don't see the driver: libcuda.so.999.1 for " in found.message
@@ -103,7 +86,7 @@ async def test_a_driver_without_files_is_an_error(settings: Settings, runtime: R
 
 
 async def test_the_toolkits_way_without_a_toolkit_is_a_warning(settings: Settings, runtime: Runtime) -> None:
-    runtime.runtimes = recorded_runtime("containerd", containerd=RUNC, enableCDI=False)
+    runtime.runtimes = recorded_runtime("containerd", containerd=RUNC)
     found = await look(settings, "toolkit")
     assert found.state == "warning"
     assert "the default runtime, runc, is not NVIDIA's: its containers don't see the driver" in found.message
