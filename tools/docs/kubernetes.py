@@ -172,7 +172,7 @@ EVENTS: Final = {
         ("GpuLimitTampered", True, "A container changed its limits, which the agent corrects."),
         ("GpuLimitBypassed", True, "A process of a container bypasses its limits."),
         ("GpuLimitBroken", True, "The backend of a container does not work."),
-        (TWO_LIMITS, True, "A container uses two shares, of claims that were prepared for other pods: only one is limited."),
+        (TWO_LIMITS, True, "A container uses two shares, of claims that were prepared for other pods: only one limits it."),
         (MIG_DEVICE_GONE, True, "A container's MIG device was destroyed: delete the pod."),
         (
             UNREADABLE_REASON,

@@ -68,7 +68,8 @@ _ROWS: Final = {
         "restart the node."
     ),
     "gpu_quarantined": "Processes of an ended container still run on the GPU after 10 s. It takes no pods until they end.",
-    "nvml_down nvml_not_reopened": "The driver does not answer. All ids are Unhealthy, running pods go on. Retried.",
+    "nvml_not_reopened": "The session with the driver could not be opened again. Retried.",
+    "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on. Retried.",
     "background_call_failed cancelled_call_failed nvml_close_failed": (
         "A call failed when the agent stopped, or after the kubelet had cancelled it. Nothing depends on it."
     ),
