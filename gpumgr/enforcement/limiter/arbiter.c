@@ -73,7 +73,7 @@ static struct tenant {
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */
     uint64_t until, since; /* what was written for it */
-    uint32_t flags, grants, pass;
+    uint32_t flags, grants, pass, away_from;
     bool overran; /* it still has work from a turn that was passed on */
     uint32_t suspended; /* then what its processes say counts for nothing */
     bool damaged; /* the page has other values than it should */
@@ -161,6 +161,13 @@ static void refresh(struct tenant *t, int64_t now) {
     if (pread(t->limits_fd, &t->suspended, sizeof t->suspended, (off_t)offsetof(struct gm_limits, suspend)) < 0) t->suspended = 0;
     put(t->limits_fd, &beat, sizeof beat, (off_t)offsetof(struct gm_limits, heartbeat_ns));
     restore(t);
+    /* Without an arbiter the containers of a GPU work one after the other: each has a part of every GM_AWAY_NS. */
+    uint32_t before = 0;
+    for (const struct tenant *other = t->next; other; other = other->next) before += (uint32_t)other->share;
+    if (t->away_from != before % 100 + 1) {
+        t->away_from = before % 100 + 1;
+        put(t->limits_fd, &t->away_from, sizeof t->away_from, limits_at(t) + (off_t)offsetof(struct gm_limits_gpu, away_from));
+    }
     uint32_t pass = t->ceiling >= 100 && t->gpu->tenants == t && !t->next;
     if (pass == t->pass) return;
     t->pass = pass;

@@ -88,12 +88,14 @@ static bool alone(const struct gm_process *p, uint64_t now) {
     uint64_t beat = __atomic_load_n(&p->limits->heartbeat_ns, __ATOMIC_RELAXED);
     return now > beat + ARBITER_GONE_NS;
 }
-/* Charges the time since the last call if the process had work then; true: a launch may pass. */
+/* Charges the time since the last call if the process had work then; true: a launch may pass. Where the container's part of the time is
+ * known, all of its processes use it, and other containers do not. */
 static bool bucket(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
     uint32_t share = __atomic_load_n(&limits(p, g)->share, __ATOMIC_RELAXED), processes = !p->slot, slots = turn(p, g)->slots;
-    for (uint32_t i = 0; i < slots && i < GM_SLOTS; i++)
+    uint64_t from = __atomic_load_n(&limits(p, g)->away_from, __ATOMIC_RELAXED), percent = GM_AWAY_NS / 100;
+    for (uint32_t i = 0; i < slots && i < GM_SLOTS && !from; i++)
         processes += gm_word_flags(__atomic_load_n(&turn(p, g)->word[i], __ATOMIC_RELAXED), now) != 0;
-    int64_t most = (int64_t)quantum_ns(p, g);
+    int64_t quantum = (int64_t)quantum_ns(p, g), most = from ? GM_AWAY_NS : quantum;
     pthread_mutex_lock(&bucket_lock);
     int64_t passed = now > g->bucket_at_ns ? (int64_t)(now - g->bucket_at_ns) : 0;
     if (passed > DEBT_NS) passed = DEBT_NS;
@@ -102,8 +104,8 @@ static bool bucket(const struct gm_process *p, struct gm_gate *g, uint64_t now) 
     if (g->bucket_ns > most) g->bucket_ns = most;
     if (g->bucket_ns < -DEBT_NS) g->bucket_ns = -DEBT_NS;
     if (g->bucket_ns <= 0) g->bucket_open = false;
-    else if (g->bucket_ns >= most / 4) g->bucket_open = true;
-    bool passes = g->bucket_open;
+    else if (g->bucket_ns >= quantum / 4) g->bucket_open = true;
+    bool passes = g->bucket_open && (!from || (now + (101 - from) * percent) % GM_AWAY_NS < share * percent);
     pthread_mutex_unlock(&bucket_lock);
     return passes;
 }

@@ -11,10 +11,11 @@ enum {
     GM_MAGIC = 0x4d475047, /* "GPGM" */
     GM_VERSION = 1,
     GM_GPUS = 16,    /* per container */
+    GM_AWAY_NS = 200000000,
     GM_SLOTS = 1024, /* processes with CUDA per container; one more gets no limited memory, and shares a word of the turn page */
 };
 
-/* limits: the agent writes it, the arbiter writes heartbeat_ns and pass; read-only in the container. */
+/* limits: the agent writes it, the arbiter writes heartbeat_ns, pass and away_from; read-only in the container. */
 struct gm_limits_gpu {
     uint8_t uuid[16];         /* as cuDeviceGetUuid_v2 answers: of the GPU, or of the MIG instance */
     uint64_t memory_bytes;    /* limit; 0: memory is not limited by the library */
@@ -24,7 +25,9 @@ struct gm_limits_gpu {
     uint32_t ceiling;         /* percent that it may use while others are idle, at least share */
     uint32_t quantum_us;      /* how long one turn lasts */
     uint32_t pass;            /* 1: no other container and a ceiling of 100, launches need no turn */
-    uint64_t reserved[8];
+    uint32_t away_from; /* where the container's part of each GM_AWAY_NS begins while there is no arbiter, 1 to 100 percent; 0: not known */
+    uint32_t spare;
+    uint64_t reserved[7];
 };
 struct gm_limits {
     uint32_t magic, version;

@@ -32,7 +32,9 @@ class _LimitsGpu(ctypes.LittleEndianStructure):
         ("ceiling", _U32),
         ("quantum_us", _U32),
         ("passes", _U32),
-        ("reserved", _U64 * 8),
+        ("away_from", _U32),
+        ("spare", _U32),
+        ("reserved", _U64 * 7),
     )
 
 

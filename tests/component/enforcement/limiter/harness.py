@@ -148,9 +148,9 @@ class Node:
         _, free, total, _ = with_driver.answer()
         return total - free - 615 * MIB
 
-    def arbitrate(self, containers: "Sequence[Container]", away_seconds: float = 0) -> "Arbiter":
+    def arbitrate(self, containers: "Sequence[Container]", away_seconds: float = 0, tenants: int = 0) -> "Arbiter":
         """Starts an arbiter for these containers; its time is the model clock's."""
-        self._arbiters.append(Arbiter(self.programs, self.folder, containers, away_seconds))
+        self._arbiters.append(Arbiter(self.programs, self.folder, containers, away_seconds, tenants or len(containers)))
         return self._arbiters[-1]
 
     def close(self) -> None:
@@ -283,11 +283,11 @@ class Container:
 
 _ARBITER = """
 import ctypes, os, signal, sys, time
-library, away_seconds, clock = ctypes.CDLL(sys.argv[1]), float(sys.argv[2]), ctypes.CDLL(None)
+library, away_seconds, tenants, clock = ctypes.CDLL(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), ctypes.CDLL(None)
 
 def start():
     numbers, threads = [], clock.model_threads()
-    for word in sys.argv[3:]:
+    for word in sys.argv[4:]:
         gpus, folder = word.split(":", 1)
         pages = [os.open(f"{folder}/pages/{page}.1", os.O_RDWR) for page in ("limits", "turn")]
         numbers += [library.gm_arbiter_add(gpu, gpu, *pages) for gpu in range(int(gpus))]
@@ -306,7 +306,7 @@ if away_seconds:
         signal.pause()
     os.read(ready, 1)
     print(flush=True)
-    clock.model_enter(len(sys.argv) - 2)
+    clock.model_enter(tenants + 1)
     time.sleep(5)
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
@@ -327,12 +327,12 @@ while sys.stdin.readline():
 
 
 class Arbiter:
-    """A process that loads the arbiter as the agent does. With `away_seconds` it is killed five seconds after one thread of each
-    container and one more have begun to work, and is away for so long.
+    """A process that loads the arbiter as the agent does. With `away_seconds` it is killed five seconds after so many `tenants` and one
+    more have begun to work, and is away for so long.
     """
 
-    def __init__(self, programs: Path, folder: Path, containers: Sequence[Container], away_seconds: float = 0) -> None:
-        words = [str(programs / ARBITER), str(away_seconds)]
+    def __init__(self, programs: Path, folder: Path, containers: Sequence[Container], away_seconds: float, tenants: int) -> None:
+        words = [str(programs / ARBITER), str(away_seconds), str(tenants)]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ARBITER, *words, *(f"{container.gpus}:{container.folder}" for container in containers)],
             stdin=subprocess.PIPE,

@@ -59,16 +59,24 @@ def test_a_tenant_that_is_alone_gets_its_share(node: Node, tmp_path: Path, share
     assert -1 < 100 * held / _UNLIMITED_PERCENT[work] - share < 3
 
 
-@pytest.mark.parametrize(("away_seconds", "points"), [(0.05, 3), (0.3, 3), (1, 5), (8, 8)])
-@pytest.mark.parametrize("shares", [(25, 75), (20, 30, 50)], ids=str)
+@pytest.mark.parametrize("away_seconds", [0.05, 0.3, 1, 8])
+@pytest.mark.parametrize("shares", [(25, 75), (20, 30, 50), (5, 95)], ids=str)
 def test_shares_hold_while_the_arbiter_is_killed_and_restarted(
-    node: Node, tmp_path: Path, shares: tuple[int, ...], away_seconds: float, points: float
+    node: Node, tmp_path: Path, shares: tuple[int, ...], away_seconds: float
 ) -> None:
-    """While it is away, each tenant limits itself: without turns, the driver's time slices count as its own time."""
+    """While it is away, the tenants limit themselves, one after the other."""
     containers = _containers(tmp_path, shares)
     node.arbitrate(containers, away_seconds)
     held = _gpu_time_percent([_started(node, container) for container in containers], ["products"] * len(shares), others=1)
-    assert held == pytest.approx(list(shares), abs=points)
+    assert held == pytest.approx(list(shares), abs=3)
+
+
+def test_processes_of_a_container_share_its_part_while_the_arbiter_is_away(node: Node, tmp_path: Path) -> None:
+    containers = _containers(tmp_path, [40, 60])
+    node.arbitrate(containers, away_seconds=8, tenants=4)
+    tenants = [_started(node, containers[number]) for number in (0, 0, 0, 1)]
+    *parts, other = _gpu_time_percent(tenants, ["products"] * 4, others=1)
+    assert [sum(parts), other] == pytest.approx([40, 60], abs=3)
 
 
 def test_a_restarted_arbiter_wakes_processes_that_sleep(node: Node, tmp_path: Path) -> None:
