@@ -1,1 +1,1 @@
-"""The agent: the only writer of the ledger, and the interfaces that it needs from the other packages."""
+"""The agent: the only writer of the ledger, and the interfaces that other packages implement for it."""

@@ -35,14 +35,14 @@ from gpumgr.placement.pods import ContainerSpec, Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: Rate and burst of the `List` calls that only confirm the container that the order of calls identifies.
+#: Rate limit and burst of the `List` calls that only confirm a container which the order of calls has identified.
 SPARE_LOOKS_PER_SECOND = 20.0
 SPARE_LOOKS_BURST = 4.0
 #: A call for replicas waits at least this long until the cache has its pod: without the pod it must be refused.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
-#: If only `List` can show which pod a call is for: how long `List` is tried again, and the pause between two tries.
+#: If only `List` can show which pod a call is for, and it fails: how long it is tried again, and the pause between two tries.
 LIST_AGAIN_SECONDS = 5.0
 LIST_PAUSE_SECONDS = 0.25
 
@@ -53,7 +53,7 @@ class ListFailedError(Refusal):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """An answered GetPreferredAllocation call; its Allocate must come next."""
+    """An answered GetPreferredAllocation call; the Allocate for it must be the next call."""
 
     record: CallRecord
     choice: Choice
@@ -116,8 +116,8 @@ class Admission:
         return listing
 
     def _number(self, listing: Listing) -> None:
-        """Notes which `List` call showed each pod first. A new pod may have the name of a refused pod that every `List` so far showed;
-        then only its UID shows that it is new."""
+        """Records which `List` call showed each pod first. If a refused pod was never missing in `List`, and a new pod has its name, only
+        the UID shows that the pod is new."""
         uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
         recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
         numbers = {pod: self._looks if pod in recreated else self._seen.get(pod, self._looks) for pod in listing.pods}
@@ -129,12 +129,15 @@ class Admission:
         self._uids = {pod: uid for pod in self._seen if (uid := uids.get(pod) or self._uids.get(pod))}
 
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
-        """During this time a pod that `List` lacks may still run."""
+        """Call it when the kubelet has restarted: for `incomplete_seconds` a pod that `List` lacks may still run."""
         self._incomplete_until = self._clock() + incomplete_seconds
-        self._refused = frozenset()  # the kubelet admits a refused pod again if the API server does not have its end yet
+        self._refused = (
+            frozenset()
+        )  # after its restart the kubelet admits a refused pod again if the API server does not know yet that it has failed
 
     def called(self) -> int:
-        """To be called when a GetPreferredAllocation or Allocate arrives. Returns its number. The kubelet makes one such call at a time."""
+        """Call it when a GetPreferredAllocation or Allocate arrives; returns the call's number. The kubelet makes one such call at a
+        time."""
         self.call, self._called_at = self.call + 1, self._clock()
         return self.call
 
@@ -158,8 +161,8 @@ class Admission:
         return handed_on(ledger, resource, request.must, caller.pod), caller
 
     async def identify_without_preference(self, ledger: Ledger, resource: Resource, masks: Masks) -> tuple[Ledger, Caller]:
-        """Does the same for an Allocate without a GetPreferredAllocation: the container takes over ids of its pod's init containers, or
-        the Topology Manager left no choice."""
+        """Like `identify`, for an Allocate without a GetPreferredAllocation. The kubelet makes such a call if the container takes over ids
+        of its pod's init containers, or if the Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
         left_by = reuser(ledger, resource, masks)
         if (
@@ -170,7 +173,8 @@ class Admission:
         ):
             return handed_on(ledger, resource, masks, left_by.pod), successor
         if ledger.holders(resource, masks) and (listing := await self.list_pods()) is not None:
-            # The holder may have just ended. `List` delays the kubelet's Allocate, but without it this call would be refused.
+            # The ids are held, but their holder may have just ended. `List` delays the kubelet's Allocate, but without `List` this call
+            # would be refused.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
                 ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), resource, masks, pod)
                 left_by = reuser(ledger, resource, masks)
@@ -193,7 +197,7 @@ class Admission:
             )
 
     def granted(self, caller: Caller, allocation: Allocation) -> None:
-        """To be called when an Allocate of this caller is answered."""
+        """Call it when an Allocate for this caller is answered."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
             # The pod's UID is not known yet, and the UID on record is an earlier incarnation's. Once the pod's own UID is known, the pod
@@ -201,7 +205,8 @@ class Admission:
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
-        """To be called when GetPreferredAllocation or Allocate is refused: the kubelet fails this pod, and calls for another one next."""
+        """Call it when GetPreferredAllocation or Allocate is refused: the kubelet then fails this pod, and its next call is for another
+        one."""
         self.current, self._granted_at = UNKNOWN_CALLER, float("-inf")
         uids = {*self._refused, *([caller.uid] if caller.uid is not None and not caller.unconfirmed else [])}
         self._refused = frozenset(uid for uid in uids if (view := self._pods.by_uid(uid)) is not None and not view.ended)
@@ -248,9 +253,9 @@ class Admission:
         return view is None or view.ended
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
-        """The pod under admission is the newest listed one that waits for these ids, since the kubelet adds no pod to the list while it
-        admits another one. If the cache has no such pod (the cache is late, or has an earlier incarnation), the pod is among the pods
-        that were listed last."""
+        """The caller is the newest listed pod that waits for these ids, since the kubelet adds no pod to the list while it admits another
+        one. If the cache has no such pod (it is late, or has an earlier incarnation), the caller is among the pods that were listed
+        last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -277,7 +282,7 @@ class Admission:
         def may_wait(pod: PodKey) -> bool:
             view = self._pods.get(pod)
             if last is not None and pod == last.pod and self.current.spec is None:
-                return True  # the cache's pod of this name did not match the last call
+                return True  # the pod that the cache has under this name did not match the last call
             return view is None or view.ended or next_container(ledger, view) is not None
 
         return max(filter(may_wait, listing.pods), key=rank, default=None)
@@ -288,7 +293,7 @@ class Admission:
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
     def _follower(self, ledger: Ledger, resource: Resource, size: int) -> Caller | None:
-        """The pod of the last call, if one of its containers waits for exactly this amount."""
+        """The caller, if it is the pod of the last call: one of its containers must wait for exactly this amount."""
         view = self._pods.get(self.current.pod) if self.current.pod else None
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
@@ -298,8 +303,8 @@ class Admission:
     async def _only_or_listed(
         self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None, *, list_failed: bool = False
     ) -> Caller | Listing:
-        """The only container that the call can be for, else what `List` returns. `list_failed`: `List` has just failed. `List` must
-        confirm even a single candidate if the scheduler chose its GPUs, or for replicas, since only the pod has their amounts. Raises
+        """The caller, if the call can be for one container only; else what `List` returns. `list_failed`: `List` has just failed. `List`
+        must confirm even a single candidate if the scheduler chose its GPUs, or for replicas, since only the pod has their amounts. Raises
         ListFailedError."""
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:
@@ -349,7 +354,8 @@ class Admission:
         return Caller(pod=view.key, view=view, spec=spec, unconfirmed=unconfirmed) if spec else None
 
     def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
-        """Whether every container of its pod has what it requests. Then the kubelet no longer passes the ids of the allocation on."""
+        """Whether every container of the allocation's pod has what it requests. Then the kubelet no longer passes ids of the allocation on
+        to other containers."""
         view = self._pods.by_uid(a.uid) if a.uid is not None else None
         return view is not None and next_container(ledger, view) is None
 

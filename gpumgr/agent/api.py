@@ -1,5 +1,5 @@
-"""The schema of the JSON API: the web server encodes these structs, and the commands decode them. At the end, the rows about allocations,
-GPUs and their processes are made.
+"""The schema of the JSON API: the web server encodes these structs, and the commands decode them. The functions at the end make the rows
+about allocations and processes.
 
 A field that an agent of another version may leave out has a default. None means "not known" where the struct says nothing else.
 """

@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 #: How long a Prepare waits for the watch to deliver the pod: it needs the containers' names.
 POD_SECONDS: Final = 2.0
-#: How long the API server is asked whether a prepared claim was allocated anew.
+#: How long a Prepare tries to read from the API server whether a prepared claim was allocated anew.
 AGAIN_SECONDS: Final = 1.0
 #: How many unprepared claims are remembered, to recognise a late Prepare.
 MAX_UNPREPARED: Final = 1000
@@ -44,15 +44,16 @@ MAX_UNPREPARED: Final = 1000
 
 class ClaimReader(Protocol):
     async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
-        """The claim as the API server has it now. Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
+        """Reads the claim from the API server. Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
-        """Whether the API server has the pod with this UID, and it neither has ended nor is being deleted. Retries and raises as `read`."""
+        """Whether the API server has the pod with this UID, and the pod has not ended and is not being deleted. Retries and raises as
+        `read`."""
 
 
 class NodeClaims:
-    """Implements gpumgr.kubelet.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared,
-    if so."""
+    """Implements gpumgr.kubelet.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared;
+    None: they are prepared."""
 
     def __init__(
         self,
@@ -75,9 +76,9 @@ class NodeClaims:
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
-        #: The claims that the last `reclaim` found gone.
+        #: UIDs of the claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
-        #: The claims that this process has prepared.
+        #: UIDs of the claims that this process has prepared.
         self._answered: set[str] = set()
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
@@ -160,7 +161,7 @@ class NodeClaims:
         return allocation.id in self._agent_state.ledger.allocations
 
     def _bury(self, claim: ClaimRef) -> None:
-        """Records the pods that no longer need the claim, without Pending pods: they may be about to use it."""
+        """Records which pods no longer need the claim. Pending pods are left out: they may be about to use it."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
@@ -189,7 +190,7 @@ class NodeClaims:
         return any(view is not None and not view.ended for view in views)
 
     async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
-        """None: the API server does not answer, and the allocations `held` stay in force. Raises Refusal."""
+        """The claim from the API server. None: it does not answer, and the allocations `held` stay in force. Raises Refusal."""
         lasting = held and (self._has_holder(held) or not self._pods.synced)
         if lasting:
             deadline = min(deadline, time.monotonic() + AGAIN_SECONDS)
@@ -210,7 +211,7 @@ class NodeClaims:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
                 return before
-            if before:  # even if the new shares are refused: the API server no longer allocates the old ones
+            if before:  # the old shares are freed even if the new ones are refused: the API server no longer allocates them
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             await self._enforcement.settle()
@@ -307,13 +308,13 @@ class CommitBatch:
 
     async def _save(self, result: asyncio.Future[Any]) -> None:
         async with self._agent_state.lock:
-            if not result.done():  # else an earlier call saved it in its batch
+            if not result.done():  # otherwise an earlier call has saved this decision in its batch
                 waiting, self._waiting = self._waiting, []
                 try:
                     await self._commit(waiting)
                 finally:
-                    # Cancels a result that is missing since the process ends. An error counts as read then: a cancelled caller does not
-                    # read it, and asyncio would log that.
+                    # Cancels each result that is still missing because the process ends. The error of a result is read here: a cancelled
+                    # caller does not read it, and asyncio would log that.
                     for _, ended in waiting:
                         ended.cancel()
 
@@ -324,7 +325,7 @@ class CommitBatch:
         for decision, result in waiting:
             try:
                 ledger, more, value = decision(ledger)
-            except Exception as error:  # a Refusal, or a bug in one decision, which must not fail the others
+            except Exception as error:  # a Refusal, or a bug in one decision: the other decisions must not fail with it
                 result.set_exception(error)
             else:
                 entries += more

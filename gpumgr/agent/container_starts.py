@@ -1,6 +1,5 @@
-"""Makes what a container gets: the responses to the kubelet's calls, and at the container's start its folder, limits and CDI spec.
-Converts allocations to tenants, the form that enforcement uses.
-"""
+"""Makes what a container gets: the responses to the kubelet's calls, and at the container's start its folder, limits and CDI spec. Converts
+allocations to "tenants": a tenant is a container with a share, as a GpuShare, the form that the enforcement backends use."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from gpumgr.placement.topology.devices import Gpu
 
 log = structlog.get_logger(__name__)
 
-#: Reason of the event of a pod with two sets of limits.
+#: The reason in the event of a pod that has two sets of limits.
 TWO_LIMITS: Final = "GpuTwoLimits"
 
 
@@ -43,7 +42,7 @@ def is_share(allocation: Allocation) -> bool:
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """The tenant, if this allocation shares a GPU. None for all others (see `is_share`), which gpumgr does not limit.
+    """The tenant of an allocation that shares a GPU; None for all others (see `is_share`), which gpumgr does not limit.
 
     `gpus` are the GPUs that the driver lists now; `view` is the allocation's pod, if it is known.
     """
@@ -182,16 +181,15 @@ class ContainerStarts:
         if exemption not in (allocation.pod[0], view.account if view else None):
             raise Refusal(
                 "conflict",
-                f"the container was admitted as one of {exemption}, which the operator excepts from the node's limits, and is none; delete "
-                f"the pod and create it again",
+                f"the container was admitted as one of {exemption}, which the operator exempts from the node's limits, and it is none of "
+                "them; delete the pod and create it again",
             )
 
 
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
-    """Reports a pod with a container that gets two sets of limits, because its claims were prepared for other pods before. The kubelet
-    makes no Prepare call for it, so nothing can refuse the pod: it gets the variables and files of one set.
-
-    `pod` has appeared on the node. Does nothing if a Prepare call of one of its claims is still to come."""
+    """Adds an event if a container of this pod, which has just appeared on the node, gets two sets of limits. That happens if its claims
+    were prepared for other pods before: the kubelet then makes no Prepare call that could be refused, and the container gets the variables
+    and files of one set. Does nothing if a Prepare call of one of its claims is still to come."""
     ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
     for claim in ledger.claims.values():
         if (claim.namespace, claim.name) in names:
@@ -250,13 +248,16 @@ class PreStart:
                 agent_state.close_open()
                 agent_state.publish()
         self._starts.make_folders(holders)
-        if resource != "memory":  # every vcuda share has cores, so one of the container's two calls is enough
+        if (
+            resource != "memory"
+        ):  # every share of `tencent.com` resources has cores, so one of the container's two calls is enough
             for holder in holders:
                 await self._starts.make_room(holder)
                 await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
 
     def _refuse_gone_gpus(self, allocation: Allocation) -> None:
-        """Raises Refusal with the reason, since the runtime's error about a device that does not exist has none."""
+        """Raises Refusal with the reason; without it the start fails with the runtime's error about a missing device, which gives no
+        reason."""
         gone = self._agent_state.inventory.gone(self._agent_state.ledger.gpu_registry)
         for gpu in allocation.gpus:
             if gpu in gone:
@@ -273,7 +274,8 @@ class PreStart:
             check_request(count(allocation.held("core")), count(allocation.held("memory")))
 
     def _refuse_second_profile(self, allocation: Allocation) -> None:
-        """The kubelet calls Allocate once for each resource, and keeps one value of each variable: the container would miss MIG devices."""
+        """Refuses a container with MIG devices of several profiles. The kubelet calls Allocate once for each resource, and keeps one value
+        of each variable, so the container would see the MIG devices of one profile only."""
         if allocation.container is None:
             return
         mine = self._agent_state.ledger.of(allocation.pod, allocation.uid)

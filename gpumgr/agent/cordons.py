@@ -16,7 +16,8 @@ REASON_CHARACTERS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cordon:
-    """`since` is in unix seconds. `draining`: the operator waits for the GPU's containers to end; `evict`: their pods are evicted."""
+    """Why a GPU is out of service. `since` is in unix seconds. `draining`: the operator waits for the GPU's containers to end; `evict`:
+    their pods are evicted."""
 
     reason: str = ""
     since: float = 0.0

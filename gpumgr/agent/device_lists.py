@@ -1,8 +1,6 @@
-"""When a changed device list is sent to the kubelet, and which ids the kubelet must have received by now.
-
-ListAndWatch has no acknowledgement. Changes of free memory blocks (a whole GPU was granted or freed) are collected for a second; the
-failure of a GPU is sent at once. An id that turned Healthy counts as visible to the kubelet one second after it was sent.
-"""
+"""Decides when a changed device list is sent to the kubelet, and which ids the kubelet must have received by now: ListAndWatch has no
+acknowledgement. Changes of free memory blocks (a whole GPU was granted or freed) are collected for a second; the failure of a GPU is sent
+at once. An id that turned Healthy counts as visible to the kubelet one second after it was sent."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +14,7 @@ SETTLE_SECONDS = 1.0
 
 
 class DeviceListPublisher:
-    """Sends the latest device list at once or later, and reports which blocks the kubelet surely sees as Healthy."""
+    """Sends the latest device list at once or later, and reports which memory blocks the kubelet must have received as Healthy."""
 
     def __init__(self, publish: Publish, *, clock: Callable[[], float]) -> None:
         self._publish = publish
@@ -30,7 +28,7 @@ class DeviceListPublisher:
         self._listening = False
 
     def start(self) -> None:
-        """To be called when the servers that the kubelet watches have started. No list is sent before."""
+        """Call it when the servers that the kubelet watches have started. No list is sent before."""
         self._listening = True
         self._send()
 
@@ -49,7 +47,7 @@ class DeviceListPublisher:
             self._timer = asyncio.get_running_loop().call_later(wait, self._send)
 
     def hurry(self) -> bool:
-        """Sends what is held back. True if the sent list has Healthy blocks that do not count as visible yet."""
+        """Sends a list that is held back. True if it has Healthy memory blocks that do not count as visible yet."""
         self._send()
         visible = self.visible_blocks()
         return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)

@@ -1,4 +1,4 @@
-"""Forgets registered GPUs that were removed for good, so that the node does not report them as missing for ever.
+"""Forgets registered GPUs that were removed for good, so that the node does not report them as missing forever.
 
 A GPU can be forgotten if the driver does not list it, and no allocation and no process of an ended container is on it. It is forgotten on
 an operator's request, or by itself when another GPU is at its PCI address. If it returns, it is registered again with the same name. Its
@@ -22,12 +22,12 @@ log = structlog.get_logger(__name__)
 
 #: The checkpoint's note: the PCI addresses of registered GPUs by UUID, as the driver listed them last.
 ADDRESSES_NOTE: Final = "gpu_addresses"
-#: The kubelet crashes if an id vanishes while it allocates that id. So it must have had the ids as Unhealthy for a while before.
+#: The kubelet crashes if an id vanishes while it allocates that id. So the ids must have been Unhealthy in its list for this time before.
 _PATIENCE_SECONDS: Final = 10.0
 
 
 class GoneGpus:
-    """Nothing is noted or forgotten before `restore`. `clock` is monotonic, in seconds."""
+    """No address is recorded, and no GPU forgotten, before `restore`. `clock` is monotonic, in seconds."""
 
     def __init__(self, agent_state: AgentState, *, clock: Callable[[], float]) -> None:
         self._agent_state, self._clock = agent_state, clock
@@ -49,7 +49,7 @@ class GoneGpus:
         self._replaced_since = {uuid: float("-inf") for uuid, place in self._addresses.items() if taken.count(place) > 1}
 
     async def look(self) -> None:
-        """Notes the addresses, and forgets GPUs that were replaced. Call it after each sample."""
+        """Records the addresses of the listed GPUs, and forgets GPUs that were replaced. Call it after each sample."""
         if self._addresses is None:
             return
         agent_state = self._agent_state

@@ -25,10 +25,10 @@ class KnownGpu:
 
 
 def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]) -> GpuName:
-    """The GPU with this index ("3", "GPU3"), this name in device ids, or this UUID or beginning of it ("GPU-0fe1", "0fe1") of
-    MIN_DIGITS digits or more. A number is an index, unless it is the whole name of a GPU.
+    """The GPU with this index ("3", "GPU3"), this name in device ids, or this UUID or beginning of it ("GPU-0fe1", "0fe1") of MIN_DIGITS
+    digits or more. A number is an index, unless it is the whole name of a GPU.
 
-    `unreadable`: index -> reason, of GPUs that the driver lists and can't describe. Raises InputError that lists the known GPUs.
+    `unreadable`: index -> reason, of GPUs that the driver lists and can't describe. Raises InputError with a list of the known GPUs.
     """
     word = text.strip().lower()
     if any(word == gpu.name for gpu in known):

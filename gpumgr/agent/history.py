@@ -28,7 +28,8 @@ GATHER_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 10.0
 #: How many of the newest entries are searched for a repetition.
 REPEATS_WITHIN: Final = 50
-#: How many numbers a start skips: clients may have received entries that were not saved before the agent was killed.
+#: How many numbers are skipped at each start: clients may have received entries with these numbers that were not saved before the agent was
+#: killed.
 SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
 
 
@@ -65,7 +66,7 @@ class History:
         self.latest = LatestValue(0)
 
     def restore(self, entries: Iterable[HistoryEntry], *, allocations: Iterable[AllocationId]) -> None:
-        """After a restart: the checkpoint's entries, oldest first, and the ids of the existing allocations."""
+        """After a restart. `entries`: the checkpoint's, oldest first; `allocations`: the ids of the existing ones."""
         self._grants = {allocation: [] for allocation in allocations}
         for entry in entries:
             self._keep(entry)
@@ -92,7 +93,7 @@ class History:
         return replace(entry, number=self._number, at=entry.at or self._wall_clock())
 
     def add(self, entry: HistoryEntry, *, saved: bool = False) -> None:
-        """`saved`: it is on disk already. An entry without a number gets one, and the present time if it has none."""
+        """Adds an entry. `saved`: it is on disk already. An entry without a number gets one, and the present time if it has none."""
         if not entry.number:
             entry = self.numbered(entry)
         if entry.id is not None:
@@ -122,7 +123,7 @@ class History:
                 self._grants[oldest.id].append(oldest)
 
     async def run(self) -> NoReturn:
-        """Writes new entries, for ever. A failed write is retried and logged once."""
+        """Writes new entries, forever. A failed write is retried and logged once."""
         logged = False
         while True:
             await self._news.wait()
@@ -149,7 +150,8 @@ class History:
 
 @dataclass(slots=True, kw_only=True)
 class CallRecord:
-    """The facts of one call, filled in while it is decided. `id`: the allocation that the call concerns, or would make."""
+    """What is known about one call of the kubelet; the fields are set while the call is decided. `id`: the allocation that the call
+    concerns, or would make."""
 
     call: Call
     resource: Resource

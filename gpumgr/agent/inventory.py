@@ -53,11 +53,12 @@ class HardwareHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """An immutable state of the hardware, and what is offered of it. GPUs are matched with the registered ones by UUID.
+    """The state of the hardware at one instant (immutable), and the settings that decide what is offered of it. GPUs are matched with the
+    registered ones by UUID.
 
-    `replicas`: how many replicas of each GPU are offered. `scaling`: the factors by which the GPU's memory and cores are multiplied for
-    its replicas. `mig_strategy`: which MIG devices are offered. `mig_on_demand`: the profiles of the MIG devices that are created for
-    containers, on GPUs that are not shared then (empty: all profiles); None: no MIG device is created. `policy`: where a share is placed.
+    `replicas`: how many replicas of each GPU are offered. `scaling`: the factors by which the GPU's memory and cores are multiplied for its
+    replicas. `mig_strategy`: which MIG devices are offered. `mig_on_demand`: the profiles of the MIG devices that are created for
+    containers, on GPUs that then have no shares (empty: all profiles); None: no MIG device is created. `policy`: where a share is placed.
     `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now, for example since a MIG device there has
     processes but no container. `burst_mebibytes`: GPU -> memory that containers hold above their requests.
     """
@@ -94,7 +95,7 @@ class Inventory:
     @_once
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
         """Maps each GPU on which MIG devices are created on demand to all its profiles, with the places that are not blocked. A profile
-        that the settings leave out has no places; it stays in the list, since parts of the GPU are counted by its largest profile."""
+        that the settings leave out has no places; it stays in the list, since the parts of a GPU are counted with its largest profile."""
         if self.mig_on_demand is None:
             return {}
         return {
@@ -143,7 +144,7 @@ class Inventory:
         """GPU -> why it does not work. A registered GPU that the driver does not list counts as failed."""
         shown = self.gpus(gpu_registry)
         reasons = {
-            c.name: self.health.failed.get(c.uuid) or (None if c.name in shown else "the driver does not show it")
+            c.name: self.health.failed.get(c.uuid) or (None if c.name in shown else "the driver does not list it")
             for c in gpu_registry.gpus
         }
         return {name: reason for name, reason in reasons.items() if reason}
@@ -164,7 +165,7 @@ class Inventory:
         for c in gpu_registry.gpus:
             cordon = self.health.cordoned.get(c.uuid)
             quarantine = self.quarantine.reason(c.name) if c.name in self.quarantine.held else None
-            # A GPU in MIG mode still grants MIG devices, but not while it is in quarantine: then the quarantine is the reason.
+            # A GPU in MIG mode still grants MIG devices, but not while it is in quarantine; so the quarantine is the first reason then.
             own = quarantine or cordon if c.uuid in self.health.in_mig_mode else cordon or quarantine
             reasons[c.name] = without_mig.get(c.name) or own
         return {name: reason for name, reason in reasons.items() if reason}

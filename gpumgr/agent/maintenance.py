@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 Action = Literal["cordon", "drain", "uncordon", "reset", "forget"]
 
-#: How many containers or processes a refusal names.
+#: How many containers or processes a refusal names at most.
 NAMED = 8
 #: Code of the entry in the history, and reason of the pod's event.
 EVICTED = "GpuDrained"
@@ -137,7 +137,7 @@ class Maintenance:
                 case "uncordon":
                     done = {"changed": await self._put(gpu, None, request.reason)}
                     if self._evictor is not None:
-                        self._evictor.evict(_requester(gpu), ())  # pods that have not gone yet may stay
+                        self._evictor.evict(_requester(gpu), ())  # pods that are not evicted yet may stay
                 case "reset":
                     done = await self._reset_empty(gpu, request)
                 case "forget":
@@ -148,7 +148,7 @@ class Maintenance:
     # -- cordons -----------------------------------------------------------------------------------------------------------
 
     async def _cordon(self, gpu: RegisteredGpu, request: MaintenanceRequest) -> dict[str, Any]:
-        """A cordon does not cancel a drain, and one without a reason keeps the earlier reason."""
+        """Cordons the GPU. A cordon does not cancel a drain, and a cordon without a reason keeps the earlier reason."""
         drain = request.action == "drain"
         evict = drain and request.evict
         if evict and self._evictor is None:
@@ -202,7 +202,7 @@ class Maintenance:
         try:
             await self._agent_state.save_note(CORDONS_NOTE, encode_cordons(cordons), entry)
         except CheckpointError as error:
-            raise Refusal("internal", f"it can't be remembered, so nothing was changed: {error}") from error
+            raise Refusal("internal", f"it can't be saved, so nothing was changed: {error}") from error
         self.cordons = cordons
         if cordon is None:
             self._health.uncordon(gpu.uuid)

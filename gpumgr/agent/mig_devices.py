@@ -1,8 +1,8 @@
 """Creates the MIG devices of containers, and destroys MIG devices that no container has (setting hami.operating_mode). Reports MIG devices
-that are gone though a container holds them, also MIG devices of static MIG.
+that are gone although a container holds them; that includes existing devices that an operator made (static MIG).
 
-A MIG device is created while its container is admitted, since the answer names its UUID. Until then the ledger has a reservation; a
-device that exists after a crash without a saved grant is destroyed later. A device with processes is never destroyed.
+A MIG device is created while its container is admitted, since the answer names its UUID. Until then the ledger has a reservation; a device
+that exists after a crash without a saved grant is destroyed later. A device with processes is never destroyed.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class MigDriver(Protocol):
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance: ...
 
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
-        """Refuses one with processes; one that is gone is no error."""
+        """Fails for a MIG device with processes; one that is gone already is no error."""
         ...
 
     async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]: ...
@@ -66,8 +66,8 @@ class MigDevices:
         self._failed: dict[tuple[str, int], float] = {}
 
     def keep(self) -> None:
-        """The ledger was lost and could not be rebuilt completely: MIG devices that this process has not created may have containers, and
-        are not destroyed."""
+        """Call it if the ledger was lost and could not be rebuilt completely: then MIG devices that this process has not created may have
+        containers, and are not destroyed."""
         if not self._keeping:
             log.warning("mig_devices_kept", reason="the ledger was lost and is incomplete: containers may have MIG devices")
         self._keeping = True
@@ -91,8 +91,8 @@ class MigDevices:
                 await self._destroy(ledger.gpu_registry.by_name[device.gpu].uuid, device.uuid)
 
     async def restore(self, allocation: Allocation) -> Allocation:
-        """To be called when the container starts. After a reboot its MIG devices are gone: they are created again. If their UUIDs
-        change, the container must get them by CDI, since its environment has the former UUIDs. Raises Refusal."""
+        """Call it when the container starts. After a reboot its MIG devices are gone: they are created again. If their UUIDs change, the
+        container must get them by CDI, since its environment has the former UUIDs. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
         async with self.changes:
@@ -106,14 +106,14 @@ class MigDevices:
             async with self._agent_state.lock:
                 current = self._allocation(allocation.id)
                 ledger = self._agent_state.ledger
-                for each in ledger.of(current.pod, current.uid):  # an init container may have left it to this one
+                for each in ledger.of(current.pod, current.uid):  # an init container may have passed the device on to this one
                     devices = tuple(made.get(device.uuid, device) for device in each.mig_devices)
                     if devices != each.mig_devices:
                         ledger = ledger.occupy(replace(each, mig_devices=devices, why=_why(each.why, devices)))
                 try:
                     await self._agent_state.commit(ledger)
                 except CheckpointError as error:
-                    raise Refusal("internal", f"the new MIG devices can't be remembered: {error}") from error
+                    raise Refusal("internal", f"the new MIG devices can't be saved: {error}") from error
                 return ledger.allocations[current.id]
 
     def _allocation(self, allocation: AllocationId) -> Allocation:
@@ -124,8 +124,8 @@ class MigDevices:
         return current
 
     async def tend(self) -> None:
-        """To be called once a second: turns MIG mode on where a GPU is idle, destroys MIG devices without a container, and reports
-        containers without theirs."""
+        """Call it once a second: turns MIG mode on where a GPU is idle, destroys MIG devices without a container, and reports containers
+        without theirs."""
         ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
         gpus = _gpus(ledger, inventory)
         found: dict[str, str] = {}
@@ -159,7 +159,7 @@ class MigDevices:
             raise Refusal(
                 "gpu_unhealthy", f"no MIG devices are created on GPU {device.gpu} now, and the container needs {device}"
             )
-        # At all places: the creation for a container may have failed a moment ago, because MIG mode was off after a reboot.
+        # Forgets the failures at all places: the creation may have failed a moment ago only because MIG mode was off after a reboot.
         gpu, place = shown.uuid, place_of(device, shown.mig_profiles)
         try:
             for each in await self._driver.mig_instances(gpu):
@@ -174,7 +174,7 @@ class MigDevices:
         return replace(device, uuid=made.uuid, gpu_instance=made.gpu_instance, compute_instance=made.compute_instance)
 
     async def _destroy_unless_held(self, gpu: str, device: str) -> str | None:
-        """Why a MIG device without a container is still there; None if it has one, or is destroyed."""
+        """Destroys a MIG device that no container has. Returns why it is still there; None if a container has it, or if it is destroyed."""
         if device in _held(self._agent_state.ledger):
             return None
         async with self.changes:

@@ -37,22 +37,22 @@ class ApiQueueState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` the instant in unix seconds. `sample` is NVML's latest
-    (None before the first), `sampled_at` its time in monotonic seconds.
+    """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` the instant in unix seconds. `sample` is NVML's latest (None
+    before the first), `sampled_at` its time in monotonic seconds.
 
     `nvml_errors` counts failed calls by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by resource.
 
-    `reasons`: UUID -> why a GPU accepts no new containers, as one of REASONS. It applies only to GPUs that are unschedulable in `view`,
-    and may be incomplete.
+    `reasons`: UUID -> why a GPU accepts no new containers, as one of REASONS. It applies only to GPUs that are unschedulable in `view`, and
+    may be incomplete.
 
-    `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `gpu_limits`:
-    UUID -> how new shares are limited on a GPU that the driver lists; an existing allocation keeps its own mechanisms.
-    `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
+    `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `gpu_limits`: UUID
+    -> how new shares are limited on a GPU that the driver lists; an existing allocation keeps its own mechanisms. `vcuda_registrations` (by
+    result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
-    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: the reasons why the node
-    can't accept pods with GPUs now. `warnings`: other faults of what it offers. Both are sentences. `cordons` are by UUID. `api_queue`
-    None: there is no API server. `connections` counts the web server's open connections, `connections_refused` those over its limit since
-    the start of the process, `disconnects` requests that their client ended before the response was complete.
+    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: the reasons why the node can't
+    accept pods with GPUs now. `warnings`: other faults of what it offers. Both have sentences. `cordons` are by UUID. `api_queue` None:
+    there is no API server. `connections` counts the web server's open connections, `connections_refused` those over its limit since the
+    start of the process, `disconnects` requests that their client ended before the response was complete.
     """
 
     view: AgentView

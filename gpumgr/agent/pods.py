@@ -69,15 +69,16 @@ RUNTIME_SECONDS: Final = 1.0
 class PodEnds:
     """Decides whether the pods of allocations have ended. `node` is the node's name. `clock` is monotonic, in seconds.
 
-    That the kubelet offers ids, or leaves them out of `List`, does not prove the end: a kubelet that lost its checkpoint offers the ids
-    of running pods. The API server decides. The container runtime decides if the API server can't be reached, if the pod is being deleted
-    (the kubelet may report its end later than it offers the ids), or if the API server can't know the pod: an allocation without a UID
-    may belong to an earlier pod of that name, and the mirror pod of a static pod can be deleted, or get another UID, while the pod runs.
+    If the kubelet offers ids again, or leaves them out of `List`, that does not prove that the pod has ended: a kubelet that lost its
+    checkpoint offers the ids of running pods. The API server decides. The container runtime decides if the API server can't be reached, if
+    the pod is being deleted (the kubelet may report its end later than it offers the ids), or if the API server can't know the pod: an
+    allocation without a UID may belong to an earlier pod of that name, and the mirror pod of a static pod can be deleted, or get another
+    UID, while the pod runs.
     """
 
     def __init__(self, pods: Pods, runtime: Runtime, *, node: str, clock: Callable[[], float]) -> None:
         self._pods, self._runtime, self._clock = pods, runtime, clock
-        #: The suffix that the kubelet gives to the names of static pods, and thus of their mirror pods.
+        #: The suffix that the kubelet appends to the names of static pods, and so to the names of their mirror pods.
         self._static_end = f"-{node.lower()}"
         self._waited: Mapping[AllocationId, float] = {}
 
@@ -94,7 +95,7 @@ class PodEnds:
         return ended
 
     def _by_api_server(self, a: Allocation) -> bool | None:
-        """Whether the API server shows the end; None: it can't be reached, or can't know the pod."""
+        """Whether the API server shows that the pod has ended; None: it can't be reached, or can't know the pod."""
         if a.uid is None:
             return None
         view = find_pod(self._pods, a.pod, a.uid)

@@ -1,4 +1,4 @@
-"""The interfaces that the agent needs from other packages. Those packages implement the interfaces; the agent imports none of them."""
+"""The interfaces that other packages implement for the agent; the agent imports none of these packages."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class Enforcement(Protocol):
     """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
     async def settle(self) -> None:
-        """To be called before `terms` of a new container: waits for the trials of mechanisms that began when the agent started."""
+        """Call it before `terms` for a new container: it waits for the trials of mechanisms that began when the agent started."""
         ...
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
@@ -85,8 +85,8 @@ class Enforcement(Protocol):
         ...
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
-        """To be called before each start of the container. For a claim it may be called at any time, since the limits of a running
-        container do not change. `base`: the responses to both calls for the container, without the limits. Raises Refusal."""
+        """Call it before each start of the container. For a claim it may be called at any time, since the limits of a running container do
+        not change. `base`: the responses to both calls for the container, without the limits. Raises Refusal."""
         ...
 
     def intact_specs(self) -> Collection[AllocationId]:
@@ -94,13 +94,14 @@ class Enforcement(Protocol):
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """To be called before the start of a container that has these GPUs as whole GPUs. Raises Refusal."""
+        """Call it before a container starts that has these GPUs as whole GPUs: frees them from mechanisms of shares (an MPS daemon). Raises
+        Refusal."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """One incarnation of a pod that is to be evicted, and why."""
+    """An eviction to request: one incarnation of a pod, and the reason."""
 
     uid: str
     pod: PodKey

@@ -1,4 +1,4 @@
-"""Between the kubelet's calls: frees the ids of ended pods, and adopts allocations that only the kubelet has."""
+"""Works between the kubelet's calls: frees the ids of ended pods, and adopts allocations that only the kubelet has."""
 
 import asyncio
 import contextlib
@@ -22,9 +22,10 @@ from gpumgr.placement.pods import Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 
-#: `List` makes the kubelet rebuild its table of ids, so it is not called between the kubelet's choice of ids and their entry there.
+#: `List` makes the kubelet rebuild its table of ids, so it is not called between the kubelet's choice of ids and the moment when the table
+#: has them.
 GAP_SECONDS = 0.5
-#: How long a container start waits until `List` is allowed.
+#: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0
 #: An Allocate follows its GetPreferredAllocation within this time, or not at all.
 UNDER_WAY_SECONDS = 2.0
@@ -57,7 +58,7 @@ class Reconciler:
         self._quiet_until = float("-inf")
         self._incomplete_until = clock() + INCOMPLETE_SECONDS
         self._wake = asyncio.Event()
-        #: What the last sweep examined, if it found nothing to do.
+        #: What the last sweep examined, if there was nothing to do; None otherwise.
         self._settled: tuple[Ledger, Listing, bool, list[PodView]] | None = None
 
     def preferred(self) -> None:
@@ -82,7 +83,7 @@ class Reconciler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Sweeps for ever."""
+        """Sweeps forever."""
         wait = SWEEP_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
@@ -140,8 +141,8 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them. Their pods run; or it is not known whether the pods have
-        ended, and the pods are listed, or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids."""
+        """The allocations that stay although the last `List` did not show them: their pods run, or it is not known whether they have ended
+        and either the pods are listed or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
@@ -168,14 +169,14 @@ class Reconciler:
             return rebuilt
 
     async def learn(self) -> None:
-        """Asks PodResources for the pod of a starting container if the ledger does not name the pod of its ids. Waits until no
-        other Allocate is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
+        """Calls `List` for the pod of a container that starts, if the ledger does not name the pod of its ids. Waits until no other
+        Allocate is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:
             await asyncio.sleep(min(GAP_SECONDS, max(0.0, self._quiet_until - self._clock())))
             async with self._agent_state.lock:
                 if self._clock() < self._quiet_until:
-                    continue  # GetPreferredAllocation was answered while this call waited for the lock
+                    continue  # GetPreferredAllocation was answered while this call waited for the lock, so an Allocate is expected
                 await self.adopt_locked(())
                 self._agent_state.publish()
                 return

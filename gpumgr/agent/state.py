@@ -1,4 +1,5 @@
-"""The ledger and the inventory in force, the one lock, and the way from a decision to disk, memory and kubelet."""
+"""The ledger and the inventory in force and the one lock. Each change of the ledger is saved first, then applied, then sent to the
+kubelet."""
 
 import asyncio
 import time
@@ -32,17 +33,15 @@ OPEN_SECONDS = 5.0
 PUBLISH_SECONDS = 0.1
 QUARANTINE_NOTE = "quarantine"
 SUSPENSIONS_NOTE = "suspensions"
-#: "held" (in quarantine) or "unattributed" -> GPU -> processes.
+#: The content of the checkpoint's note: "held" (in quarantine) or "unattributed" -> GPU -> processes.
 _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 
 
 class AgentState:
-    """All state of the agent. Each change needs `lock`.
-
-    `ledger` may be ahead of the disk by frees and reservations only; the next grant commits them, too. `before_offer` is awaited
-    under `lock` whenever the driver has listed GPUs, before they are offered. `on_freed` gets the id of each allocation that was removed
-    from the ledger. `inventory` has no GPUs yet, only the settings that decide what is offered of them.
-    """
+    """All state of the agent. Each change needs `lock`. Only freed allocations and reservations may be in `ledger` before they are on disk;
+    the next grant commits them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are offered.
+    `on_freed` gets the id of each allocation that was removed from the ledger. `inventory` has no GPUs yet, only the settings that decide
+    what is offered of them."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class AgentState:
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = History(checkpoint, wall_clock=time.time)
-        # The kubelet never got an answer about a reservation that a former process left.
+        # A reservation in the checkpoint is left over from before a restart. The kubelet never got an answer about it.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
         #: The containers that are suspended, or are being suspended or resumed. It is on disk, too.
@@ -79,10 +78,9 @@ class AgentState:
         return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks())
 
     async def node_with_pending_blocks(self) -> NodeView | None:
-        """Sends all blocks that can be offered to the kubelet at once, and returns the node with them; None if the kubelet has them all.
-
-        For a request that fits nowhere else: if the kubelet does not receive the blocks in time, it refuses the pod itself.
-        """
+        """Sends all memory blocks that can be offered to the kubelet at once, and returns the node with them; None if the kubelet has them
+        all already. Use it for a request that fits nowhere else: if the kubelet does not receive the blocks in time, it refuses the pod
+        itself."""
         self.publish()
         if not self._device_lists.hurry():
             return None
@@ -118,7 +116,7 @@ class AgentState:
         self._apply(ledger)
 
     def withdraw(self, reserved: Allocation) -> None:
-        """Removes a reservation if it is still there. It was never granted, so this is not reported."""
+        """Removes a reservation if it is still there. It was never granted, so its end is not reported."""
         if (there := self.ledger.allocations.get(reserved.id)) is not None and there.reserved:
             self.ledger = self.ledger.free([reserved.id])
 
@@ -166,8 +164,8 @@ class AgentState:
     # -- changes of the hardware -------------------------------------------------------------------------------------------------
 
     async def set_snapshot(self, snapshot: NodeSnapshot, health: HardwareHealth | None = None) -> None:
-        """The driver lists these GPUs now, with this health (None: it is as before). New ones are registered, which is durable before they
-        are offered.
+        """The driver lists these GPUs now, with this health (None: it is as before). New GPUs are registered, and the registration is on
+        disk before they are offered.
 
         If the registration can't be saved, the new GPUs are not offered before a later `register_gpus` succeeds.
         """
@@ -192,7 +190,7 @@ class AgentState:
                 self.publish()
 
     async def prepare_offer(self) -> None:
-        """To be called between `register_gpus` and `publish`. The caller holds `lock`."""
+        """Call it between `register_gpus` and `publish`. The caller holds `lock`."""
         if self.inventory.snapshot.gpus and self._before_offer is not None:
             await self._before_offer()
 
@@ -223,7 +221,7 @@ class AgentState:
             self.suspensions = decode_json(note, dict[AllocationId, Suspension]) if note else {}
         except UnreadableText as error:
             raise CheckpointError(
-                f"the checkpoint's note of suspended containers can't be read ({error}): start the gpumgr that wrote it"
+                f"the checkpoint's note of suspended containers can't be read ({error}): start the version of gpumgr that wrote it"
             ) from error
 
     async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
@@ -250,8 +248,8 @@ class AgentState:
             kept = decode_json(self._noted, _QuarantineNote) if self._noted else {}
         except UnreadableText as error:
             raise CheckpointError(
-                f"the checkpoint's note of processes in quarantine can't be read ({error}): start the gpumgr that wrote it, or remove the "
-                f"note {QUARANTINE_NOTE!r}"
+                f"the checkpoint's note of processes in quarantine can't be read ({error}): start the version of gpumgr that wrote it, "
+                f"or delete the row {QUARANTINE_NOTE!r} from the table notes of the checkpoint's database"
             ) from error
         state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {}))
         self._held_since = dict.fromkeys(state.held, float("-inf"))  # the start of the quarantine is not known
@@ -279,7 +277,7 @@ class AgentState:
 
     def _set_quarantine(self, state: Quarantine) -> None:
         before, now = self.inventory.quarantine, self._clock()
-        if state != before:  # the inventory stays the same object, since it keeps what was computed from it
+        if state != before:  # without a change the inventory stays the same object, since it keeps what was computed from it
             self.inventory = replace(self.inventory, quarantine=state)
         self._held_since = {**dict.fromkeys(state.held, now), **self._held_since}
         for gpu in self._held_since.keys() - state.held.keys():

@@ -1,4 +1,4 @@
-"""The kubelet's calls, one at a time under one lock: collect the input, decide (pure), save, apply, respond.
+"""Serves the kubelet's calls, one at a time under one lock: collects the input, decides (pure), saves, applies and responds.
 
 A call never waits for the API server. Its waits for PodResources, the disk and the driver (which creates MIG devices) are bounded. It is
 completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
@@ -36,7 +36,7 @@ from gpumgr.ledger.suspension import SuspensionsById
 
 log = structlog.get_logger(__name__)
 
-#: Reason of the event of a pod with an annotation gpumgr.io/placement that is not used.
+#: The reason in the pod's event if its annotation gpumgr.io/placement is not used.
 PLACEMENT_IGNORED: Final = "GpuPlacementIgnored"
 
 _T = TypeVar("_T")
@@ -182,7 +182,7 @@ class Agent:
             agent_state.history.add_unless_repeated(entry)
 
     async def _choose(self, caller: Caller, request: Request) -> Choice:
-        """The best choice; if there is none, the best one with blocks that were just freed."""
+        """The best choice; if there is none, the best choice with memory blocks that were just freed."""
         agent_state = self.agent_state
         select = choose_replicas if request.resource == "replica" else choose
         try:
@@ -239,7 +239,7 @@ class Agent:
         `pending` is the last answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
         agent_state, resource = self.agent_state, record.resource
         if not device_ids:
-            raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")
+            raise Refusal("invalid_request", f"the kubelet's request to allocate has no {resource} ids")
         masks = agent_state.ledger.gpu_registry.parse(resource, device_ids)
         if pending is not None and (pending.record.resource, pending.record.size) == (resource, len(device_ids)):
             before, why, evaluator = pending.record, pending.choice.why, pending.choice.evaluator
@@ -247,7 +247,7 @@ class Agent:
         else:
             ledger, caller = await self.admission.identify_without_preference(agent_state.ledger, resource, masks)
             self._put(ledger)
-            why, evaluator = "the kubelet asked for no preference", None
+            why, evaluator = "the kubelet requested no preference", None
             self._identified(record, caller)
             self.admission.refuse_placed(caller)
         caller = record.caller
@@ -301,7 +301,7 @@ class Agent:
         try:
             await agent_state.commit(agent_state.ledger.occupy(allocation), record.granted(allocation, evaluator))
         except CheckpointError as error:
-            raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
+            raise Refusal("internal", f"the allocation can't be saved, so it was not made: {error}") from error
         self.admission.granted(caller, allocation)
         self._await_memory_call(resource, allocation, caller)
         agent_state.publish()
@@ -309,14 +309,15 @@ class Agent:
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Free blocks of whole GPUs turn Unhealthy only when the container's own memory call can no longer follow."""
+        """Leaves the allocation open for its memory call, if that may still come: the free blocks of whole GPUs turn Unhealthy only when it
+        can no longer come."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
         if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """Adds mechanisms and exemption, which the first of the container's calls decides. An exemption needs a confirmed caller."""
+        """Adds the mechanisms and the exemption; the first of the container's calls decides them. An exemption needs a confirmed caller."""
         whole = allocation.whole or allocation.by_mig or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)

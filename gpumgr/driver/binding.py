@@ -14,7 +14,7 @@ import pynvml
 
 from gpumgr.common.errors import NvmlAbsent, NvmlError
 
-# The return codes of NVML (nvmlReturn_t) that need a reaction.
+# The return codes of NVML (nvmlReturn_t) that are handled specially.
 SUCCESS: Final = 0
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
@@ -33,11 +33,11 @@ INSUFFICIENT_RESOURCES: Final = 23
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
 
-#: The driver, GPU or user lacks the capability that the call needs: the answer is unknown, which is no failure.
+#: The codes that mean: the driver, GPU or user lacks the capability that the call needs. Then the answer is unknown; that is no failure.
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
-#: Codes that mean "none so far", which is no failure. (The binding raises even success if it finds no list.)
+#: Codes that mean "there is none", which is no failure. (Without a list, the binding raises an error even with the code of success.)
 _NONE_YET: Final = frozenset(
     {
         *(
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class CallError(NvmlError):
-    """An NVML function answered with an error about its subject (a GPU, a link). `gpu` is the GPU's UUID where it is known."""
+    """An NVML function returned an error about a GPU, a link or another object. `gpu` is the GPU's UUID, if that is known."""
 
     def __init__(self, function: str, code: int, text: str, gpu: str | None = None) -> None:
         super().__init__(f"{function}{f' of {gpu}' if gpu else ''}: {text} (NVML error {code})")
@@ -81,7 +81,7 @@ class DriverMismatchError(NvmlError):
 class Binding:
     """One NVML library, loaded from `path` or found by the system's loader.
 
-    The binding keeps one library for the whole process, so one Binding is in use at a time: `open` takes over.
+    pynvml keeps one library for the whole process, so only the Binding that was opened last can be used.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -104,9 +104,8 @@ class Binding:
         self._initialised += 1
 
     def close(self) -> None:
-        """Shuts NVML down, unless the driver is gone. NVML counts initialisations: an initialisation that is not ended (because of a hang)
-        keeps the GPUs open until this process ends.
-        """
+        """Shuts NVML down, unless the driver is gone. NVML counts initialisations. If one is not shut down (because a call hangs), the GPUs
+        stay open until this process ends."""
         count, self._initialised = self._initialised, 0
         with contextlib.suppress(DriverDown):
             for _ in range(count):
@@ -159,7 +158,7 @@ class Binding:
             raise CallError(exc.function, exc.code, exc.text, uuid) from exc
 
     def _handle(self, uuid: str) -> Handle:
-        """Finds the GPU by its index if that is known: a search by UUID may initialise other GPUs (NVML's reference), and one of these may
+        """Finds the GPU by its index if that is known: a search by UUID may initialise other GPUs (NVML's reference), and such a GPU may
         hang."""
         if uuid in self.indices:
             handle = self.call("nvmlDeviceGetHandleByIndex", self.indices[uuid])
@@ -186,7 +185,7 @@ class Binding:
             return DriverDown(f"the NVIDIA driver is not loaded ({function}: NVML error {code})")
         if code == LIB_RM_VERSION_MISMATCH:
             return DriverMismatchError(
-                "the NVIDIA driver was replaced by another version than this process loaded the library of"
+                "the NVIDIA driver was replaced by another version; this process has still loaded the library of the former one"
             )
         return CallError(function, code, str(error))
 

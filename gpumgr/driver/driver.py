@@ -1,4 +1,4 @@
-"""What the agent reads and changes through NVML, as coroutines with a timeout that never block the event loop."""
+"""All that the agent reads and changes through NVML: coroutines with a timeout, which never block the event loop."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ from gpumgr.placement.topology.devices import (
     NodeSnapshot,
 )
 
-# The driver's limits on the GPU memory of a cgroup (NVIDIA's "memory partitioning", driver 615 and newer), which have not been tried with
-# a real driver yet. Source: NVIDIA's MPS documentation r615, "Memory Partitioning", and the open kernel module (memacct.c, 615.71.09).
+# The driver's limits on the GPU memory of a cgroup (NVIDIA's "memory partitioning", driver 615 and newer), which were not tested with a
+# real driver. Source: NVIDIA's MPS documentation r615, "Memory Partitioning", and the open kernel module (memacct.c, 615.71.09).
 
 #: NVML_DEVICE_MEMORY_LIMIT_MAX: this hard limit means no limit.
 UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
@@ -93,7 +93,7 @@ _BUSY_SECONDS: Final = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """`sample` lacks a GPU while another call about it takes long. `health`: UUID -> health; None: another call about the GPU takes long.
-    `health` includes GPUs that the last snapshot lacks, but no GPU that is no longer listed."""
+    `health` has all GPUs that the driver lists now, even if the last snapshot lacks them."""
 
     sample: NodeSample
     health: Mapping[str, Observation | None]
@@ -211,7 +211,7 @@ class Nvml(Session):
         )
 
     async def read_health(self) -> Mapping[str, Observation | None]:
-        """Only the health, as in `Reading`."""
+        """Reads only the health; the result is as `health` in `Reading`."""
         return self._health_of(await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS))
 
     def _health_of(self, answers: Mapping[int, GpuReading | NvmlError]) -> Mapping[str, Observation | None]:
@@ -292,5 +292,5 @@ class Nvml(Session):
             return await self._about(uuid, fn, timeout_seconds=_MIG_SECONDS)
 
     async def _open_session(self) -> None:
-        self._mig_profiles = {}  # the driver may be another one
+        self._mig_profiles = {}  # after the driver was reloaded it may be another version
         await super()._open_session()

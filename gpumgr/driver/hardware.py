@@ -6,7 +6,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A simulated node has its own library, sysfs and proc, no kernel module and no device nodes."""
+    """Where the driver's library and the system's files are. A simulated node has its own library, sysfs and proc; it has no kernel module
+    and no device nodes."""
 
     library_path: str | None = None
     sysfs_root: Path = Path("/sys")

@@ -29,9 +29,9 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
 class HardwareEvents:
-    """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes; a `simulated` GPU with a minor number has no
-    device node. `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples are
-    passed on without these processes.
+    """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes. `simulated`: the GPUs have no device nodes, so
+    none is missing. `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples
+    are passed on without these processes.
 
     `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
     processes (pid -> clock ticks since boot).
@@ -137,9 +137,8 @@ class HardwareEvents:
 
     def _add_to_history(self, bad: Mapping[str, GpuHealth]) -> None:
         """Adds an entry when a GPU becomes lost or unhealthy, or is back. MIG mode is a setting and gets no entry. Maintenance adds the
-        entries of a cordoned GPU, which is back only after it is uncordoned. A GPU that was never offered has no name, so it has no
-        entry.
-        """
+        entries of a cordoned GPU, which counts as back only after it is uncordoned. A GPU that was never offered has no name, so it has no
+        entry."""
         agent_state, cordon_reason = self._agent_state, self._cordon_reasons()
         if self._reported is None:
             self._reported = _reported_before(agent_state.history.entries(), agent_state.ledger.gpu_registry)
@@ -154,7 +153,9 @@ class HardwareEvents:
                 code, why = "unhealthy", self._nodeless[uuid]
             elif uuid in cordon_reason:
                 continue
-            elif before is not None and uuid in shown:  # the state of a GPU that was not listed since the start is unknown
+            elif (
+                before is not None and uuid in shown
+            ):  # the state of a GPU that the driver has not listed since the start is not known
                 code, why = "back", "it is healthy again and takes pods"
             else:
                 continue
@@ -222,6 +223,6 @@ def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:
 
 
 def _why(health: GpuHealth) -> str:
-    """The sentence for users. A GPU that answers again is observed for a while before it is offered."""
+    """The reason as a sentence for users. For a GPU that works again it says that the GPU is observed for a while before it is offered."""
     why = health.message or str(health.reason)
     return f"recovering, was: {why}" if health.state == "probation" else why

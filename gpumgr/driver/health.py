@@ -21,7 +21,7 @@ Reason = Literal["xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "m
 
 #: XIDs that applications cause. Source: the default list of NVIDIA's device plugin.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
-#: Row remapping recorded, many corrected errors, contained error, recovery action changed: the GPU may continue to work.
+#: XIDs after which the GPU may continue to work: row remapping recorded, many corrected errors, contained error, recovery action changed.
 DOUBTFUL_XIDS: Final = frozenset({63, 92, 94, 154})
 
 _XID_MEANINGS: Final = {
@@ -161,7 +161,7 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
         uncordoned = replace(health, cordon_reason=None)
         if health.cordon_reason is None or not health.healthy:
             return uncordoned
-        return _turn(uncordoned, "probation", _Verdict("operator", "released by the operator"), now)
+        return _turn(uncordoned, "probation", _Verdict("operator", "uncordoned by the operator"), now)
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
@@ -225,7 +225,7 @@ def _worsen(health: GpuHealth, verdict: _Verdict, now: float, rules: HealthRules
     if verdict.certain or health.state == "probation":
         return _turn(health, "unhealthy", verdict, now)
     if health.state == "unhealthy":
-        return health  # a doubtful reading does not change a certain fault
+        return health  # a doubtful reading changes nothing about a certain fault
     streak = health.streak + 1 if health.state == "suspect" else 1
     if streak >= rules.doubtful_readings:
         return _turn(health, "unhealthy", verdict, now)

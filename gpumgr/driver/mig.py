@@ -33,7 +33,7 @@ def memory_slices(place: Any) -> int:
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """A context that ends its block early if the driver answers that the object of a call does not exist."""
+    """A context manager: if the driver answers that the object of a call does not exist, the block ends there, without an error."""
     try:
         yield
     except CallError as exc:
@@ -42,7 +42,7 @@ def unless_gone() -> Iterator[None]:
 
 
 def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
-    """None if the GPU or the driver has no MIG."""
+    """Whether MIG mode is on; None if the GPU or the driver has no MIG."""
     modes = nvml.ask("nvmlDeviceGetMigMode", handle)
     return None if modes is None else bool(modes[0])
 
@@ -91,7 +91,7 @@ def read_mig_instance(nvml: Binding, gpu: Handle, handle: Handle) -> MigInstance
 
 
 def _read_memory_slices(nvml: Binding, gpu: Handle, gpu_instance: int) -> int:
-    """0 = the driver does not report them."""
+    """The memory slices of a GPU instance, slice n as bit n; 0 = the driver does not report them."""
     handle = nvml.ask("nvmlDeviceGetGpuInstanceById", gpu, gpu_instance)
     info = None if handle is None else nvml.ask("nvmlGpuInstanceGetInfo", handle)
     return 0 if info is None else memory_slices(info.placement)

@@ -98,7 +98,7 @@ def _create_gpu_instance(nvml: Binding, gpu: Handle, profile: MigProfile, place:
 
 
 def _destroy_unused(nvml: Binding, gpu: Handle, place: Placement) -> bool:
-    """Destroys the GPU instances without a MIG device that overlap this place. Returns whether there was one."""
+    """Destroys the GPU instances that overlap this place and have no MIG device. Returns whether there was one."""
     used = _gpu_instances_of(nvml, read_mig_handles(nvml, gpu))
     found = False
     for _, profile in read_profile_infos(nvml, gpu):

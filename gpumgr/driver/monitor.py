@@ -1,12 +1,13 @@
-"""Runs NVML for the agent: waits for the driver, samples the GPUs, judges their health, recovers from hangs and driver reloads.
+"""Reads the GPUs through NVML for the agent: waits for the driver, takes samples, determines the health, and recovers from hangs and
+reloads of the driver.
 
 Invariants:
 * Without a driver it waits, since one may be installed later. It logs this once for each outage.
-* An error of one GPU concerns that GPU. All GPUs are unhealthy only while NVML as a whole is down.
+* An error of one GPU affects only that GPU. All GPUs are unhealthy only while NVML as a whole is down.
 * While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
 * A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
 * While the session is closed for another program, nothing is read and no health changes. This is no outage.
-* Only DriverMismatchError leaves `run`: a process can't load the library twice, so the agent must end. Other errors are retried.
+* `run` raises only DriverMismatchError: a process can't load the library twice, so the agent must end. After other errors it tries again.
 """
 
 import asyncio
@@ -48,8 +49,8 @@ class NodeListener(Protocol):
         and with the health of earlier GPUs that the snapshot lacks."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Called with every GPU's health by UUID, whenever a state, a reason or a message has changed. It includes a new GPU before its
-        snapshot, and each MIG device with a fault that concerns only its GPU instance."""
+        """Called with the health of all GPUs, by UUID, whenever a state, a reason or a message has changed. `health` has a new GPU before
+        its snapshot, and each MIG device with a fault that concerns only its GPU instance."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
         """Called with one sample in each period."""
@@ -101,7 +102,7 @@ class Monitor:
         self._published: dict[str, GpuHealth] = {}
         self._snapshot: NodeSnapshot | None = None
         self._cordons: dict[str, str] = {}
-        #: GPUs for which a call hung at the last reading.
+        #: The GPUs for which a call was hanging at the last reading.
         self._hung: frozenset[str] = frozenset()
         self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
         self._down = False
@@ -216,7 +217,9 @@ class Monitor:
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
             self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
-            if self._stale and not self._nvml.busy:  # a change of MIG takes up to half a minute; samples and health go on
+            if (
+                self._stale and not self._nvml.busy
+            ):  # a change of MIG takes up to half a minute; samples and health are read in the meantime
                 snapshot = await self._take_snapshot()
             else:
                 self._judge(readings)
@@ -241,7 +244,7 @@ class Monitor:
             except NvmlError as error:
                 if not self._nvml.opened:
                     raise
-                log.warning("nvml_not_reopened", reason=str(error))  # a call was running, so the old session continues
+                log.warning("nvml_not_reopened", reason=str(error))  # a call was in progress, so the old session continues
         return lacks
 
     async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:
@@ -288,7 +291,7 @@ class Monitor:
                 del self._mig_health[instance]
 
     async def _pause(self) -> None:
-        """Waits until the next sample is due. Publishes at once what events or operators change."""
+        """Waits until the next sample is due. If an event or an operator changes the health in the meantime, it is published at once."""
         begun = asyncio.get_running_loop().time()
         while True:
             try:

@@ -12,7 +12,7 @@ from gpumgr.driver.monitor import Monitor
 
 MODPROBE: Final = ("modprobe", "-a", "nvidia", "nvidia-uvm")
 _MODPROBE_SECONDS: Final = 30.0
-#: How long a killed program that is inside the driver may take to end; after that it is abandoned.
+#: How long a killed program may take to end (it can be blocked inside the driver); after that the agent no longer waits for it.
 _END_SECONDS: Final = 2.0
 
 log = structlog.get_logger()

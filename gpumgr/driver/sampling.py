@@ -28,7 +28,7 @@ from gpumgr.driver.mig import read_mig_enabled, read_mig_handles
 from gpumgr.driver.worker import GpuHangs
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample
 
-#: The driver's longest sampling period; also how far back the first query of a GPU goes.
+#: The driver's longest sampling period. The first query for a GPU goes back by this time, too.
 _PERIOD_MICROSECONDS: Final = 1_000_000
 #: The second function (driver 550 and newer) is used if the first one is not supported.
 _FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
@@ -75,7 +75,7 @@ class ProcessUtilization:
         before = self._states.get(uuid) or UtilizationState(newest=now - _PERIOD_MICROSECONDS)
         try:
             samples = nvml.list_first(_FUNCTIONS, handle, before.since(now))
-        except CallError:  # the failure is counted but does not fail the GPU's whole sample; other calls show a lost GPU
+        except CallError:  # counted; the sample goes on without this value, and other calls show whether the GPU is lost
             samples = None
         if samples is None:
             return None
@@ -182,7 +182,7 @@ def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | No
 def _read_busy_processes(
     nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None
 ) -> tuple[GpuProcess, ...] | None:
-    """As `read_processes`, with the utilization unless `utilization` is None. A list that fails is left out, but a failure of the list of
+    """As `read_processes`, with the utilization unless `utilization` is None. If a list fails it is left out; only a failure of the list of
     compute processes is raised.
 
     The driver reports the utilization of an MPS server instead of its clients, so the utilization of a client is unknown.

@@ -116,7 +116,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How long the end of a session may take, so that a stopping process keeps its own deadline.
+#: How long the end of a session may take. It is short, so that a process that stops keeps its own deadline.
 _STOP_SECONDS: Final = 1.5
 _SHUTDOWN_SECONDS: Final = 2.0
 
@@ -187,7 +187,7 @@ class Session:
                 finally:
                     try:
                         await self._open_session()
-                    except NvmlError as error:  # the next call raises it, too
+                    except NvmlError as error:  # no error is raised here: the next call raises the same one
                         log.warning("nvml_not_reopened", reason=str(error))
             finally:
                 self._session_open.set()
@@ -208,7 +208,7 @@ class Session:
             before, self._events = self._events, None
             if event_set is not None:
                 self._events = EventThread(self._binding, event_set, on_event)
-            if before is not None:  # stopped only now, so that no event is lost between the two threads
+            if before is not None:  # the former thread is stopped only now, so that no event is lost between the two
                 await before.stop(timeout_seconds=_STOP_SECONDS)
         return frozenset(uuids.values()) - (frozenset() if event_set is None else frozenset(event_set.uuids.values()))
 

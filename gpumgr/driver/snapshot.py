@@ -29,7 +29,8 @@ _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quirk:
-    """A driver that reports `reported` where the level is `meant`. A condition that is None matches every value."""
+    """A known error of drivers: they report the number `reported` for the level `meant`. A condition (`driver_version`, `on_same_board`)
+    that is None matches every value."""
 
     driver_version: str | None = None
     on_same_board: bool | None = None
@@ -57,8 +58,8 @@ QUIRKS: Final[tuple[Quirk, ...]] = (
 def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | None = None) -> Level:
     """The PCIe level of a pair of GPUs for the number that NVML gave.
 
-    `on_same_board`: whether the driver reports that this pair is on one multi-GPU board; None = it reports nothing. A number that no
-    known driver uses counts as the next farther level; a number above all of them, as SYS.
+    `on_same_board`: whether the driver reports that this pair is on one multi-GPU board; None = it reports nothing. A number between two
+    known ones counts as the farther of the two levels; a number above all known ones counts as SYS.
     """
     for quirk in QUIRKS:
         if (
@@ -241,7 +242,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
         try:
             active = nvml.ask("nvmlDeviceGetNvLinkState", handle, number)
             if active is None:
-                break  # no such link: the one before was the last
+                break  # the GPU has no link with this number: the one before was the last
             if not active:
                 continue
             if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
@@ -268,7 +269,7 @@ def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
 def read_levels(
     nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
 ) -> list[Level | CallError]:
-    """For each of the others its level to the GPU, or the error of the call. A level that the driver can't report is SYS."""
+    """For each of the other GPUs: its level to this GPU, or the error of the call. A level that the driver can't report is SYS."""
     levels: list[Level | CallError] = []
     for other in others:
         try:

@@ -5,8 +5,8 @@ Invariants:
 * Each call has its own time limit, which begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller
   continues.
 * While a call about a GPU hangs, later calls about it fail at once. So a GPU that hangs keeps one thread, and does not delay other GPUs.
-* While calls return at once, one thread makes all of them: a thread for each GPU took 0.4 % of a CPU more (16 GPUs, every second).
-  Another thread starts when a call has to wait for the call about another GPU.
+* While calls return at once, one thread makes all of them: a thread for each GPU would take 0.4 % of a CPU more (16 GPUs, sampled every
+  second). Another thread starts when a call has to wait for the call about another GPU.
 * The threads are daemon threads, not threads of an executor, so a hung call does not delay the end of the process.
 """
 
@@ -23,7 +23,7 @@ from gpumgr.common.errors import NvmlError
 
 T = TypeVar("T")
 
-#: How long a call waits for the call about another GPU before it gets a thread of its own.
+#: How long a call waits for a call about another GPU before it gets a thread of its own.
 _PATIENCE_SECONDS: Final = 0.05
 
 #: NVML's index of a GPU; None = the driver as a whole.
@@ -47,7 +47,7 @@ class GpuBusy(NvmlError):
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """Jobs for which one caller waits. `left`: how many of them have not ended."""
+    """The jobs for which one caller waits together. `left`: how many of them have not ended."""
 
     loop: asyncio.AbstractEventLoop
     ended: asyncio.Future[None]
@@ -164,8 +164,8 @@ class NvmlWorker:
                 self._start()
 
     def _attend(self, jobs: list[_Job]) -> float | None:
-        """Marks calls that take too long, and starts a thread for calls that wait too long. Returns the seconds until this is due
-        again; None if there is nothing to wait for."""
+        """Marks the calls that are over their time limit, and starts a thread for calls that have waited too long for one. Returns in how
+        many seconds it must be called again; None if no call is left."""
         now = time.monotonic()
         due: list[float] = []
         without_thread = False
@@ -228,7 +228,7 @@ class NvmlWorker:
             self._end(job)
 
     def _next(self) -> _Job | None:
-        """Waits for the next job; None if this thread is not needed."""
+        """Waits for the next job; None if this thread is no longer needed and must end."""
         with self._changed:
             while True:
                 for job in self._waiting:

@@ -27,11 +27,9 @@ def had_mode_dra(settings: Settings) -> bool:
 
 
 def of_existing_pods(entries: "Sequence[CheckpointEntry]", pods: Pods) -> "Sequence[CheckpointEntry]":
-    """The entries of the kubelet's checkpoint without deleted pods; while the API server can't be reached, all of them.
-
-    For mode dra: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. With these entries, each
-    start of the agent would take over ended pods, and hold claims back until a sweep frees the pods' GPUs.
-    """
+    """The entries of the kubelet's checkpoint without those of deleted pods; all entries while the API server can't be reached. Mode dra
+    needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. With these entries, each start
+    of the agent would take over ended pods, and hold claims back until a sweep frees the pods' GPUs."""
     if not pods.reachable:
         return entries
     known = {uid for pod in pods.all() for uid in (pod.uid, pod.runtime_uid)}
@@ -39,13 +37,13 @@ def of_existing_pods(entries: "Sequence[CheckpointEntry]", pods: Pods) -> "Seque
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
-    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other mode. None if there are none."""
+    """Why this node can't work in `mode` yet: a sentence with the pods that hold GPUs in the other mode. None if there are none."""
     holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
     if not holders:
         return None
     other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
     more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
     return (
-        f"node.mode is {mode}, and these hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
+        f"node.mode is {mode}, and these pods hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
         f"node.mode back"
     )

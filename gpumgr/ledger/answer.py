@@ -25,7 +25,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNode:
-    """A device node of the host that the container may open. `permissions` are letters of "rwm"."""
+    """A device node of the host that the container may open. `permissions`: some of the letters "rwm" (read, write, mknod)."""
 
     container_path: str
     host_path: str
@@ -59,8 +59,8 @@ def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerRes
 
 
 LIBRARY_PATH = "/usr/local/nvidia"
-#: Where glibc looks for libraries in every image, even without LD_LIBRARY_PATH and without an entry in the image's cache of libraries:
-#: subfolders of its own folders (Debian's, then other distributions'), which images normally do not have. glibc 2.33 and later look into
+#: Where glibc looks for libraries in every image, even without LD_LIBRARY_PATH and without an entry in the image's ld.so.cache: subfolders
+#: of its library folders (Debian's, then those of other distributions) that images normally do not have. glibc 2.33 and later look into
 #: `glibc-hwcaps`, glibc before 2.37 into `tls`. The paths are for x86-64. Source: ld.so(8), "Hardware capabilities".
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
@@ -98,7 +98,7 @@ class DriverAccess:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPaths:
     """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response. `mig_minors` returns the
-    driver's list of the capabilities of MIG devices, empty if it has none. `machine`: as in platform.machine()."""
+    driver's list of the capabilities of MIG devices, empty if it has none. `machine`: the value of platform.machine()."""
 
     exists: Callable[[str], bool]
     mig_minors: Callable[[], str] = str
@@ -145,8 +145,9 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
-    """The mounts of the driver's files. A container of vcuda always has them, since vcuda's library replaces the driver's. The folder is a
-    link, which the runtime follows at each start of the container: the container gets the files of the driver that is loaded then."""
+    """The mounts of the driver's files. A container of the backend vcuda always has them, since vcuda's library replaces the driver's. The
+    mounted folder is a symbolic link, which the runtime follows at each start of the container: the container gets the files of the driver
+    that is loaded then."""
     by_vcuda = VCUDA in allocation.mechanisms
     folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
     if not folder or not (by_vcuda or host.driver_access().mounted):
@@ -161,7 +162,8 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
     """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does
-    not search LOADER_PATHS; otherwise the image keeps its own value. NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding mounted files."""
+    not search LOADER_PATHS; otherwise the image keeps its own value. If the files are mounted, NVIDIA_VISIBLE_DEVICES keeps the toolkit
+    from adding them again."""
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit
@@ -191,7 +193,7 @@ def instance_answer(
 ) -> ContainerResponse:
     """Response to the call for the MIG devices `uuids`, with their GPUs and their capabilities. Raises Refusal if a device is gone.
 
-    Source of the form of `mig_minors` and of the device nodes: NVIDIA's MIG user guide, device nodes and capabilities.
+    Source for the format of `mig_minors` and for the device nodes: NVIDIA's MIG user guide, device nodes and capabilities.
     """
     places = {uuid: (name, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
     if gone := [uuid for uuid in uuids if uuid not in places]:

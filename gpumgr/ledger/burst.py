@@ -83,16 +83,16 @@ def limits_now(
 
 
 def unused_bytes(memories: Iterable[ContainerMemory], granted_bytes: int) -> int:
-    """What was granted and is not used. An init container and the container that took over its memory were granted it once."""
+    """What was granted and is not used. Memory that a container took over from an init container was granted only once."""
     return max(0, granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in memories))
 
 
 def obstacle_to_start(
     memories: Mapping[_K, ContainerMemory], own: ContainerMemory, *, free_bytes: int, granted_bytes: int, slack_bytes: int
 ) -> tuple[int, _K] | None:
-    """Whether a container with the memory `own` can start beside the containers in `memories`. None: it can. Otherwise the bytes that are
-    left for it, and the container that holds most above its request. `granted_bytes`: the sum of all requests on the GPU, its own
-    included. Memory that was granted to others does not count as left. A container that holds at most `slack_bytes` above its
+    """Whether a container with the memory `own` can start while the containers in `memories` are on the GPU. None: it can. Otherwise the
+    bytes that are left for it, and the container that holds most above its request. `granted_bytes`: the sum of all requests on the GPU,
+    its own included. Memory that was granted to others does not count as left. A container that holds at most `slack_bytes` above its
     request (contexts, rounding) is no obstacle."""
     unused = unused_bytes([own, *memories.values()], granted_bytes)
     left = max(0, free_bytes - max(0, unused - own.unused_bytes))

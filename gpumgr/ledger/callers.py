@@ -1,7 +1,8 @@
-"""Identifies the container of a call. The kubelet names no pod, but it admits one pod, and one container, after another.
+"""Identifies the container for which the kubelet calls the device plugin. The call names no pod, but the kubelet admits pods, and their
+containers, one after another.
 
-PodResources `List`, called during GetPreferredAllocation, already has the pod under admission. A listed pod can be the caller if
-its first container that lacks ids requests exactly this number of this resource.
+PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if its
+first container that lacks ids requests exactly this number of this resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +51,7 @@ class Caller:
         return self.view.containers[self.view.containers.index(self.spec) :]
 
     def owns(self, allocation: Allocation) -> bool:
-        """This allocation is the caller's own (its other resource's call came earlier)."""
+        """Whether this allocation is the caller's own: the call for the container's other resource came earlier."""
         if self.pod is None or self.spec is None:
             return False
         probe = Allocation(id="", pod=self.pod, uid=self.uid)
@@ -63,8 +64,8 @@ UNKNOWN_CALLER = Caller()
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
     """First container, in the kubelet's order, that lacks a resource that it requests.
 
-    Every container before the last one that holds ids is done. This includes an init container without a name in its
-    allocation (its pod was not known at the grant).
+    Every container before the last one that holds ids has all its ids. This includes an init container without a name in its allocation
+    (its pod was not known at the grant).
     """
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
@@ -77,7 +78,7 @@ def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
 
 
 def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> ContainerSpec | None:
-    """The container of this pod that would call now for `size` ids of `resource`, if any would."""
+    """The container of this pod for which the kubelet would request `size` ids of `resource` now; None if there is none."""
     if view.phase != "Pending":
         return None
     spec = next_container(ledger, view)
@@ -90,8 +91,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod under admission: a listed pod that waits for this. If several wait, it is a pod with a container that already has ids of
-    the other resource, or else the newest pod. None if no listed pod fits.
+    """The pod that is being admitted: a listed pod that waits for these ids. If several wait, it is a pod with a container that already has
+    ids of the other resource, or else the newest pod. None if no listed pod fits.
 
     `seen` numbers the pods in the order in which they were first listed.
     """
@@ -110,7 +111,7 @@ def find_caller(
 
 
 def waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource, size: int) -> list[Caller]:
-    """Without `List`: the containers that may call now for `size` ids of `resource`."""
+    """The containers for which the kubelet may call now, for `size` ids of `resource`, if `List` is not available."""
     return [
         Caller(pod=view.key, view=view, spec=spec, unconfirmed=True)
         for view in views
@@ -139,10 +140,11 @@ def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | No
 
 
 def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]:
-    """The GPUs that the scheduler named for the container (annotation gpumgr.io/placement). It gets exactly these or is refused, since its
-    scheduler counts them as used. The annotation is not trusted: it only restricts the choice, and all rules of the ledger apply.
+    """The GPUs that the scheduler named for the container (annotation gpumgr.io/placement). The container gets exactly these or is refused,
+    since the scheduler counts them as used. The annotation is not trusted: it only restricts the choice, and all rules of the ledger apply.
 
-    Empty if the agent chooses. Raises Refusal if the named GPUs do not fit the container's request, or are not on this node."""
+    Empty if the agent chooses. Raises Refusal if the named GPUs do not fit the container's request, or are not on this node.
+    """
     if caller.view is None or caller.spec is None or not caller.view.placed:
         return ()
     spec, shares = caller.spec, dict(caller.view.placed).get(caller.spec.name, ())
@@ -157,7 +159,7 @@ def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]
     cores = sum(amounts.cores for _, amounts in shares)
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
     wanted = spec.memory_blocks * BLOCK_MEBIBYTES
-    # A whole GPU is placed with all its memory, also if the container requests less.
+    # The scheduler places a whole GPU with all its memory, even if the container requests less.
     fits = memory == wanted if spec.cores < CORES_PER_GPU else memory >= wanted
     if len(shares) != max(1, spec.cores // CORES_PER_GPU) or cores != spec.cores or not fits:
         named = f"it names {len(shares)} GPUs with {cores} cores and {memory} MiB"
@@ -170,5 +172,5 @@ def unfollowed(caller: Caller, refusal: Refusal) -> Refusal:
     """The refusal, with the container's name and what to do added."""
     return Refusal(
         refusal.code,
-        f"the scheduler's placement of container {caller.container} can't be followed: {refusal}; the pod must be created again",
+        f"the scheduler's placement of container {caller.container} can't be followed: {refusal}; delete the pod and create it again",
     )

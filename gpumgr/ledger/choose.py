@@ -1,7 +1,7 @@
 """GetPreferredAllocation: selects GPUs for the container, and ids on them for the requested resource.
 
 The placement covers both resources of the container and the pod's later containers that must use the same ids. The call for the other
-resource gets the same GPUs, since the first grant pins them.
+resource gets the same GPUs: the first grant fixes them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from gpumgr.placement.evaluators.select import check_request, place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One GetPreferredAllocation call: `size` ids of `resource` out of `available`, among them all of `must`."""
+    """One GetPreferredAllocation call: `size` ids of `resource` out of `available`, including all of `must`."""
 
     resource: Resource
     available: Masks
@@ -48,7 +48,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Room:
-    """Free ids by resource for this caller, GPUs that other pods use, and GPUs that the result must contain."""
+    """`free`: resource -> the ids that are free for this caller. `blocked`: the GPUs on which other pods hold ids (the masks only say so).
+    `pinned`: the GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -57,7 +58,8 @@ class _Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Needs:
-    """What must fit on the chosen GPUs. `whole_gpus`: how many entirely free GPUs the pod's chain of containers takes in total."""
+    """What must fit on the chosen GPUs. `whole_gpus`: how many entirely free GPUs the container, and the containers that take over its ids,
+    need in total."""
 
     cores: int
     memory_blocks: int
@@ -132,7 +134,7 @@ def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation 
 
 
 def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> _Needs:
-    """What must fit. `alone`: without the pod's later containers, since the scheduler has placed each of them."""
+    """What must fit. `alone`: the pod's later containers do not count, since the scheduler has placed each of them."""
     if caller.spec is None:
         if request.resource == "core":
             return _Needs(cores=request.size, memory_blocks=0 if own or request.size >= CORES_PER_GPU else 1)
@@ -144,14 +146,14 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
         raise Refusal(
             "invalid_request",
             f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes "
-            f"an init container's ids on to them; ask for no more cores in the init container than in each container that follows",
+            f"an init container's ids on to them; request no more cores in the init container than in each container that follows",
         )
     return _Needs(cores=needs.cores, memory_blocks=needs.memory_blocks)
 
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
     held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
-    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # their blocks are not left for others
+    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # others can't get the memory blocks of these GPUs
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
@@ -184,7 +186,7 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
         )
     missing = [gpu for gpu in room.pinned if gpu not in node.rows]
     if missing:
-        raise Refusal("gpu_unhealthy", f"{node.label(missing[0])} is gone, and the container must be on it")
+        raise Refusal("gpu_unhealthy", f"the driver no longer lists {node.label(missing[0])}, and the container must be on it")
     placement = place(
         node.topology,
         capacities,
@@ -197,7 +199,7 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
 
 
 def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
-    """`size` blocks on these GPUs: for a share all on the first GPU, for whole GPUs spread evenly."""
+    """`size` memory blocks on these GPUs: for a share, all on the first GPU; for whole GPUs, spread evenly."""
     order = _pinned_first(room, gpus)[: 1 if share else None]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
@@ -250,7 +252,7 @@ def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room)
         masks=picked,
         gpus=tuple(g for g in gpus if g in picked),
         evaluator="share",
-        why="memory came first and the pod's spec is not known",
+        why="the kubelet allocates the memory first, and the pod's spec is not known",
     )
 
 

@@ -57,7 +57,7 @@ def device_name(gpu: GpuName) -> str:
 
 
 def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
-    """The shares that these allocations of claims have."""
+    """The shares (see Share) that these allocations of claims hold."""
     return {(device_name(gpu), share) for a in allocations if a.claim for gpu, share in a.claim.share_ids.items()}
 
 
@@ -137,7 +137,8 @@ def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) 
 
 
 def _user(claim: str, request: str, pods: Sequence[ClaimPod]) -> tuple[ClaimPod, ClaimUse | None]:
-    """The first pod with a container that uses the request, and this container; an app container, if there is one."""
+    """The first pod with a container that uses the request, and that container's use (an app container's, if there is one). If no container
+    uses it, the first pod and None."""
     for pod in pods:
         uses = [use for use in (pod[2].claims if pod[2] else ()) if use.uses(claim, request)]
         if uses:
@@ -153,10 +154,10 @@ def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:
         )
     if share.admin:
         return gpu
-    why = node.unschedulable.get(gpu) or (None if gpu in node.rows else "the driver does not show it")
+    why = node.unschedulable.get(gpu) or (None if gpu in node.rows else "the driver does not list it")
     if why is not None:
         remedy = "delete the pod, so that kube-scheduler chooses another GPU"
-        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {why}; {remedy}")
+        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be granted: {why}; {remedy}")
     return gpu
 
 
@@ -180,5 +181,6 @@ def _refuse_excess(node: NodeView, before: Ledger, after: Ledger, allocation: Al
             raise Refusal(
                 "conflict",
                 f"the claim has {amounts} of {node.label(gpu)}, and {before.available(gpu)} are left there beside {holders}: "
-                "kube-scheduler counted otherwise; nothing was given twice; delete the pod, so that it is scheduled again",
+                "kube-scheduler has counted these amounts differently; nothing was granted twice; delete the pod, so that it is "
+                "scheduled again",
             )

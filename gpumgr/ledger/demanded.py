@@ -1,4 +1,5 @@
-"""Restricts a pod to the GPUs that its annotations demand: the pod's scheduler may not have read the annotations. Pure."""
+"""Restricts a pod to the GPUs that its annotations demand. The agent checks this too, since the pod's scheduler may not have read the
+annotations. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -25,7 +26,7 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
     wanted = (
         caller.spec.cores // CORES_PER_GPU or (caller.spec.replicas.count if caller.spec.replicas else 1) if caller.spec else 1
     )
-    last = Refusal("no_fit", f"the pod demands {wanted} GPUs of one NUMA node, and the driver shows that of no GPU")
+    last = Refusal("no_fit", f"the pod demands {wanted} GPUs of one NUMA node, and the driver reports it for no GPU")
     for numa in _numa_nodes(node, node.rows) if view.constraints.same_numa_node and wanted > 1 else [None]:
         far = {gpu: "is on another NUMA node" for gpu in node.rows if numa is not None and _numa_nodes(node, [gpu]) != [numa]}
         undemanded = {**far, **closed}
@@ -53,7 +54,7 @@ def refuse_undemanded(node: NodeView, view: PodView | None, gpus: Collection[Gpu
         return
     for gpu in gpus:
         if problem := _problem(node, view, gpu, ledger):
-            raise Refusal("conflict", f"{node.label(gpu)} can't be given: it {problem}")
+            raise Refusal("conflict", f"{node.label(gpu)} can't be granted: it {problem}")
     if view.constraints.same_numa_node and len(gpus) > 1 and len({*_numa_nodes(node, gpus, unknown=-1)}) > 1:
         names = ", ".join(map(node.label, gpus))
         raise Refusal("conflict", f"the pod demands GPUs of one NUMA node, and {names} are on several")

@@ -162,8 +162,8 @@ class GpuShare:
     priority: int = USUAL_PRIORITY
     #: Whether the share belongs to a ResourceClaim, which several containers may use.
     claim: bool = False
-    #: Whether a resize was granted. If so, the limits in force may be old: an earlier process of the agent may have ended after it saved
-    #: the grant and before it changed the limits.
+    #: Whether a resize was granted. If so, the limits in force may be old: the agent may have been restarted after it saved the decision
+    #: and before it changed the limits.
     resized: bool = False
 
     def only_gpu(self, mechanism: str) -> SharedGpu:

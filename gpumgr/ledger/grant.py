@@ -39,7 +39,7 @@ def grant(
     size = count(masks)
     if resource == "core" and size > CORES_PER_GPU and size % CORES_PER_GPU:
         raise Refusal(
-            "invalid_request", f"{size} cores are not a multiple of {CORES_PER_GPU}: ask for 1 to 99 cores or for whole GPUs"
+            "invalid_request", f"{size} cores are not a multiple of {CORES_PER_GPU}: request 1 to 99 cores or whole GPUs"
         )
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
@@ -75,16 +75,17 @@ def refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
         raise Refusal(
             "conflict",
             f"the kubelet handed out {len(ids)} {resource} ids ({ids[0]} ...) that {holder.describe()} still holds; "
-            f"nothing was given twice, the pod may simply be created again",
+            f"nothing was granted twice, delete the pod and create it again",
         )
 
 
 def _refuse_excess(node: NodeView, after: Ledger, gpus: Iterable[GpuName]) -> None:
-    """Refuses GPUs that do not have so much left: the kubelet does not know the amounts of allocations without ids."""
+    """Refuses GPUs that have too little left: the kubelet does not know the amounts of allocations without device ids."""
     for gpu in gpus:
         if gpu in after.by_amount and after.exceeded(gpu):
             raise Refusal(
-                "conflict", f"{node.label(gpu)} does not have so much left: {after.by_amount[gpu]} are granted by other means"
+                "conflict",
+                f"{node.label(gpu)} has too little left: {after.by_amount[gpu]} are held by allocations without core and memory ids",
             )
 
 
@@ -99,15 +100,15 @@ def refuse_elsewhere(node: NodeView, caller: Caller, named: Collection[GpuName],
 def refuse_unfit(node: NodeView, fresh: Masks, resource: Resource) -> None:
     for gpu in fresh:
         if closed := node.closed(gpu, resource):
-            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {closed}")
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be granted: {closed}")
         if gpu not in node.rows:
-            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it")
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be granted: the driver does not list it")
 
 
 def _refuse_shape(
     node: NodeView, ledger: Ledger, caller: Caller, resource: Resource, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
-    """Fresh ids must be a feasible placement; ids of the pod's init containers need not be."""
+    """The new ids (`fresh`) must be a valid placement; ids that are taken over from the pod's init containers need not be."""
     if not fresh:
         return
     whole = count(masks) >= CORES_PER_GPU if resource == "core" else (own.whole if own else _whole_wanted(caller))

@@ -12,7 +12,7 @@ HISTORY_ENTRIES: Final = 1000
 #: The code of an entry about a container that runs without limits; the event about the placement has the same code.
 NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 
-#: The codes of events that are no warnings: the pod's annotations, or the pod itself, demanded what they say.
+#: The codes of events that are no warnings: each reports what the pod's annotations, or the pod itself, demanded.
 SUSPENDED, RESUMED, RESIZED = "GpuSuspended", "GpuResumed", "GpuResized"
 DEMANDED: Final = (SUSPENDED, RESUMED, RESIZED)
 
@@ -39,13 +39,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """One entry. `at`: its time (unix seconds). `number` grows from entry to entry, with gaps, also across restarts. The history sets
-    both; until then they are 0.
+    """One entry. `at`: its time (unix seconds). `number` grows from entry to entry, with gaps, also across restarts. Both are 0 until the
+    history sets them.
 
     `id` is the same in the log, in the pod's events and annotations and here: the allocation's id, or for a refusal the id that the
-    allocation would have had. `size` counts the ids of the resource `kind` in the kubelet's call. `amounts`: what the container has after
-    a grant. `why` is the evaluator's reason, the refusal's sentence or the event's message; `code` is the refusal's code, the event's
-    reason, or the new state of the GPU.
+    allocation would have had. `size` counts the ids of the resource `kind` in the kubelet's call. `amounts`: what the container has after a
+    grant. `why` is the evaluator's reason, the refusal's sentence or the event's message; `code` is the refusal's code, the event's reason,
+    or the new state of the GPU.
     """
 
     number: int = 0

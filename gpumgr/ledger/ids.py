@@ -1,7 +1,7 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
-A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID.
-A replica is `<UUID>-<number>`, as in HAMi. A MIG device is its own UUID.
+A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID. The id of a replica is
+`<UUID>-<number>`, as in HAMi. The id of a MIG device is its UUID.
 
 A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core, block, or MIG device n.
 """
@@ -52,7 +52,7 @@ def lowest(mask: int, wanted: int) -> int:
 
 
 def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
-    """Name for a new GPU: the first 8 hex digits of its UUID, or more if another GPU has that name."""
+    """The name of a new GPU: the first 8 hex digits of its UUID, or more of them if another GPU has that name."""
     digits = uuid.removeprefix("GPU-").replace("-", "").lower()
     names = set(taken)
     for length in range(8, len(digits) + 1):
@@ -67,7 +67,7 @@ def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredInstance:
-    """A MIG device that was offered once. `memory_mebibytes` is its part of the memory of its GPU instance."""
+    """A MIG device that this node has offered at some time. `memory_mebibytes` is its part of the memory of its GPU instance."""
 
     uuid: str
     profile: str
@@ -76,8 +76,8 @@ class RegisteredInstance:
 
 @dataclass(frozen=True)
 class RegisteredGpu:
-    """A GPU that was offered once. Its name and UUID never change, and its memory and the number of its replicas never decrease (ids
-    turn Unhealthy, never vanish). The position of a MIG device in `instances` never changes."""
+    """A GPU that this node has offered at some time. Its name and UUID never change, and its memory and the number of its replicas never
+    decrease (ids turn Unhealthy, never vanish). The position of a MIG device in `instances` never changes."""
 
     name: GpuName
     uuid: str

@@ -1,8 +1,7 @@
 """MIG devices: which existing ones are offered and granted, and the places of MIG devices that are created for a container. Pure.
 
-A MIG device has one holder. The device itself limits its container, so nothing else is enforced. The ledger counts its memory as taken
-from its GPU.
-Source of the resources' names and of the strategies: NVIDIA's device plugin.
+A MIG device has one holder. The device itself limits its container, so nothing else is enforced. The ledger counts its memory as taken from
+its GPU. The names of the resources and the strategies (setting node.mig_strategy) are those of NVIDIA's device plugin.
 
 A container that requests `nvidia.com/gpu` on GPUs with MIG profiles gets MIG devices at places that are chosen here.
 """
@@ -54,8 +53,8 @@ def obstacle_of_single(gpus: Collection[Gpu]) -> str | None:
 
 
 def _registered(instance: MigInstance) -> RegisteredInstance:
-    """The MIG device as registered. Compute instances of one GPU instance share its memory, so each is registered with its part of
-    the memory."""
+    """The MIG device for the registry. Compute instances of one GPU instance share its memory, so each is registered with its part of the
+    memory."""
     memory, parts = instance.memory_bytes >> 20, _COMPUTE.match(instance.profile)
     return RegisteredInstance(instance.uuid, instance.profile, memory * int(parts[1]) // int(parts[2]) if parts else memory)
 
@@ -69,7 +68,7 @@ def choose_instances(ledger: Ledger, request: Request) -> Choice:
         missing -= picked.bit_count()
         chosen = {**union(chosen, {gpu.name: picked} if picked else {})}
     if missing > 0:
-        raise Refusal("no_fit", f"{request.size} MIG devices needed, and {request.size - missing} of this profile are free")
+        raise Refusal("no_fit", f"{request.size} MIG devices requested, and {request.size - missing} of this profile are free")
     return Choice(masks=chosen, gpus=tuple(chosen), evaluator="mig", why="")
 
 
@@ -81,11 +80,11 @@ def grant_instances(
     refuse_held(ledger, "mig", fresh)
     for gpu, mask in fresh.items():
         if closed := node.closed(gpu, "mig"):
-            raise Refusal("gpu_unhealthy", f"the MIG devices of {node.label(gpu)} can't be given: {closed}")
+            raise Refusal("gpu_unhealthy", f"the MIG devices of {node.label(gpu)} can't be granted: {closed}")
         if gone := ledger.gpu_registry.by_name[gpu].held_instances(mask & ~node.instances.get(gpu, 0)):
             uuid = gone[0].uuid
             if why := node.failed_instances.get(uuid):
-                raise Refusal("gpu_unhealthy", f"the MIG device {uuid} of {node.label(gpu)} can't be given: {why}")
+                raise Refusal("gpu_unhealthy", f"the MIG device {uuid} of {node.label(gpu)} can't be granted: {why}")
             raise Refusal("gpu_unhealthy", f"{node.label(gpu)} no longer has the MIG device {uuid}")
     named = [
         f"{each.profile} {each.uuid}"
@@ -155,7 +154,7 @@ def mig_devices(
                 continue
             place = place or find_place(profiles, taken, *follow)
             if place is None or place.memory_slices & taken:
-                reason = f"{node.label(gpu)} has no free place for the MIG device; the pod may simply be created again"
+                reason = f"{node.label(gpu)} has no free place for the MIG device; delete the pod and create it again"
                 raise Refusal("conflict", reason)
             taken |= place.memory_slices
             devices.append(MigDevice(gpu=gpu, profile=place.profile.name, memory_slices=place.memory_slices))

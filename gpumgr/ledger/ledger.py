@@ -10,11 +10,11 @@ Invariants (checked by `Ledger.violations`):
 2. A GPU that is granted whole has no holder of another pod.
 3. Ids belong to registered GPUs and lie within their capacity.
 4. An allocation was granted at least one GPU.
-5. An allocation with admin access holds nothing, and may be on a GPU that another pod has whole.
+5. An allocation with admin access (ClaimRequest) holds nothing, and may be on a GPU that another pod has whole.
 6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 
-A resize changes what a container may use, and not what it was granted. What it has beyond its ids closes free ids of the GPU; what it has
-less serves resizes and bursts of others, never new containers.
+A resize changes what a container may use, and not what it was granted. If it may use more than its ids stand for, free ids of the GPU turn
+Unhealthy for the difference. If it may use less, resizes and bursts of others may use the difference, but no new container gets it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,9 +44,10 @@ class ClaimRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRequest(ClaimRef):
-    """The request of a ResourceClaim that an allocation serves, with the share of each of its GPUs (None: not a shared device).
+    """The request of a ResourceClaim that an allocation serves. `share_ids`: GPU -> the UUID of the claim's share of it (None: not a shared
+    device).
 
-    `admin`: with admin access (KEP-5018); such an allocation counts nothing and is never limited.
+    `admin`: with admin access (KEP-5018); such an allocation counts as nothing and is never limited.
     """
 
     request: str
@@ -161,8 +162,8 @@ class Allocation:
         return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
-        """What counts for it on this GPU: the ids that it holds there, or the amounts that it was granted without such ids. More if it was
-        resized to more."""
+        """What the ledger counts for it on this GPU: the amounts of the ids that it holds there, or, without such ids, the amounts that it
+        was granted. More if it was resized to more."""
         held = self._held_on(gpu)
         return held.most(self.guaranteed_on(gpu)) if gpu in self.resized else held
 
@@ -261,9 +262,9 @@ class Ledger:
 
     @cached_property
     def by_amount(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> amounts of the allocations without ids of cores and memory, and what resized containers have beyond what they hold. Init
-        containers and the other containers of a pod do not run at the same time: the most that they hold at one time counts, in the order
-        of their grants."""
+        """GPU -> the sum of the amounts that have no core and memory ids: the amounts of allocations without such ids, and what resized
+        containers may use beyond their ids. Init containers and the other containers of a pod do not run at the same time: the most that
+        they hold at one time counts, in the order of their grants."""
         running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
         for a in self.allocations.values():
             for gpu, amounts in a.gpus.items() if not a.by_ids else ():
@@ -279,14 +280,14 @@ class Ledger:
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """What is in use on this GPU: the ids that are held, and the amounts without ids. It is more than the GPU has if a container
-        grew by what others may not use."""
+        """What is in use on this GPU: the ids that are held, and the amounts without ids. It is more than the GPU has if a resized
+        container uses what other containers hold and may no longer use."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
         return held + self.by_amount.get(gpu, Amounts())
 
     def in_force(self, gpu: GpuName) -> Amounts:
-        """What containers may use of this GPU together. An init container that runs again may use all that its pod holds."""
+        """What all containers together may use of this GPU. An init container that runs again may use all that its pod holds."""
         left = self.used(gpu)
         for a in self.on(gpu):
             if a.resized and not any(other.init and other.same_pod(a) for other in self.on(gpu)):
@@ -326,13 +327,13 @@ class Ledger:
         return frozenset(gpu for a in self.allocations.values() for gpu in a.places)
 
     def of(self, pod: PodKey | None, uid: str | None = None) -> list[Allocation]:
-        """Allocations of one pod; with both UIDs known, the UID decides (names recur)."""
+        """Allocations of one pod. If its UID and the allocation's are known, the UID decides, since names recur."""
         probe = Allocation(id="", pod=pod, uid=uid)
         return [a for a in self.allocations.values() if a.same_pod(probe)]
 
     @property
     def claims(self) -> Mapping[str, ClaimRequest]:
-        """The claims that hold GPUs, by UID. Each is represented by one of its requests."""
+        """The claims that hold GPUs, by UID. The value is one of the claim's requests."""
         return {a.claim.uid: a.claim for a in self.allocations.values() if a.claim is not None}
 
     def of_claim(self, uid: str) -> list[Allocation]:
@@ -377,7 +378,7 @@ class Ledger:
         )
 
     def freed_since(self, before: "Ledger") -> list[Allocation]:
-        """The allocations of `before` that have ended, without allocations with ids that moved into another allocation of `before`."""
+        """The allocations of `before` that have ended. An allocation is left out if its ids moved into another allocation of `before`."""
         grown = [(b, old) for k, b in self.allocations.items() if (old := before.allocations.get(k)) is not None and old is not b]
         return [
             a
@@ -458,7 +459,7 @@ def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
 
 
 def current_shares(ledger: Ledger) -> list[Allocation]:
-    """Allocations of a part of a GPU; an init container's counts until its pod's next container has replaced it."""
+    """Allocations of a part of a GPU. The allocation of an init container is one of them until its pod's next container has replaced it."""
     started = {allocation.pod for allocation in ledger.allocations.values() if not allocation.init}
     return [a for a in ledger.allocations.values() if not a.whole and not (a.init and a.pod in started)]
 

@@ -29,13 +29,12 @@ NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_meb
 class NodeView:
     """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing in it was listed earlier. `indices` are
     NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new containers (unhealthy,
-    MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: it allocates
-    no others, even if they are preferred. `instances`: the MIG devices that a GPU has now, that work and that are offered;
+    MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: it allocates no
+    others, even if GetPreferredAllocation returns them. `instances`: the MIG devices that a GPU has now, that work and that are offered;
     `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are unschedulable because of their MIG
     mode alone: they still grant MIG devices. `mig_profiles`: GPU -> the profiles of the MIG devices that are created on it on demand.
     `shown`: the GPUs that the driver describes now. `burst_mebibytes`: memory of a GPU that containers hold above their requests, which
-    counts as used.
-    """
+    counts as used."""
 
     topology: Topology
     rows: Mapping[GpuName, int] = field(default_factory=dict)
@@ -140,7 +139,7 @@ def _healthy_replicas(ledger: Ledger, node: NodeView, registered: RegisteredGpu,
         return held
     left = ledger.available(gpu)
     spare = min(left.cores, left.memory_mebibytes - node.burst_mebibytes.get(gpu, 0)) > 0
-    if not registered.memory_mebibytes:  # such a GPU is granted only whole
+    if not registered.memory_mebibytes:  # without reported memory a GPU is granted only whole
         number, spare = 1, left.whole
     if profiles := node.mig_profiles.get(gpu):
         number, spare = min(number, most_devices(profiles)), has_place(profiles, ledger.used(gpu).slices)
@@ -153,14 +152,14 @@ def _numa_node(node: NodeView, gpu: GpuName) -> int | None:
 
 
 def blocks_with_ids(node: NodeView, ledger: Ledger, gpu: GpuName) -> int:
-    """How many blocks of this GPU may have ids at most, beside bursts and the allocations without ids. A rest of less than a block is not
-    counted."""
+    """How many blocks of this GPU can be held as ids at most: bursts and allocations without ids leave so many. Less than a block does not
+    count."""
     claimed, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
     left = max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
     return max(0, left - blocks_of_burst(node.burst_mebibytes.get(gpu, 0)))
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:
-    """The healthy ids without `claimed` of the free ones, since claims hold these amounts."""
+    """The ids in `healthy` without `claimed` of the free ones: allocations without ids hold these amounts."""
     free = healthy & ~held
     return healthy & held | lowest(free, max(0, free.bit_count() - claimed))

@@ -19,7 +19,7 @@ EXPECTED_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """`tenants`: processes first sampled while the GPU was allocated. `unattributed`: processes first sampled while it was not. `held`: GPU
+    """GPU -> processes. `tenants`: first sampled while the GPU was allocated. `unattributed`: first sampled while it was not. `held`: GPU
     -> the processes that keep it in quarantine."""
 
     tenants: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def sampled(state: Quarantine, processes: Mapping[GpuName, Collection[Process]],
 
 
 def ended(state: Quarantine, gpus: Collection[GpuName], runs: Callable[[Process], bool]) -> Quarantine:
-    """The state after the end of the last allocation on `gpus`: a GPU with a tenant that still `runs` goes into quarantine."""
+    """The state after the end of the last allocation on `gpus`: a GPU goes into quarantine if one of its `tenants` still `runs`."""
     left = {gpu: frozenset(p for p in state.tenants.get(gpu, ()) if runs(p)) for gpu in gpus}
     tenants = {gpu: who for gpu, who in state.tenants.items() if gpu not in left}
     return _tidy(replace(state, tenants=tenants, held={**state.held, **left}))

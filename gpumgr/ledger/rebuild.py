@@ -17,7 +17,7 @@ from gpumgr.ledger.replicas import charged_on, limits_on
 from gpumgr.ledger.sweep import Shown, shown
 from gpumgr.placement.pods import Listing, PodKey, PodView
 
-#: The form of gpumgr's ids (gpumgr.ledger.ids), also of the ids of a removed GPU.
+#: The form of gpumgr's core and memory ids (gpumgr.ledger.ids). It matches ids of a removed GPU, too.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
 #: A replica: UUID and number. Neither gpumgr nor, in practice, HAMi's plugin has more than 1000 replicas of a GPU.
 _REPLICA: Final = re.compile("(.+)-(0|[1-9][0-9]{0,2})")
@@ -143,14 +143,14 @@ def _new_claim(entry: KubeletEntry, view: PodView | None) -> Allocation:
     return Allocation(
         id="",
         pod=view.key if view else None,
-        uid=view.uid if view else entry.uid,  # a static pod has two UIDs
+        uid=view.uid if view else entry.uid,  # a static pod has two UIDs: the ledger has the one of its mirror pod
         container=entry.container,
         init=spec is not None and spec.kind == "init",
     )
 
 
 def _with_entry(claim: Allocation, entry: KubeletEntry, masks: Masks, gpu_registry: GpuRegistry) -> Allocation:
-    """The claim with one more of the container's resources."""
+    """The allocation with one more of the container's resources."""
     return replace(
         claim,
         device_ids={**claim.device_ids, entry.resource: union(claim.held(entry.resource), masks)},
@@ -193,8 +193,8 @@ def _with_slices(amounts: Amounts, entry: KubeletEntry, gpu: GpuName) -> Amounts
 
 
 def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:
-    """Adds the amounts of a container with MIG devices or replicas. The amounts of replicas are read from the pod, unless the response
-    has them; if the pod is not known either, there are none."""
+    """Adds the amounts of a container with MIG devices or replicas. The amounts of replicas are read from the response in the kubelet's
+    checkpoint, else from the pod; if the pod is not known either, there are none."""
     if claim.held("mig"):
         return replace(claim, gpus=instance_amounts(ledger.gpu_registry, claim.held("mig")))
     spec = view.container(claim.container) if view else None
@@ -237,8 +237,8 @@ def migrate(
     now: float,
 ) -> Rebuilt:
     """Adds gpu-manager's records to `ledger`. The ids of their pods name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs
-    until these pods end. A container in `ledger` is not changed (the records may be read again), except for GPUs that were not known
-    before."""
+    until these pods end. A container in `ledger` is not changed (the records may be read again), except that it gets GPUs that were not
+    known before."""
     known = {(a.uid, a.container): a for a in ledger.allocations.values()}
     added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:

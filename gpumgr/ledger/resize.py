@@ -16,10 +16,11 @@ from gpumgr.placement.pods import ResizeRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a decision depends on beside the ledger. `used_bytes`: what containers use on their GPUs; None: not known. `memory_mebibytes`:
-    the memory that each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why these mechanisms can't change
-    the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is not in force yet, each
-    with the reason to refuse growth there ("": it waits). `away`: the containers that are suspended, and do not ask for their resume."""
+    """What a decision depends on, in addition to the ledger. `used_bytes`: what containers use on their GPUs; None: not known.
+    `memory_mebibytes`: the memory that each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why these
+    mechanisms can't change the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is
+    not in force yet, each with the reason to refuse growth there ("": it waits). `away`: the containers that are suspended, and do not ask
+    for their resume."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
     memory_mebibytes: Mapping[GpuName, int]
@@ -89,7 +90,7 @@ def _more(allocation: Allocation, resized: Allocation, gpu: GpuName) -> Amounts:
 
 
 def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundings) -> None:
-    """Refuses what the mechanisms can't do, and less memory than is in use."""
+    """Refuses a change that the mechanisms can't make, and a memory limit below what is in use."""
     for gpu in allocation.gpus:
         before, after = allocation.limits_on(gpu), resized.limits_on(gpu)
         changed: dict[Resource, bool] = {

@@ -162,7 +162,7 @@ def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) 
 
 def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | None:
     """The allocation that this one's resume must wait for: an operation in progress on one of its GPUs, else the first of the resumes that
-    were asked for before; None: it is the next one."""
+    were requested earlier; None: it is the next one."""
     own = suspensions[name]
     others = {
         other: each for other, each in suspensions.items() if other != name and each.memory_bytes.keys() & own.memory_bytes.keys()

@@ -88,15 +88,15 @@ def sweep(
     gone: Callable[[str], bool] = lambda _: False,
     kept: Collection[AllocationId] = (),
 ) -> Swept:
-    """Checks all allocations. `gone`: whether the API server no longer has a pod with this UID (False if there is no API server).
-    `kept`: these stay, although `List` does not show them."""
+    """Checks all allocations. `patience`: see above. `gone`: whether the API server no longer has a pod with this UID (False if there is no
+    API server). `kept`: these stay, although `List` does not show them."""
     earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()
     # Init containers come last: the container that took over their ids determines their pod.
     for allocation_id in sorted(before, key=lambda each: before[each].init):
         a = ledger.allocations.get(allocation_id)
         if a is None or not a.device_ids:
-            continue  # freed when an earlier allocation was renamed, or a claim, which has no ids
+            continue  # it was freed when an earlier allocation was renamed; or it is a claim, which has no ids
         named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
             ledger = _with_name(ledger, named)
@@ -126,7 +126,7 @@ def _had_another_name(before: Allocation, after: Allocation) -> bool:
 
 
 def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
-    """Allocations that `List` never shows, and that have a later allocation of the same pod among the `freed`.
+    """Allocations that `List` never shows, if a later allocation of the same pod is among the `freed`.
 
     If the freed allocation's pod was a wrong guess and runs, only allocations that share ids with the freed allocation are returned.
     """
@@ -258,7 +258,7 @@ def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod
             and a.by_ids
             and not all(a.held(resource) for resource in RESOURCES)
         ):
-            return False  # a share without its other resource: its admission failed
+            return False  # a share has only one of its two resources: its admission failed
         if a.pod is None or a.pod not in listing.pods:
             return False
         view = find_pod(a.pod)

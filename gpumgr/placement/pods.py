@@ -1,4 +1,4 @@
-"""The part of a pod that the allocator needs: names, requests, and the order of containers."""
+"""The part of a pod that gpumgr needs: names, requests, annotations, and the order of containers."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +11,8 @@ from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
-#: (namespace, name). Names recur (StatefulSets); the UID, if it is known, distinguishes two incarnations.
+#: (namespace, name). Names recur (StatefulSets): two pods with one name, one after the other, are two "incarnations". The UID distinguishes
+#: them, if it is known.
 PodKey = tuple[str, str]
 
 #: UUID of a GPU, and what a container gets of it.
@@ -63,8 +64,8 @@ class ContainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimUse:
-    """A container uses a ResourceClaim of its pod's namespace; `request` is the main request that the container names, None: all
-    requests."""
+    """The use of a ResourceClaim by a container. The claim is in the pod's namespace. `request`: the main request that the container names;
+    None: all requests."""
 
     container: str
     claim: str
@@ -77,8 +78,8 @@ class ClaimUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequest:
-    """What the annotation `gpumgr.io/resize` demands for a container, on each of its GPUs; None: what the container requests.
-    `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
+    """What the annotation `gpumgr.io/resize` demands for a container, on each of its GPUs. `cores` or `memory_mebibytes` None: what the
+    container requests. `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
 
     cores: int | None = None
     memory_mebibytes: int | None = None
@@ -91,23 +92,24 @@ NO_RESIZE: Final = ResizeRequest()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
+    """One pod of this node. `containers` are in the order in which the kubelet allocates: init containers and sidecars, then app
+    containers.
 
     `created_at` is in unix seconds; `phase`, `reason` and `message` are from the pod's status (a kubelet that refuses a pod sets them).
-    `controlled`: a controller would replace the pod. `deleted`: the pod is being deleted, though its containers may still run. `ends_at`:
-    when its grace period then ends, by the API server's clock, in unix seconds; `grace_seconds`: the length of that period. `core_limit`
-    is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation `gpumgr.io/memory-limit`:
-    containers and MiB; `memory_limits_ignored`: why that is not used. `resizes`: the annotation `gpumgr.io/resize`. `suspend` and
-    `suspend_when_idle_seconds` are the annotations `gpumgr.io/suspend` and `gpumgr.io/suspend-when-idle` (0.0: never); `suspend_ignored`:
-    why one of them is not used. `runtime_uid` is the UID of a static pod in the kubelet and the runtime; a static pod's `uid` is the UID
-    of its mirror pod. `submitter` (SUBMITTER in the environment of the first app container) and `cluster` (the annotation `clusterName`)
-    are only shown in gpu-manager's /usage.
+    `controlled`: the pod has a controller, which replaces it when it fails. `deleted`: the pod is being deleted, though its containers may
+    still run. `ends_at`: when its grace period then ends, by the API server's clock, in unix seconds; `grace_seconds`: the length of that
+    period. `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation
+    `gpumgr.io/memory-limit`: containers and MiB; `memory_limits_ignored`: why that is not used. `resizes`: the annotation
+    `gpumgr.io/resize`. `suspend` and `suspend_when_idle_seconds` are the annotations `gpumgr.io/suspend` and `gpumgr.io/suspend-when-idle`
+    (0.0: never); `suspend_ignored`: why one of them is not used. `runtime_uid` is the UID of a static pod in the kubelet and the runtime; a
+    static pod's `uid` is the UID of its mirror pod. `submitter` (SUBMITTER in the environment of the first app container) and `cluster`
+    (the annotation `clusterName`) are only shown in gpu-manager's /usage.
 
-    `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
-    chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
-    `bound_by_hami`: HAMi's scheduler bound it to this node, and waits until its containers have their devices. `started`: one of its
-    containers runs or has run, so the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`:
-    why the annotations can't be read, so that it gets no GPU.
+    `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent chooses.
+    `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims. `bound_by_hami`: HAMi's
+    scheduler bound it to this node, and waits until its containers have their devices. `started`: one of its containers runs or has run, so
+    the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`: why the annotations can't be read,
+    so that it gets no GPU.
     """
 
     namespace: str
@@ -172,11 +174,11 @@ Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 class Listing:
-    """The pods that the kubelet counts as active, in the order of the response, and the ids of their containers. Kubelets before 1.34
-    also list ended and refused pods, without ids, until they are deleted.
+    """The pods that the kubelet counts as active, in the order of the response, and the ids of their containers. Kubelets before 1.34 also
+    list ended and refused pods, without ids, until they are deleted.
 
-    It has sidecars, but no ordinary init containers. The response has every id of the node (100 kB and more), while a decision needs the
-    ids of one or two pods. So names are decoded at once, and the rest on demand.
+    It has sidecars, but no ordinary init containers. The response has every id of the node (100 kB and more), but a decision needs the ids
+    of one or two pods only. So names are decoded at once, and the rest on demand.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ LONG_SECONDS: Final = 5.0
 
 
 class BackgroundCall:
-    """Runs at most one call at a time. The caller waits a bounded time; the call itself runs on to its end.
+    """Runs at most one call at a time. The caller waits a bounded time; after that the call continues to its end without the caller.
 
     `clock` is monotonic, in seconds.
     """

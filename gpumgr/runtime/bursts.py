@@ -24,7 +24,7 @@ from gpumgr.runtime.container_events import AgentRecords, ContainerEvents, User
 
 log = structlog.get_logger(__name__)
 
-#: Reason of the event of a pod with an annotation gpumgr.io/memory-limit that is not used.
+#: The reason in the pod's event if its annotation gpumgr.io/memory-limit is not used.
 IGNORED: Final = "GpuMemoryLimitIgnored"
 #: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
@@ -37,7 +37,8 @@ _Place = tuple[AllocationId, User | None]
 
 @dataclass(frozen=True, slots=True)
 class Enforced:
-    """The limits of the evaluation with this number are in force, except for the containers in `obstacles`, with the reason."""
+    """The limits of the evaluation with this number are in force, except for the containers in `obstacles`; the value is the reason. (An
+    evaluation computes and sets all limits, once for each sample of the driver.)"""
 
     number: int = 0
     obstacles: Mapping[AllocationId, str] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Bursts:
         self._unknown: Collection[AllocationId] = ()
         self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
-        #: Suspended containers, and what they had on each GPU. Others may use it until the resume.
+        #: Suspended container -> the memory that it had on each GPU. Others may use it until the resume.
         self._away: Mapping[AllocationId, Mapping[GpuName, int]] = {}
         #: For each container that waits to start or to be resumed: its GPUs, on which no container may take more memory now.
         self._starting: dict[object, Collection[GpuName]] = {}
@@ -119,15 +120,15 @@ class Bursts:
 
     @property
     def before_sample(self) -> Enforced:
-        """What was in force when the present sample was read; to be called before `apply`."""
+        """What was in force when the present sample was read; call it before `apply`."""
         return self._evaluated
 
     def enforced(self, number: int, obstacles: Mapping[AllocationId, str]) -> None:
-        """To be called when the limits of this evaluation are in force, except for the containers in `obstacles`, with the reason."""
+        """Call it when the limits of this evaluation are in force, except for the containers in `obstacles`, which has the reasons."""
         self._enforced = Enforced(number, obstacles)
 
     def evaluated(self) -> None:
-        """To be called at the end of each evaluation: the next sample has not been read yet."""
+        """Call it at the end of each evaluation, before the next sample is read."""
         self._evaluated = self._enforced
 
     def _limits(self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Shares) -> dict[AllocationOnGpu, int]:
@@ -143,7 +144,7 @@ class Bursts:
             }
             view = find_pod(self._pods, allocation.pod, allocation.uid)
             if view is not None and not (view.memory_limits or view.memory_limits_ignored or allocation.claim):
-                continue  # as most of them
+                continue  # most pods have no such annotation
             if view is None and self._why_not(allocation) is None:
                 unknown.add(name)
             ignored |= {(name, user): why for user, why in self._of_other_users(allocation)}
@@ -162,8 +163,8 @@ class Bursts:
         return limits
 
     def _of_other_users(self, allocation: Allocation) -> Iterator[tuple[User, str]]:
-        """The containers with a limit that use the claim of this allocation beside its first user, each with a reason: only the limit of
-        the first user counts."""
+        """The containers that have a limit and use the claim of this allocation, without its first user, each with the reason why its limit
+        is not used: only the limit of the first user counts."""
         if (claim := allocation.claim) is None:
             return
         first = f"container {allocation.container} of pod {'/'.join(allocation.pod or '?')}"
@@ -180,7 +181,7 @@ class Bursts:
         return self._obstacle(allocation.mechanisms, "memory") if self.allowed else _OFF
 
     def _wanted(self, allocation: Allocation, view: PodView | None, sizes: Mapping[GpuName, int]) -> Mapping[GpuName, int]:
-        """As wanted_limits; also raises ValueError if this allocation can't have a burst."""
+        """Like `wanted_limits` (gpumgr.ledger.burst); also raises ValueError if this allocation can't have a burst."""
         wanted = wanted_limits(allocation, view, sizes)
         if wanted and (why := self._why_not(allocation)):
             raise ValueError(why)
@@ -262,8 +263,8 @@ class Bursts:
             await self._news.wait()
 
     def unsettled(self, allocation: Allocation, begun: int) -> str | None:
-        """Why the limits of others on the GPUs of this share are not lowered yet, as `kept_free` demands since the evaluation `begun`;
-        None: they are. Empty: the next samples show it."""
+        """Why the limits of others on the GPUs of this share are not lowered yet, although `kept_free` has demanded it since the evaluation
+        `begun`; None: they are lowered. Empty: the next samples show it."""
         others = {each.id: each for found in self._contested(allocation).values() for each in found}
         for name, why in self._enforced.obstacles.items():
             if name in others:
@@ -272,7 +273,7 @@ class Bursts:
         return "" if others and waits else None
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
-        """Which of these GPUs has an unknown amount of free memory, as a sentence; None: none has."""
+        """A sentence that names a GPU of these with an unknown amount of free memory; None if there is none."""
         unknown = [gpu for gpu in gpus if self._free_bytes.get(gpu) is None]
         return f"the driver does not report how much memory of GPU {unknown[0]} is free" if unknown else None
 
@@ -313,7 +314,7 @@ class Bursts:
         sizes = _sizes(self._records.inventory.gpus(ledger.gpu_registry))
         found = []
         for other in (each for each in ledger.on(gpu) if each.id != allocation.id and is_share(each)):
-            with contextlib.suppress(ValueError):  # an annotation that is not used
+            with contextlib.suppress(ValueError):  # that annotation is not used
                 view, above = find_pod(self._pods, other.pod, other.uid), self._inherits or (other.id, gpu) in self._above
                 if above or other.lent_on(gpu) or self._wanted(other, view, sizes):
                     found.append(other)

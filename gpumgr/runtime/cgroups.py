@@ -36,7 +36,7 @@ _NSPID: Final = re.compile(r"^NSpid:[ \t0-9]*[ \t](?P<pid>[0-9]{1,10})[ \t]*$", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerCgroup:
-    """A container, as a path names it. `cgroup` is the path of the container's own cgroup, with a leading slash."""
+    """A container that the path of a cgroup names. `cgroup` is the path of the container's own cgroup, with a leading slash."""
 
     pod_uid: str
     container_id: str
@@ -76,8 +76,8 @@ def container_cgroup_in(path: str) -> ContainerCgroup | None:
 
 
 def container_id_in(path: str) -> str | None:
-    """The id of the kubelet's container that `path` names, else the first container id in the path. If the kubelet names no parent
-    (cgroupsPerQOS false), the runtime chooses one, such as /system.slice, /k8s.io or /docker."""
+    """The id of the kubelet's container that `path` names; without such a name, the first container id in the path. If the kubelet names no
+    parent (cgroupsPerQOS false), the runtime chooses one, such as /system.slice, /k8s.io or /docker."""
     if (place := container_cgroup_in(path)) is not None:
         return place.container_id
     found = next(filter(None, map(_CONTAINER.fullmatch, path.split("/"))), None)
@@ -85,7 +85,8 @@ def container_id_in(path: str) -> str | None:
 
 
 def own_cgroup(path: str, container_id: str) -> str | None:
-    """The cgroup of a container, from the path of one of its processes, which may be in a cgroup below; None if no name contains the id."""
+    """The cgroup of a container, cut out of the path of one of its processes (which may be in a cgroup below it); None if no name in the
+    path contains the id."""
     above, found, _ = path.partition(container_id)
     return above + found + path[len(above) + len(found) :].partition("/")[0] if found else None
 
@@ -185,7 +186,7 @@ def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
 
 
 def _unescape(field: str) -> str:
-    """fstab(5): blanks and backslashes are written as octal numbers."""
+    """The text of a field, in which blanks and backslashes are written as octal numbers: fstab(5)."""
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 

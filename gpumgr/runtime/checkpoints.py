@@ -16,9 +16,9 @@ from gpumgr.ledger.suspension import Moved
 #: The agent does not import the program, which is a process of its own.
 PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
 _OUT_OF_MEMORY: Final = 2
-#: How long work that was submitted before a suspension may take.
+#: How long a suspension waits for GPU work that was submitted before it.
 WORK_SECONDS: Final = 10.0
-#: The limit of one operation, and more for each GiB: an H200 moved 1.6 GiB/s or more.
+#: The time limit of one operation: a fixed part, and more for each GiB. An H200 moved 1.6 GiB/s or more.
 _LIMIT_SECONDS, _LIMIT_SECONDS_PER_GIB = 60.0, 10.0
 _END_SECONDS: Final = 2.0
 
@@ -74,7 +74,7 @@ class Checkpoints:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 program.kill()
-            with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end
+            with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end, even if it is killed
                 async with asyncio.timeout(_END_SECONDS):
                     await program.wait()
             held = [pid for pid, _ in processes]

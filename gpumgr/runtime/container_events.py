@@ -36,7 +36,7 @@ class AgentRecords(Protocol):
     def suspensions(self) -> SuspensionsById: ...
 
     async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
-        """Commits what `decide` makes of the ledger, with the entries about it. Raises CheckpointError; then nothing has changed."""
+        """Commits the ledger and the history entries that `decide` returns. Raises CheckpointError; then nothing has changed."""
         ...
 
     @property

@@ -29,7 +29,7 @@ CALM_PERIOD_SECONDS: Final = 10.0
 #: The shortest time between two polls for unknown containers: many containers that start at once cause few polls. It is short, since a
 #: program waits for such a poll.
 UNKNOWN_PERIOD_SECONDS: Final = 0.02
-#: A poll may be so much earlier than its period, since calls of `tick` are not exactly a second apart.
+#: A poll may begin this much before its period is over, since calls of `tick` are not exactly a second apart.
 _EARLY_SECONDS: Final = 0.1
 
 #: pid and cgroup, requested from the runtime once for each container.
@@ -37,8 +37,9 @@ Location = tuple[int | None, str | None]
 
 
 class Containers:
-    """Call `tick` once a second or more often. If the runtime is unavailable, no method raises: `unavailable` has the reason, and the
-    cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits by the same clock."""
+    """Call `tick` once a second or more often. If the runtime is unavailable, no method raises an error about it: `unavailable` has the
+    reason, and the cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits by the
+    same clock."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class Containers:
         return container
 
     def _holding(self, path: str) -> Container | None:
-        """The listed container with this cgroup or a cgroup above it, or else the listed container that the path names."""
+        """The listed container that has this cgroup or a cgroup above it; without one, the listed container that the path names."""
         running_last = sorted(self._table.values(), key=lambda each: each.running)
         by_cgroup = {each.cgroup: each for each in running_last if each.cgroup is not None}
         at = path

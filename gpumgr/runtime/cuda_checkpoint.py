@@ -27,7 +27,7 @@ _WAIT_SECONDS = 0.1
 
 
 class _Args(ctypes.Structure):
-    """Any of the functions' arguments: 64 bytes, and only that of Lock has a field that is used."""
+    """The argument structure of any of the functions: 64 bytes. Only Lock uses a field of it."""
 
     _fields_ = (("timeout_milliseconds", ctypes.c_uint), ("reserved", ctypes.c_uint * 15))
 
@@ -50,11 +50,11 @@ class _Processes:
             raise _CudaError("cuInit", 0, code)
 
     def run(self, before: int, function: str, *, stop: bool = False) -> _CudaError | None:
-        """Calls the function for all processes in the state `before`, with `stop` until it fails. Returns the first error."""
+        """Calls the function for all processes in the state `before`; with `stop`, only until a call fails. Returns the first error."""
         name, first = f"cuCheckpointProcess{function}", None
         for pid in [pid for pid, state in self.states().items() if state == before]:
             arguments = _Args(timeout_milliseconds=self._milliseconds if function == "Lock" else 0)
-            # The driver may still do what an earlier run began.
+            # The driver may still be busy with what an earlier run began.
             while (code := getattr(self._cuda, name)(pid, ctypes.byref(arguments))) == ILLEGAL_STATE:
                 time.sleep(_WAIT_SECONDS)
                 if self.states().get(pid) != before:

@@ -70,9 +70,9 @@ class LimitMeter(SuspendMeter, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverLimit:
-    """When a container counts as over its limit, whether its pod is then evicted, and whether the annotation gpumgr.io/memory-limit counts,
-    how much a pod may have above its requests, and after which time without work it is suspended (0.0: never): settings of the section
-    enforcement."""
+    """Settings of the section enforcement. A container is over its limit after `samples` samples in a row above the limit plus
+    `slack_bytes`. `evict`: its pod is then evicted. `burst`: the annotation gpumgr.io/memory-limit counts. `most`: how much a pod may have
+    above its requests. `suspend_when_idle_seconds`: after which idle time a container is suspended (0.0: never)."""
 
     samples: int
     slack_bytes: int
@@ -84,7 +84,7 @@ class OverLimit:
 
 class MemoryLimitWatcher:
     """`evictor` is None without an API server. An evaluation waits for the backends at most as long as `owners` waits for the container
-    runtime; both use the same clock. `suspending`: what suspends containers."""
+    runtime; both use the same clock. `suspending`: the parts that suspend containers."""
 
     def __init__(
         self,
@@ -225,12 +225,12 @@ class MemoryLimitWatcher:
                 others=tuple(containers[1:]),
                 pids=pids,
                 gpu_pids=gpu_pids,
-                # What the driver reports of a suspended container is not what it has.
+                # For a suspended container the driver's figure is not the container's memory.
                 memory_bytes={gpu: None if allocation in away else each.memory_bytes for gpu, each in uses.items()},
             )
 
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:
-        """Observes first: after an adjustment there would be nothing to find. `number`: the number of the evaluation."""
+        """Calls `observe` before `adjust`: the adjustment would correct what is to be found. `number`: the number of the evaluation."""
         self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
         self.bursts.enforced(number, await self._backends.adjust(running))
 

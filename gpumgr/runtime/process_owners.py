@@ -79,7 +79,7 @@ class ProcessOwners:
     async def find(
         self, index: AllocationIndex, shares: Collection[AllocationId], seen: Collection[int], started: Mapping[int, int]
     ) -> ProcessOwnership:
-        """`shares`: allocations for which all processes of the container are wanted. `seen`: pids for which the container is wanted.
+        """`shares`: the allocations for which `pids` is to be filled. `seen`: the pids for which `owners` is to be filled.
 
         `started`: pid -> start time in clock ticks since boot, without processes that have ended.
         """

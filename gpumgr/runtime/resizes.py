@@ -63,7 +63,7 @@ class Resizes:
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
         moved = {name for name, each in self._records.suspensions.items() if not each.measured}
         around = Surroundings(
-            # What the driver reports of a suspended container is not what it has.
+            # For a suspended container the driver's figure is not the container's memory.
             used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
             memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
             most=most,

@@ -46,16 +46,16 @@ _FIGURES: Final = re.compile("[0-9]+ MiB")
 REFUSED: Final = "GpuSuspendRefused"
 WAITS: Final = "GpuResumeWaits"
 FAILED: Final = "GpuSuspendFailed"
-#: A thread that has passed the library's check is in the driver after this time.
+#: How long a thread may need from the library's check (whether calls are held) to its call of the driver.
 HOLD_SECONDS: Final = 0.1
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
-#: A suspension that failed is tried again after this time, which doubles with each failure up to the second figure; so is a resume that
-#: the driver refuses. A state that can't be saved is tried again after the last figure.
+#: The pauses before another try: of a suspension that failed, and of a resume that the driver refused (each doubles with every failure, up
+#: to the second value); and of saving a state.
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 60.0, 3600.0
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
 _SAVE_AGAIN_SECONDS = 1.0
-#: How long a resume waits for lower limits of others; then it depends on the memory that is free.
+#: How long a resume waits until the limits of others are lowered; after that, only the free memory decides.
 _LOWER_SECONDS: Final = 12.0
 #: After so many failures of a resume, other than for lack of memory, the driver can't restore the container.
 _MOST_FAILURES: Final = 3
@@ -109,7 +109,8 @@ class Mover(Protocol):
 
 
 class Pages(Protocol):
-    """What the container's library reads, and what it asks (gpumgr.enforcement.enforcer.Enforcer)."""
+    """The pages that the agent shares with the container's library: what the library reads, and what it requests
+    (gpumgr.enforcement.enforcer.Enforcer)."""
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
         """Whether the container's calls are held outside of the driver from now on. False: its mechanisms can't do that."""
@@ -126,7 +127,7 @@ class SuspendMeter(Protocol):
         ...
 
     def resumed(self, waited_seconds: float) -> None:
-        """The time from the demand to the end of a resume."""
+        """A resume has ended, this long after the container requested it."""
         ...
 
 
@@ -189,8 +190,8 @@ class Suspensions:
         self._refused = refused
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse, ownership: ProcessOwnership) -> None:
-        """Resumes containers that are suspended by their pages, but have no state: the checkpoint was lost. They may need what their
-        library counts, or else what they were granted."""
+        """Resumes containers that their pages show as suspended, but that have no saved state: the checkpoint was lost. Each may need the
+        memory that its library counts, or, without such a count, what it was granted."""
         for name, share in shares.items():
             if name in self._records.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue
@@ -217,7 +218,7 @@ class Suspensions:
             await wait_at_most(self._changed, POLL_SECONDS if away else None)
 
     async def close(self) -> None:
-        """The operations in progress are continued by the next process of the agent."""
+        """After its restart the agent continues the operations in progress."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -241,7 +242,7 @@ class Suspensions:
     ) -> None:
         allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
-        if known is not None and known.state in IN_PROGRESS:  # an earlier process of the agent began it
+        if known is not None and known.state in IN_PROGRESS:  # the agent began it before its restart
             suspends = known.state == "suspending"
             self._start(name, self._suspend(allocation, known, fresh=False) if suspends else self._resume(allocation, known))
         elif known is not None and known.away:
@@ -310,7 +311,7 @@ class Suspensions:
     # -- operations --------------------------------------------------------------------------------------------------------
 
     async def _suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:
-        """Not `fresh`: an earlier process of the agent began it."""
+        """`fresh` False: the agent began the suspension before its restart."""
         name, size, since = allocation.id, sum(begun.memory_bytes.values()), self._clock()
         await self._save(name, begun)
         if self._pages.hold_calls(name, hold=True):
@@ -341,7 +342,7 @@ class Suspensions:
                 self._events.add_once(name, REFUSED, message)
 
     async def _resume(self, allocation: Allocation, known: Suspension) -> None:
-        """`known`: the container is suspended, or an earlier process of the agent began its resume."""
+        """`known`: the container is suspended, or the agent began its resume before a restart."""
         name, size = allocation.id, sum(known.memory_bytes.values())
         await self._save(name, known)
         failures, pause, said = 0, _RESUME_AGAIN_SECONDS, set[str]()
@@ -398,7 +399,8 @@ class Suspensions:
         return await asyncio.to_thread(lambda: any(map(self._host.runs, known.processes)))
 
     async def _wait_for_room(self, allocation: Allocation, known: Suspension, said: set[str]) -> bool:
-        """Returns once the container is the next one, and its memory is free on the GPU. False: the container has ended."""
+        """Returns once the container is the next one in the queue of resumes, and there is room for its memory on the GPU. False: the
+        container has ended."""
         name, begun, lowered_at = allocation.id, self._bursts.begun, self._clock() + _LOWER_SECONDS
         while await self._runs(known):
             others, allocations = self._records.suspensions, self._records.ledger.allocations
@@ -440,7 +442,7 @@ class Suspensions:
         self._events.add(allocation.id, FAILED, reason)
 
     async def _save(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Saves a state. Tries until the disk takes it: the step that follows must be repeatable."""
+        """Saves a state, and repeats that until the disk accepts it: the step that follows must be repeatable."""
         while True:
             await self._save_once(name, suspension)
             if self._records.suspensions.get(name) == suspension:
@@ -457,7 +459,7 @@ class Suspensions:
 
 
 def _kind(why: str) -> str:
-    """The words of a reason, without figures and order."""
+    """The words of a reason, without figures and in a fixed order: equal for two reasons that differ in nothing else."""
     return " ".join(sorted(_FIGURES.sub("", why).replace(",", " ").split()))
 
 

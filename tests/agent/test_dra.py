@@ -103,7 +103,7 @@ async def test_from_dra_to_plugin(folder: Path) -> None:
         assert node.kubelet.registrations == []
         assert spec.exists()
         assert (await Caller(channel).prepare(kept)).claims[kept.uid] == answer
-        assert "takes no more claims" in (await Caller(channel).prepare(late)).claims[late.uid].error
+        assert "serves no new claims" in (await Caller(channel).prepare(late)).claims[late.uid].error
         spec.unlink()
         await node.agent.while_running(soon(spec.exists))
         assert not (await Caller(channel).unprepare(kept)).claims[kept.uid].error

@@ -206,7 +206,7 @@ async def test_a_disk_that_takes_nothing_more_refuses_pods_and_loses_none(folder
         refused = node.pod("b", app(30, 4))
         status = await node.run(refused)
         assert status.reason == "UnexpectedAdmissionError"
-        assert "can't be remembered, so it was not made" in (status.message or "")
+        assert "can't be saved, so it was not made" in (status.message or "")
         assert node.ledger() == before
         node.delete(refused)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)

@@ -221,7 +221,7 @@ def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node
     node.forge("unknown", forged(device="gpu-ffffffff"))
     node.forge("greedy", forged(consumedCapacity={**result["consumedCapacity"], "cores": "95"}))
     node.refused("unknown", "which this node never had")
-    node.refused("greedy", "kube-scheduler counted otherwise")
+    node.refused("greedy", "kube-scheduler has counted these amounts differently")
     wanted = {"gone": "no longer exists", "replaced": "the present one has another UID"}
     with stopped(node, "gpumgr"):
         for name in wanted:

@@ -183,7 +183,7 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
             raise Refusal(
                 "invalid_request",
                 f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes an init "
-                "container's ids on to them; ask for no more cores in the init container than in each container that follows",
+                "container's ids on to them; request no more cores in the init container than in each container that follows",
             )
     return PodRequest(tuple(made))
 

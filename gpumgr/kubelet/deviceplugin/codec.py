@@ -1,9 +1,6 @@
-"""Encodes and decodes the device plugin API's messages with device ids, and the Allocate response.
-
-This module replaces generated code for them: a node has up to 13,888 ids, and generated code would take half of an Allocate's time for
-the response alone (0.37 ms instead of 0.007 ms). Every decoder checks bounds, skips unknown fields, and raises
-gpumgr.common.rpc.wire.WireError.
-"""
+"""Encodes and decodes the messages of the device plugin API that have device ids, and the response to Allocate. It replaces generated code:
+a node has up to 13,888 ids, and generated code would take half of the time of an Allocate for the response alone (0.37 ms instead of 0.007
+ms). Every decoder checks bounds, skips unknown fields, and raises gpumgr.common.rpc.wire.WireError."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +32,7 @@ def decode_allocate(data: bytes) -> list[list[str]]:
 
 
 def decode_preferred(data: bytes) -> list[PreferenceRequest]:
-    """PreferredAllocationRequest -> its container requests. It is the longest message: it has every free id of the node."""
+    """PreferredAllocationRequest -> its container requests. This message is the longest one: it has every free id of the node."""
     return [_preference(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1]
 
 
@@ -113,7 +110,8 @@ def encode_devices(entries: Iterable[DeviceEntry]) -> bytes:
 
 @lru_cache(maxsize=256)
 def _frame(id_bytes: int, healthy: bool, numa_node: int | None) -> tuple[bytes, bytes]:
-    """What is before and after the id in a `devices` field. A node has thousands of ids, but of few lengths."""
+    """The bytes before and after the id in a `devices` field. They depend on the length of the id: a node has thousands of ids, but of few
+    lengths."""
     device = wire.field(1, bytes(id_bytes)) if id_bytes else b""
     tail = (_HEALTHY if healthy else _UNHEALTHY) + _topology(numa_node)
     field = wire.field(1, device + tail)

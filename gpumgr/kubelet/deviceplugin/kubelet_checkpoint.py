@@ -1,9 +1,9 @@
-"""Reads the kubelet's record of devices, `kubelet_internal_checkpoint`, the first source when the ledger must be rebuilt.
+"""Reads the kubelet's record of devices, `kubelet_internal_checkpoint`, which has priority when the ledger must be rebuilt.
 
 It has what PodResources lacks: pod UIDs, ordinary init containers, and the responses of Allocate (with a path that contains the
 allocation's id). The format is internal to the kubelet, so the reader accepts all variants: `DeviceIDs` is a list before 1.20 and a map
-from NUMA node to ids since; the oldest files have no `Data` level. The checksum is a hash over Go's print format and can't be verified
-here. The kubelet writes the file after Allocate has returned, so it can't be used inside Allocate.
+from NUMA node to ids since; the oldest files have no `Data` level. The checksum is a hash of the data as Go prints it, and can't be
+verified here. The kubelet writes the file after Allocate has returned, so it can't be used inside Allocate.
 """
 
 import asyncio
@@ -112,8 +112,8 @@ async def read_kubelet_checkpoint(
 
 
 def pods_with_devices(entries: Sequence[CheckpointEntry] | None) -> frozenset[str] | None:
-    """UIDs of the pods that have devices. None: the entries are no evidence that a pod has ended, since there is no file, or it is empty
-    (a kubelet that lost its state no longer lists running pods)."""
+    """UIDs of the pods that have devices. None: there is no file, or it is empty. Then a pod that is missing in it may still run: a kubelet
+    that lost its state does not list running pods."""
     return frozenset(entry.pod_uid for entry in entries) if entries else None
 
 
@@ -135,7 +135,8 @@ def _entry(entry: _Entry) -> CheckpointEntry:
 
 log = structlog.get_logger(__name__)
 
-#: How long a rebuild waits for the pods' specs (it needs their init containers): the API server may be unavailable for long.
+#: How long a rebuild waits for the pods' specs, which it needs for their init containers. It does not wait longer, since the API server may
+#: be unavailable for hours.
 SPECS_SECONDS = 5.0
 
 
@@ -174,7 +175,7 @@ async def reconcile(
 
 
 def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
-    """Entries of our resources, as the ledger adopts them."""
+    """The entries of gpumgr's resources, in the form in which the ledger adopts them."""
     return [
         KubeletEntry(
             uid=e.pod_uid,

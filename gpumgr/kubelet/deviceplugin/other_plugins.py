@@ -60,11 +60,8 @@ def lock_node(path: Path) -> Iterator[None]:
 
 
 def holder(path: Path) -> str | None:
-    """The process that holds a lock on a file or folder, as text with a trailing comma; "" if the pid is not known, None if no process
-    holds a lock.
-
-    It takes a shared lock for an instant. An agent that starts in that instant ends with code 3 and is started again.
-    """
+    """The process that holds a lock on a file or folder, as the text "pid N, "; "" if the pid is not known, None if no process holds a
+    lock. The check takes a shared lock for an instant. An agent that starts in that instant ends with code 3 and is started again."""
     try:
         held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -127,7 +124,7 @@ class OtherDevicePlugins:
         return await asyncio.to_thread(gpu_manager_answers, self._folder)
 
     async def why_wait_for_nvidia_plugins(self) -> str | None:
-        """As `gpu_manager`, for any other plugin, such as NVIDIA's and HAMi's. An agent that offers nvidia.com/gpu calls this."""
+        """Like `gpu_manager`, for all other plugins, such as NVIDIA's and HAMi's. An agent that offers nvidia.com/gpu calls this."""
         found = await asyncio.to_thread(answering, self._folder)
         return "; ".join(problem_and_remedy(found)) if found else None
 

@@ -3,7 +3,7 @@
 Invariants:
 1. Every failure is returned to the kubelet as a gRPC status with a message, which `kubectl describe pod` shows.
 2. A decision is completed even if the kubelet cancels the call: decisions run shielded.
-3. ListAndWatch sends the newest list on each change; a slow reader delays no other and misses only outdated lists.
+3. ListAndWatch sends the newest list after each change. A slow reader delays no other reader, and misses only outdated lists.
 """
 
 from collections import Counter
@@ -35,14 +35,14 @@ Observer = Callable[[str, str, str, float], None]
 
 
 class Allocator(Protocol):
-    """Makes the decisions. Each method may raise errors.Refusal; calls of both resources may run at the same time."""
+    """Makes the decisions. Each method may raise errors.Refusal. Calls for different resources may run at the same time."""
 
     async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """The ids of `available` to allocate: `size` of them, with all of `must_include`. If it returns fewer, the kubelet chooses the
         rest."""
 
     async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
-        """Commits `device_ids` (at least one, without duplicates) to one container."""
+        """Grants `device_ids` (at least one, without duplicates) to one container, durably."""
 
     async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
         """Prepares the start, or a restart, of the container that holds `device_ids`."""
@@ -168,7 +168,8 @@ class PluginServer(UnixServer):
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 
     async def drain(self, grace_seconds: float) -> None:
-        """As the base; but the kubelet may first close its connection, which it does once it has forgotten this registration."""
+        """Like the base class, but first waits until the kubelet has closed its connection, which it does once it has dropped this
+        registration."""
         self.remove()
         await self._server.wait_idle(grace_seconds)
         if self.watchers:

@@ -1,4 +1,5 @@
-"""The kubelet's PodResources API: the device ids of each container, read during an admission.
+"""A client of the kubelet's PodResources API, which lists the device ids of each container. The agent calls it while the kubelet admits a
+pod.
 
 The kubelet limits `List` to 100 calls per second, in bursts of 10, for all clients of the node together; a refused call is retried for a
 short time. The answer has every id of the node, so only the names of pods are decoded at once; the ids of a pod are decoded when they are
@@ -32,7 +33,7 @@ def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) 
     """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read. `names`: a
     resource's name in the kubelet -> its name in the Listing, if the two differ.
 
-    Kubelets before 1.34 may list a terminated pod beside a new pod of the same name: both count as one pod that holds the ids of both.
+    Kubelets before 1.34 may list a terminated pod and a new pod of the same name: both count as one pod that holds the ids of both.
     """
     places: dict[PodKey, list[tuple[int, int]]] = {}
     for number, start, end in wire.spans(data, 0, len(data)):
@@ -152,5 +153,6 @@ def pod_resources_error(doing: str, socket: Path, error: Exception) -> KubeletEr
 
 
 def _rate_limited(error: Exception) -> bool:
-    """Whether the kubelet's rate limit refused the call; a client's own message limit has the same status."""
+    """Whether the kubelet's rate limit refused the call. The text decides, since a response that is too long for the client has the same
+    gRPC status."""
     return isinstance(error, GRPCError) and error.status is Status.RESOURCE_EXHAUSTED and _RATE_LIMITED in (error.message or "")

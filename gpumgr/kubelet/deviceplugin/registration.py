@@ -63,14 +63,15 @@ class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.25
-    #: The same while the kubelet watches the devices: if the kubelet ends, its streams end, which is noticed at once.
+    #: The interval of the poll while the kubelet watches the devices. It may be longer: if the kubelet ends, its streams end, and that is
+    #: noticed at once.
     watched_poll_seconds: float = 1.0
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
     #: If no stream is open for this time, the resource is registered again.
     unwatched_seconds: float = 1.0
-    #: The same directly after Register, when a busy kubelet may need longer. It doubles after each registration without a stream.
+    #: The same limit directly after Register, when a busy kubelet may need longer. It doubles after each registration that gets no stream.
     first_watch_seconds: float = 5.0
     #: The time that calls in progress get before the streams of a replaced socket are ended.
     handover_seconds: float = 1.0
@@ -317,8 +318,8 @@ class ListMeter(Protocol):
 
 
 class ResourceLists:
-    """`lists`: resource -> its encoded ListAndWatchResponse. `mig_resource`: the resource of static MIG devices, None if they are not
-    offered."""
+    """`lists`: resource -> its encoded ListAndWatchResponse. `mig_resource`: the resource of existing MIG devices (static MIG); None if
+    they are not offered."""
 
     def __init__(self, kinds: Iterable[Resource], mig_resource: str | None, meter: ListMeter) -> None:
         self.lists: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}

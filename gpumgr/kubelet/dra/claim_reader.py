@@ -4,14 +4,14 @@ which pods.
 A GET reads the claim: the kubelet names only the claim, and a watch can't select the claims of one node. The kubelet waits for 45 s, and
 tries a failed claim again only after more than a minute, so transient faults are retried here. `kubectl describe pod` shows refusals.
 
-`WaitingPods` makes the kubelet retry pods that wait for a claim of this driver. A kubelet that could not prepare a pod's claims tries
-again only after 60 to 90 s, unless the pod changes. It does not even call the driver if the driver is not registered, or if the API
-server refuses to show it the claim because the authorizer has not processed the binding of the pod yet ("no relationship found between
-node and this object", seen with 40 pods at once). So a pod that still has no prepared claim some seconds after its binding gets an
-annotation, which changes the pod. This is repeated with growing pauses.
+`WaitingPods` makes the kubelet retry pods that wait for a claim of this driver. A kubelet that could not prepare a pod's claims tries again
+only after 60 to 90 s, unless the pod changes. It does not even call the driver if the driver is not registered, or if the API server
+refuses to show it the claim because the authorizer has not processed the binding of the pod yet ("no relationship found between node and
+this object", seen with 40 pods at once). So a pod that still has no prepared claim some seconds after its binding gets an annotation, which
+changes the pod. This is repeated with growing pauses.
 
-A claim that the ledger holds, but that this process has not prepared, is ambiguous: the kubelet may have got no answer from an earlier
-process of the agent, or the pod's image is being pulled. It causes only a few retries after each registration.
+A claim that the ledger holds, but that this process has not prepared, is ambiguous: the kubelet may have got no answer before the agent was
+restarted, or the pod's image is being pulled. It causes only a few retries after each registration.
 """
 
 import asyncio
@@ -46,7 +46,8 @@ _TRANSIENT: Final = (401, 408, 429)
 
 
 class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The opaque configuration of a DeviceClass for this driver: it selects another mechanism for the shares of its claims."""
+    """The configuration of a DeviceClass for this driver (an "opaque" one in Kubernetes' terms): it selects another mechanism for the
+    shares of its claims."""
 
     api_version: Literal["gpumgr.io/v1"]
     kind: Literal["ShareConfig"]
@@ -61,7 +62,7 @@ class ClaimReader:
         self._free = asyncio.Semaphore(_CONNECTIONS)
 
     async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
-        """The claim as the API server has it now. Raises Refusal."""
+        """Reads the claim from the API server. Raises Refusal."""
         found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", deadline)
         return allocated_claim(claim, self._pool, found)
 
@@ -89,7 +90,7 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
             except API_FAILURES as error:
-                # The last try may have had little time left, so its timeout explains nothing.
+                # The last try may have had little time left; then its timeout is not the reason to report.
                 if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:
                     why = f"{type(error).__name__}: {error}".removesuffix(": ")
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
@@ -129,7 +130,7 @@ def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) ->
 
 
 class _Unusable(Exception):
-    """Its text is the end of a sentence that begins with "claim NAMESPACE/NAME"."""
+    """The claim can't be prepared. The text is the end of a sentence that begins with "claim NAMESPACE/NAME"."""
 
 
 def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
@@ -190,7 +191,7 @@ def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str
             continue
         if config["source"] != "FromClass":
             raise _Unusable(
-                f"asks for enforcement {mechanism} itself, which only a DeviceClass may: remove the configuration from the claim or its "
+                f"requests enforcement {mechanism} itself, which only a DeviceClass may do: remove the configuration from the claim or its "
                 "template, or ask the cluster's administrator for a DeviceClass with it"
             )
         for request, mechanisms in found.items():
@@ -255,7 +256,7 @@ class WaitingPods:
         self._error = ""
 
     def retry_now(self) -> None:
-        """To be called when the kubelet has registered the driver. Makes every waiting pod due."""
+        """Call it when the kubelet has registered the driver: every waiting pod becomes due."""
         for wait in self._waiting.values():
             wait.due_at, wait.pause_seconds = self._clock(), _FIRST_SECONDS
             wait.tried.clear()
@@ -292,7 +293,7 @@ class WaitingPods:
                     await self._retry(pod, wait)
 
     async def _retry(self, pod: PodView, wait: _Wait) -> None:
-        wait.due_at = self._clock() + _FIRST_SECONDS  # for a request that fails; the pause grows only after a retry
+        wait.due_at = self._clock() + _FIRST_SECONDS  # this also holds if the request fails; the pause grows only after a retry
         if wait.ours is None:
             for name in sorted(wait.missing):
                 _, shares = await find_shares(self._server, self._pool, pod.namespace, name)

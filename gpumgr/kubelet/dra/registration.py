@@ -1,7 +1,7 @@
 """Registers the driver with the kubelet, and keeps it registered.
 
-The kubelet watches a folder for registration sockets, and makes two calls at each: GetInfo returns the path of the socket with the
-driver's services, and NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
+The kubelet watches a folder for registration sockets, and makes two calls at each: GetInfo returns the path of the socket with the driver's
+services, and NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
 pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:
@@ -9,8 +9,8 @@ Invariants:
 2. Sockets that other programs remove or replace are made again; connections and calls continue. Files of other kinds in their place are
    kept and reported.
 3. Only `stop` removes the sockets. The sockets that a killed process left are removed by the next process, with any `instance`. A process
-   with the same `instance` then uses a second name for its sockets, if the path has room and no file is there: the kubelet, which looks
-   once a second, needs one look to notice that a socket is gone, and another one for a new socket of the same name.
+   with the same `instance` then uses a second name for its sockets, if the path has room and no file is there. With the same name, the
+   kubelet would need two looks at the folder (it looks once a second): one to notice that the socket is gone, and one for the new socket.
 
 Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that the registration has ended. Older kubelets connect only for
 the first call; until then the registration counts as valid.
@@ -61,7 +61,7 @@ class LinkTiming:
 
 
 class DraLink:
-    """Registers the driver with one kubelet. `run` is a daemon. `stop` ends it, lets running calls finish, and removes the sockets."""
+    """Registers the driver with one kubelet. `run` is a daemon. `stop` ends it, lets calls in progress finish, and removes the sockets."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class DraLink:
         """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
         made in the driver's folder of `plugins_dir`. Must be called inside a running event loop.
 
-        `end_streams` ends every streaming call of the services. `instance` is a name of its own for each process of a rolling update,
-        such as its pod's uid, so that each process has its own sockets.
+        `end_streams` ends every streaming call of the services. `instance`: a name that differs between the processes of a rolling update,
+        such as the pod's uid, so that each process has its own sockets.
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, instance)
         second = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
@@ -85,18 +85,20 @@ class DraLink:
             dra, registration = second
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
-        #: Called after each change of the state, thus also after each registration that the kubelet confirms.
+        #: Called after each change of the state. Each registration that the kubelet confirms is such a change.
         self.on_state: Callable[[LinkState], None] = lambda _state: None
         self._dra = UnixServer(dra, services, end_streams)
         self._registration = UnixServer(registration, [self])
         self._daemon: asyncio.Task[None] | None = None
         self._registrations = 0
-        self._problem: str | None = None  # of the sockets
-        self._refusal: str | None = None  # the kubelet's
+        self._problem: str | None = None  # what is wrong with the sockets
+        self._refusal: str | None = None  # why the kubelet refuses the driver
         self._asked = self._confirmed = False  # GetInfo was called, and Notify reported success, for this registration socket
         self._since = 0.0
-        self._accepted = 0  # the connections to the DRA socket that were already counted
-        self._last_connected: float | None = None  # since the kubelet called GetInfo
+        self._accepted = 0  # how many connections to the DRA socket were counted at the last check
+        self._last_connected: float | None = (
+            None  # the last time at which the kubelet had a connection, once it has called GetInfo
+        )
         self.state = LinkState()
         self._remove_leftovers()
 
@@ -120,7 +122,7 @@ class DraLink:
         self._become(LinkState(registrations=self._registrations))
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends `run` and the registration. Running calls get `grace_seconds`; then streams and connections are closed."""
+        """Ends `run` and the registration. Calls in progress get `grace_seconds`; then streams and connections are closed."""
         await self.suspend()
         await self._registration.drain(0)
         await self._dra.drain(grace_seconds)
@@ -147,7 +149,7 @@ class DraLink:
             self._registrations += 1
         else:
             self._refusal = f"the kubelet refuses the driver {DRIVER}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
-        # Called later, since an error of the callback must not become the answer, which would undo the registration.
+        # The callback is called later: its error must not become the answer to the kubelet, which would undo the registration.
         asyncio.get_running_loop().call_soon(self._report)
         return b""
 
@@ -197,7 +199,7 @@ class DraLink:
 
     def _observed(self) -> LinkState:
         now = asyncio.get_running_loop().time()
-        # A connection may open and close between two checks.
+        # The number of accepted connections counts, too: a connection may open and close between two checks.
         if self._confirmed and (self._dra.connections or self._dra.accepted > self._accepted):
             self._last_connected, self._accepted = now, self._dra.accepted
         lost = self._last_connected is not None and now - self._last_connected > self._timing.unconnected_seconds
@@ -227,7 +229,8 @@ class DraLink:
 
 
 def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) -> tuple[Path, Path]:
-    """The DRA socket and the registration socket. If the instance's name would make a path too long, its hash replaces it."""
+    """The paths of the DRA socket and of the registration socket. If the name of the instance makes a path too long, its hash replaces
+    it."""
 
     def paths(suffix: str) -> tuple[Path, Path]:
         return plugins_dir.absolute() / DRIVER / f"dra{suffix}.sock", registry_dir.absolute() / f"{DRIVER}{suffix}-reg.sock"
@@ -263,7 +266,7 @@ class DraDriver:
     `plugin.decide_with`. `faults`: the health of the devices, for the kubelet."""
 
     def __init__(self, plugins_dir: Path, registry_dir: Path, instance: str | None, pool: str) -> None:
-        """Must be called inside a running event loop. `instance`: as for DraLink. `pool`: the name of the node's pool of devices."""
+        """Must be called inside a running event loop. `instance`: see DraLink. `pool`: the name of the node's pool of devices."""
         self.plugin = DraPlugin(pool)
         self.faults = LatestValue[Faults]({})
         services = (self.plugin, DraHealth(pool, self.faults))

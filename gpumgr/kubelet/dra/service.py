@@ -1,4 +1,4 @@
-"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to a port, and returns the port's answers.
+"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to `Claims` (an interface), and returns its answers.
 
 Invariants:
 1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
@@ -92,17 +92,18 @@ def health_message(pool: str, faults: Faults, now: float) -> NodeWatchResourcesR
 
 _log = structlog.get_logger(__name__)
 
-#: Less than 45 s, after which the kubelet ends a call and gives no reason in the pod's events.
+#: The time limit of a call. It is less than the 45 s after which the kubelet ends the call without a reason in the pod's events.
 WAIT_SECONDS: Final = 40.0
 #: A call may take this much longer until the limits are in place.
 START_SECONDS: Final = 3.0
 
-#: The response for one claim, encoded.
+#: Decides about one claim, and returns the encoded response for it.
 _Decision = Callable[[ClaimRef], Awaitable[bytes]]
 
 
 class Claims(Protocol):
-    """Makes the decisions. Each method may raise errors.Refusal; calls for any claims may run at the same time."""
+    """Makes the decisions. Each method may raise errors.Refusal. Calls for several claims, or for the same claim, may run at the same
+    time."""
 
     async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:
         """Makes the devices of an allocated claim available, and returns the allocations of the claim. A claim that is already prepared
@@ -113,7 +114,7 @@ class Claims(Protocol):
 
 
 class DraPlugin:
-    """The service object of the DRA socket. Calls wait for `decide_with`."""
+    """The service object of the DRA socket. Calls wait until `decide_with` was called."""
 
     #: The versions in the registration. The kubelet uses the first one that it knows. The messages are the same, but a kubelet with
     #: v1beta1 skips the field with the share's id, which it does not know.
@@ -154,10 +155,10 @@ class DraPlugin:
                 return "ok", await decide(claim)
             except Refusal as refusal:
                 outcome, text = str(refusal.code), str(refusal)
-            except Exception as error:  # a bug must not fail the other claims; it is logged only here
+            except Exception as error:  # a bug in the decision about one claim must not fail the others; it is logged only here
                 _log.exception("claim_failed", rpc=rpc, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
                 outcome, text = "internal", failed_inside(rpc, error)
-            # An empty error would be a success, and one that is not UTF-8 would fail the call.
+            # To the kubelet an empty error means success, and an error that is not UTF-8 would fail the whole call.
             return outcome, bytes(response(error=text.encode(errors="replace").decode() or "no reason given"))
 
         async def answer_all(claims: Sequence[ClaimRef]) -> list[tuple[str, bytes]]:

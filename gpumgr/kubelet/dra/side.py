@@ -1,5 +1,5 @@
-"""What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice. After a
-change to mode plugin it deletes the slice, and keeps claims that still hold GPUs until they end."""
+"""The parts of an agent in mode dra that replace the device plugins: ResourceClaims, the registration of the driver, and the node's
+ResourceSlice. After a change to mode plugin it deletes the slice, and keeps claims that still hold GPUs until they end."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-#: How long calls are still served after the slice is withdrawn, for pods that are already bound.
+#: How long calls are still served after the slice is deleted, for pods that are already bound.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
 #: In mode plugin: the time limit of a try to delete the slice; the first and the longest pause between two tries.
 WITHDRAWAL_SECONDS: Final = 5.0
@@ -45,8 +45,8 @@ CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
 #: The pause between two tries to adopt claims while the API server does not answer.
 ADOPT_SECONDS: Final = 2.0
-#: The refusal in mode plugin.
-_CLOSED: Final = "node.mode of this node is plugin, so it takes no more claims: delete the pod, so that it is scheduled again"
+#: Why no claim is prepared in mode plugin.
+_CLOSED: Final = "node.mode of this node is plugin, so it serves no new claims: delete the pod, so that it is scheduled again"
 _LOST: Final = "the ledger was lost, and which GPUs the node's pods have is not known yet"
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
@@ -109,7 +109,7 @@ class DraSide:
 
     @property
     def states(self) -> Mapping[str, LinkState]:
-        """`error` is also why the driver must not be registered yet."""
+        """The state of the registration. Its `error` also says why the driver must not be registered yet."""
         return {DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
 
     def apply(self, settings: Settings) -> None:
@@ -118,7 +118,7 @@ class DraSide:
         self.update()
 
     def update(self) -> None:
-        """To be called when the GPUs, their health or the mechanisms of new shares have changed."""
+        """Call it when the GPUs, their health or the mechanisms of new shares have changed."""
         registry, inventory = self._agent_state.ledger.gpu_registry, self._agent_state.inventory
         taints = gpu_taints(registry, inventory, self._settings.node.unhealthy_taint_effect)
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
@@ -183,14 +183,16 @@ class DraSide:
         """Withdraws the slice, and ends the registration a second later, since pods that were bound just before would otherwise wait for a
         minute. If another agent has registered the driver, the slice stays for that agent."""
         succeeded = await asyncio.to_thread(self.link.has_other_instance)
-        part = grace_seconds / 3  # limited, so that an API server or calls that hang leave time for the rest of the agent's stop
+        part = (
+            grace_seconds / 3
+        )  # each part is limited, so that a hanging API server or call leaves time for the rest of the agent's stop
         if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
         await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
-        """Waits until the pods of the device plugin have ended, since claims must not get their GPUs. Suspends the registration, which this
-        process may have made while it waited for another agent."""
+        """Waits until the pods of the device plugin have ended, since claims must not get the GPUs of these pods. Ends the registration for
+        that time; this process may have registered while it waited for another agent."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
             self._hold(holders)
             await self.link.suspend()
@@ -212,8 +214,8 @@ class DraSide:
         return self.held_back
 
     async def _adopt(self) -> None:
-        """After the loss of the ledger: prepares the claims of the node's pods again. The kubelet does not ask for it, since for the
-        kubelet they are prepared."""
+        """After the loss of the ledger: prepares the claims of the node's pods again. The kubelet does not call Prepare for them again,
+        since it counts them as prepared."""
         while (failure := await self._adopt_once()) is not None:
             self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()
@@ -270,7 +272,8 @@ class DraSide:
             logged = dict(failed)
 
     async def _keep_specs(self) -> None:
-        """A container restart makes no Prepare call, so CDI specs that others removed or changed are written again."""
+        """Writes CDI specs again that other programs have removed or changed: the restart of a container makes no Prepare call that would
+        do it."""
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)
             await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))

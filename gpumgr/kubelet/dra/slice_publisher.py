@@ -3,13 +3,13 @@
 Invariants:
 
 1. Nothing is written before the kubelet has registered the driver: pods on a node without it wait for more than a minute.
-2. A starting kubelet deletes the slices of its node, a moment before or after it registers the driver. A deletion is therefore undone at
-   once if the driver was registered lately, else at the next registration, but no later than after `notify_seconds`: other clients delete
-   slices, too.
+2. A starting kubelet deletes the slices of its node, a moment before or after it registers the driver. So a deleted slice is created again
+   at once if the driver was registered recently; else at the next registration, but after `notify_seconds` at the latest, since other
+   clients delete slices, too.
 3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
-4. The API server's stored form of a slice counts as equal to that slice, so no write is repeated without a change.
-5. A list may hide a deletion that the watch did not show. So after each list the slice is read once; if that fails, the slice counts as
-   published.
+4. A slice is compared with the form in which the API server has stored it, so no write is repeated without a change.
+5. A list may lack the slice although the watch has shown no deletion. So after each list the slice is read once; if that fails, the
+   slice counts as published.
 6. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
    offered.
 """
@@ -60,7 +60,7 @@ class PublisherState:
 
 
 class SlicePublisher:
-    """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
+    """`run` it as a daemon. `withdraw` deletes the slice; it can be called during `run` or after it.
 
     `devices` is None until the hardware is known; `registration` is the state of the driver's registration.
     """
@@ -119,7 +119,7 @@ class SlicePublisher:
         except _FAILED as error:
             text = _text(error)
             if first or text != self.state.error:
-                # In mode plugin the agent need not have the right.
+                # In mode plugin the agent may lack the right to delete slices.
                 level = _log.info if isinstance(error, AnswerError) and error.status == 403 else _log.warning
                 level("slice_not_withdrawn", error=text, consequence="the kubelet deletes it 30 s after the driver's end")
             self.state = replace(self.state, error=text)
@@ -167,7 +167,7 @@ class SlicePublisher:
                 pause = await self._step()
             except _FAILED as error:
                 text = _text(error)
-                if text != self.state.error:  # once in the log for each text until the slice is published
+                if text != self.state.error:  # each text is logged once until the slice is published
                     _log.warning("slice_not_published", slice=self._name, error=text, consequence="it is tried again")
                 self.state = replace(self.state, published=False, error=text)
                 await asyncio.sleep(self._pause)
@@ -183,7 +183,7 @@ class SlicePublisher:
             return None
         if len(devices) > MAX_DEVICES:
             raise GpumgrError(
-                f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices; set node.mode to plugin"
+                f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices at most; set node.mode to plugin"
             )
         async with self._writing:
             await self._probe()
@@ -209,8 +209,7 @@ class SlicePublisher:
         return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
 
     async def _look_up(self) -> bool:
-        """After a list, finds out whether the slice still exists. False: that is unknown, which is no reason to report the slice as not
-        published."""
+        """Reads after a list whether the slice still exists. Returns False if the read fails; the slice then still counts as published."""
         lists, before = self._lists, self._stored
         if lists != self._compared and before is not None:
             try:
@@ -226,7 +225,7 @@ class SlicePublisher:
         return True
 
     def _due(self, stored: StoredSlice | None) -> float:
-        """The time from which on a write may happen."""
+        """The earliest time of the next write."""
         if stored is not None or self._deleted_at == _NEVER:
             return self._changed_at + self._times.change_seconds
         recent = self._registered_at >= self._deleted_at - self._times.notify_seconds
@@ -246,7 +245,7 @@ class SlicePublisher:
         except AnswerError as error:
             if error.status not in (404, 409):
                 raise
-            # The watch is late: the slice was created, changed or deleted in the meantime.
+            # The watch has not shown yet that the slice was created, changed or deleted.
             found = await self._server.find(f"{SLICES}/{self._name}")
             stored = slices.stored_slice(found) if found is not None else None
             answer = found if found is not None and self._settled(wanted, stored) else await self._send(sent, stored)

@@ -115,7 +115,8 @@ def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tupl
 
 
 def slice_name(node: str) -> str:
-    """The name is fixed, so that a crash leaves no second slice. kube-scheduler looks at slices of a pool in the order of their names."""
+    """The name of the node's slice. It is fixed, so that a crash leaves no second slice. kube-scheduler reads the slices of a pool in the
+    order of their names."""
     name = f"00000-{DRIVER}-{node}"
     return name if len(name) <= _MAX_NAME else f"00000-{DRIVER}-{hashlib.sha256(node.encode()).hexdigest()[:32]}"
 
@@ -217,7 +218,7 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 
 
 def _device(device: SliceDevice) -> Json:
-    # In whole blocks: the API server refuses a value that is no multiple of the step.
+    # The memory in whole blocks: the API server refuses a value that is no multiple of the step.
     memory = f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi"
     amounts = {"cores": (str(CORES_PER_GPU), "1")}
     if device.gpu.memory_bytes is not None:
@@ -227,7 +228,7 @@ def _device(device: SliceDevice) -> Json:
         "attributes": dict(_attributes(device)),
         "capacity": {name: {"value": whole} for name, (whole, _) in amounts.items()},
     }
-    if device.shared:  # the default is all: a claim that does not name a capacity gets all of it
+    if device.shared:  # the default is the whole capacity: a claim that does not name a capacity gets all of it
         content["allowMultipleAllocations"] = True
         for name, (whole, step) in amounts.items():
             valid = {"min": step, "max": whole, "step": step}

@@ -10,7 +10,7 @@ from gpumgr.common.errors import CheckpointError
 from gpumgr.common.files import sync_folder
 
 NAME: Final = "gpumgr.sqlite3"
-#: The files that sqlite creates beside a database in WAL mode.
+#: The suffixes of the files that sqlite creates next to a database in WAL mode.
 _COMPANIONS: Final = ("-wal", "-shm")
 _MIN_PAGE_BYTES: Final = 512
 
@@ -43,7 +43,8 @@ def prepare(folder: Path) -> Path:
     path = folder / NAME
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # sqlite gives the files beside this one the same mode. No descriptor of it may be closed later: that would drop sqlite's locks.
+        # sqlite creates its -wal and -shm files with the mode of this file. No descriptor of it may be closed while a connection is open:
+        # that would drop sqlite's locks.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(descriptor, 0o600)
@@ -56,11 +57,8 @@ def prepare(folder: Path) -> Path:
 
 
 def check_header(path: Path) -> None:
-    """Finds a file that sqlite would treat as empty or as read-only. Call it before any connection is open: it opens and closes the file,
-    which would drop sqlite's locks.
-
-    Raises CorruptError. Source of the layout: sqlite's file format, section 1.3.
-    """
+    """Raises CorruptError for a file that sqlite would treat as empty or as read-only. Call it before any connection is open: it opens and
+    closes the file, and that would drop the locks of an open connection. Source of the layout: sqlite's file format, section 1.3."""
     try:
         with path.open("rb") as file:
             header = file.read(_MIN_PAGE_BYTES)
@@ -71,7 +69,7 @@ def check_header(path: Path) -> None:
 
 
 def set_aside(path: Path, now_seconds: float) -> Path:
-    """Renames the file and sqlite's files beside it, and returns the new name. Raises CheckpointError."""
+    """Renames the file and its -wal and -shm files, and returns the new name. Raises CheckpointError."""
     stamp = datetime.fromtimestamp(now_seconds, UTC).strftime("%Y%m%dT%H%M%SZ")
     names = (path.with_name(f"{path.name}.corrupt-{stamp}{f'.{n}' if n else ''}") for n in range(1 << 16))
     try:

@@ -1,6 +1,6 @@
 """Reads gpu-manager's checkpoint, for migration: which container holds which GPUs. gpu-manager's device ids do not name a GPU.
 
-{"PodGPUMapping": {"<pod uid>": {"<container>": {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 268435456}}}}
+Its form: {"PodGPUMapping": {"<pod uid>": {"<container>": {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 268435456}}}}
 """
 
 import re
@@ -53,7 +53,7 @@ def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
         raise InputError(f"can't read gpu-manager's checkpoint {path}: {error.strerror or error}") from error
     except UnreadableText as error:
         raise InputError(
-            f"gpu-manager's checkpoint {path} can't be understood: {error}; move it away if its pods have ended"
+            f"gpu-manager's checkpoint {path} can't be decoded: {error}; move it away if its pods have ended"
         ) from error
     return tuple(
         GpuManagerRecord(

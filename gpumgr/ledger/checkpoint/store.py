@@ -89,7 +89,7 @@ class SqliteCheckpoint:
         await self._run(write)
 
     async def close(self, timeout_seconds: float = 2.0) -> bool:
-        """Finishes the requested writes and closes the file. False: the disk was too slow, so the file is not closed yet."""
+        """Finishes the requested writes and closes the file. Returns False if the disk was too slow: then the file is not closed yet."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -100,7 +100,7 @@ class SqliteCheckpoint:
         if self._closed:
             raise CheckpointError(f"the checkpoint {self._path} is closed")
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # a cancelled caller stops waiting; the write itself is completed
+        done.set_running_or_notify_cancel()  # if the caller is cancelled, it stops waiting, but the write is completed
         self._jobs.put((work, done))
         try:
             await asyncio.wrap_future(done)

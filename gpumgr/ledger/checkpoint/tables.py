@@ -74,14 +74,15 @@ def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry:
 
 
 def checksum(*texts: str) -> int:
-    """CRC-32 of the texts, each with a terminating NUL. sqlite checks the structure of its file; this finds a flipped bit in a row."""
+    """CRC-32 of the texts, each with a terminating NUL. sqlite checks the structure of its file; the checksum finds a flipped bit in a
+    row."""
     result = 0
     for text in texts:
         result = zlib.crc32(text.encode() + b"\0", result)
     return result
 
 
-#: Incremented with every change that another version of gpumgr would misread.
+#: Increase it with every change that another version of gpumgr would misread.
 SCHEMA_VERSION: Final = 7
 
 #: `grant_of`: the allocation, if the entry records its grant.
@@ -197,7 +198,7 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
         [encode_allocation(allocation) for allocation in change.put],
     )
     write_entries(connection, change.entries)
-    if change.entries and not change.put:  # not on a grant, which must be fast; the end of an allocation prunes
+    if change.entries and not change.put:  # a grant must be fast, so the history is pruned when an allocation ends
         connection.execute(_PRUNE, (HISTORY_ENTRIES,))
 
 

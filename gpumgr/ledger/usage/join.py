@@ -17,7 +17,8 @@ from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUs
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 
-#: "unknown": names are missing, because the runtime is unavailable or the kubelet has not named an allocation yet.
+#: "none": the container has no allocation of the GPU. "unknown": the names to decide it are missing, because the runtime is unavailable or
+#: the kubelet has not named an allocation's pod yet.
 Owner = Allocation | Literal["none", "unknown"]
 
 
@@ -163,7 +164,8 @@ def _uses(
 
 
 def _may_own(allocation: Allocation, container: Container | None) -> bool:
-    """Whether an unknown process, in this container, may belong to the allocation. Any pod's containers may use a claim."""
+    """Whether a process of unknown owner may belong to the allocation. `container` is its container, None if that is not known. Any pod's
+    containers may use a claim."""
     return container is None or allocation.claim is not None or allocation.uid in (None, container.pod_uid)
 
 
@@ -175,8 +177,8 @@ def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int 
 
 
 def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
-    """The sum for the processes. If the value of a process is unknown, the GPU's own utilization if only this container uses the GPU
-    (`alone` is the GPU's sample then), else None."""
+    """The sum over the processes. If a process has no value, it is the GPU's own utilization if only this container uses the GPU (then
+    `alone` is the GPU's sample), else None."""
     ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
     if len(ratios) == len(processes):
         return min(1.0, sum(ratios))

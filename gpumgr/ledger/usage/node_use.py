@@ -13,11 +13,11 @@ AllocationOnGpu = tuple[AllocationId, GpuName]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnUse:
-    """How a container used its turns on one GPU, as the limiter counts since the agent knows the container. `waited_seconds`: it had no
-    turn, and at least one of its threads waited for one. `overruns`: turns that were passed on although its work had not ended.
-    `memory_bytes_by_kind`: kind of CUDA allocation -> what its processes hold, without kinds with nothing. `held_ratio` and
-    `waited_ratio`: the part of the last ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or
-    launches need no turn."""
+    """How a container used its turns on one GPU, as the limiter has counted since the agent knows the container. `held_seconds`: the GPU
+    time that was charged to it. `waited_seconds`: how long it had no turn while at least one of its threads waited for one. `overruns`: how
+    many of its turns the arbiter ended while its work still ran. `memory_bytes_by_kind`: kind of CUDA allocation -> what its processes
+    hold, without kinds with nothing. `held_ratio` and `waited_ratio`: the part of the last ten seconds in which it held the GPU, and in
+    which it waited, 0..1; None: not known yet, or launches need no turn."""
 
     held_seconds: float
     waited_seconds: float

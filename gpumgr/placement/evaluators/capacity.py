@@ -1,5 +1,5 @@
-"""The free capacity of a GPU, and the needs of containers of one pod that must use the same GPUs, because the kubelet passes an init
-container's ids on to later containers."""
+"""The free capacity of a GPU, and the needs of a chain of containers. The containers of a chain must use the same GPUs, because the kubelet
+passes an init container's ids on to later containers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class GpuCapacity:
         return self.label or f"GPU{self.index}"
 
 
-#: "init" ends before the next container starts and leaves its ids to later containers; "sidecar" is an init container with
-#: restartPolicy Always, which keeps running; "app" is everything in spec.containers.
+#: "init": ends before the next container starts, and its ids are passed on to later containers; "sidecar": an init container with
+#: restartPolicy Always, which keeps running; "app": a container in spec.containers.
 ContainerKind = Literal["init", "sidecar", "app"]
 
 
@@ -45,7 +45,7 @@ class ContainerNeeds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainNeeds:
-    """What the GPUs of a chain's first container must have free. A chain is an init container and the later containers that get its ids
+    """What must be free on the GPUs of a chain's first container. A chain is an init container and the later containers that get its ids
     from the kubelet. `cores` and `memory_blocks` count all ids of the chain; `most_cores` is the largest request of one container."""
 
     cores: int = 0

@@ -18,9 +18,9 @@ def device_type(model: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Models are substrings, without regard to case, of the model as HAMi registers it: with "NVIDIA-" before it, unless it begins with
-    "NVIDIA". UUIDs are exact. Empty "use": any. `same_numa_node` concerns each container with several GPUs. `unused`: only GPUs without
-    containers. `modes`: some of MODES; None: any.
+    """A GPU matches a model if that text is, without regard to case, a part of the GPU's model as HAMi registers it: with "NVIDIA-" before
+    it, unless it begins with "NVIDIA". UUIDs are exact. Empty "use": any. `same_numa_node` concerns each container with several GPUs.
+    `unused`: only GPUs without containers. `modes`: some of MODES; None: any.
 
     A GPU without a known model satisfies no constraint on models, and a GPU without a known UUID satisfies none on UUIDs.
     """
@@ -40,12 +40,13 @@ class Constraints:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """All UUIDs in the constraints. They make a node differ from nodes with equal GPUs."""
+        """All UUIDs in the constraints. Because of them, nodes with otherwise equal GPUs can differ."""
         return self.use_uuids + self.avoid_uuids
 
     @property
     def text(self) -> str:
-        """A text to follow "GPU", for example " of model A100 and not of UUID GPU-1"; empty without constraints on single GPUs."""
+        """The text after "GPU" in a message, for example " of model A100 and not of UUID GPU-1"; empty without constraints on single
+        GPUs."""
         parts = [
             f"{negation}of {each}"
             for negation, models, uuids in (("", self.use_models, self.use_uuids), ("not ", self.avoid_models, self.avoid_uuids))

@@ -1,12 +1,12 @@
 """link: several whole GPUs. Source of the rule: docs/user-guide.md, "Placement".
 
-Chooses a set T of k entirely free GPUs: the set with the highest score(T) plus the best score of a partition of the remaining free
-GPUs into sets of k (one short set allowed), so that the remaining GPUs stay good for the next pod. Ties are decided by, in order: the
-higher score(T), the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
+Chooses a set T of k entirely free GPUs: the set with the highest score(T) plus the best score of a partition of the remaining free GPUs
+into sets of k (one short set allowed), so that the remaining GPUs stay good for the next pod. Ties are decided by, in order: the higher
+score(T), the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
 
-The search is exact if it is short enough, as it is on every node of up to 12 GPUs and on boards of 16. On larger nodes with hardly
-any symmetry, the candidates are the sets grown from each GPU by the best gain, and the rest is split in the same manner. The result
-is then good, but not proven to be the best.
+The search is exact if it is short enough, as it is on every node of up to 12 GPUs and on boards of 16. On larger nodes with hardly any
+symmetry, a candidate set is grown from each GPU: the GPU that adds most to the score is added next. The remaining GPUs are split in the
+same manner. The result is then good, but not proven to be the best.
 
 Two ideas make the search fast enough for plain Python:
 
@@ -19,8 +19,8 @@ Two ideas make the search fast enough for plain Python:
 
 Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits.
 
-The search runs on the event loop, so its length is bounded: by a number of steps and not by a time, so that the same question has
-the same answer on every machine.
+The search runs on the event loop, so its length is bounded: by a number of steps and not by a time, so that the same request has the same
+answer on every machine.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -65,8 +65,8 @@ def _alike(scores: Scores, a: int, b: int, gpus: Sequence[int]) -> bool:
 class PartitionSearch:
     """One search over the free GPUs of a node for sets of `k`.
 
-    `required` GPUs must be in T. GPUs of different `kind` must not be exchanged, even if they have the same scores. Only sets with the
-    lowest indices of each class are made: for any other set there is an equal one among them that wins the last tie.
+    The GPUs in `required` must be in T. GPUs of different `kind` must not be exchanged, even if they have the same scores. A set takes the
+    GPUs with the lowest indices of each class: any other set is equal to one of these, which wins the last tie.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class PartitionSearch:
             return known
         if self._above.get(state, -1) >= limit:
             return limit + 1
-        if self._short_size and size == self._k + self._short_size:  # two sets are left: the smaller one determines both
+        if (
+            self._short_size and size == self._k + self._short_size
+        ):  # two sets are left: the choice of the smaller one determines both
             best = self._least(self._short, state, self._k, limit + 1)
         else:
             first = ((state & -state).bit_length() - 1) // self._width
@@ -152,7 +154,7 @@ class PartitionSearch:
         return made
 
     def _by_first_class(self, sets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """The sets by the first class with a GPU in them: a partition is built from its first GPU on."""
+        """The sets, grouped by the first class that has a GPU in the set: a partition is built from its first GPU on."""
         filed: list[list[tuple[int, int]]] = [[] for _ in self._classes]
         for loss, packed in sets:
             filed[((packed & -packed).bit_length() - 1) // self._width].append((loss, packed))

@@ -12,7 +12,7 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.topology.devices import MigProfile
 
-#: Profiles that get the last free place, so that larger profiles still fit before it.
+#: Devices of these profiles are created at the last free place, so that larger ones still fit before it.
 _FROM_THE_END: Final = ("1g.", "3g.")
 
 
@@ -30,20 +30,19 @@ class MigPlace:
 
 
 def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
-    """What the MIG device takes of a GPU with these profiles. Cores are rounded down, so that the devices of a full GPU have no more than
-    the GPU."""
+    """What the MIG device takes of a GPU that has these profiles. Cores are rounded down, so that the devices of a full GPU together do not
+    exceed the GPU."""
     most = max(profile.slices for profile in profiles)
     return Amounts(place.profile.slices * CORES_PER_GPU // most, place.profile.memory_mebibytes, slices=place.memory_slices)
 
 
 def find_place(profiles: Sequence[MigProfile], taken: int, *requests: ReplicaRequest) -> MigPlace | None:
-    """The best free place of the smallest profile that has what each of the requests asks of a GPU; None: none fits. `taken`: memory slices
-    as bits."""
+    """The best free place of the smallest profile that satisfies each of the requests; None: none fits. `taken`: memory slices as bits."""
     return next((places[0] for profile in _fitting(profiles, *requests) if (places := _places(profile, taken))), None)
 
 
 def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaRequest) -> bool:
-    """Whether a MIG device with these amounts has what each of the requests asks of a GPU."""
+    """Whether a MIG device with these amounts satisfies each of the requests."""
     place = place_at(profiles, amounts)
     return place is not None and place.profile in _fitting(profiles, *requests)
 

@@ -11,7 +11,8 @@ _MOST_MEBIBYTES: Final = 2**31 - 1
 
 _ALL_PERCENT: Final = 100
 
-#: (memory factor, core factor): such requests may use so many times the memory and the cores that a GPU has.
+#: (memory factor, core factor), for oversubscription: requests of HAMi's resources are counted as if a GPU had so many times its memory and
+#: cores.
 Scaling = tuple[float, float]
 
 
@@ -22,8 +23,8 @@ class ReplicaRequest:
     `memory_mebibytes` None: `memory_percent` of the GPU's memory. The memory that the container may use counts on a GPU divided by
     `memory_scaling`, and the cores divided by `core_scaling`.
 
-    `memory_on`: UUID -> the MiB that another scheduler counts for this percentage of the GPU, for example without the memory that other
-    pods held there. The container gets no more than that.
+    `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU (it may count the percentage of the
+    memory that was free). The container gets no more than that.
     """
 
     count: int
@@ -45,12 +46,12 @@ class ReplicaRequest:
 
     @property
     def problem(self) -> str | None:
-        """Why no node can grant the request; None if a node can."""
+        """Why no node can grant the request; None if some node may."""
         for percent, name, part in ((self.cores, "gpucores", "cores"), (self.memory_percent, "gpumem-percentage", "memory")):
             if not 0 <= percent <= _ALL_PERCENT:
-                return f"{percent} % of the {part} of each GPU asked: {name} must be 0 to 100; ask for more GPUs instead"
+                return f"{percent} % of the {part} of each GPU requested: {name} must be 0 to 100; ask for more GPUs instead"
         if self.memory_mebibytes is not None and self.memory_mebibytes > _MOST_MEBIBYTES:
-            return f"{self.memory_mebibytes} MiB of memory asked: the number is in MiB, so that 16 GiB are 16384 and not 16Gi"
+            return f"{self.memory_mebibytes} MiB of memory requested: the number is in MiB, so that 16 GiB are 16384 and not 16Gi"
         return None
 
     def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
@@ -71,6 +72,6 @@ class ReplicaRequest:
             return Amounts(CORES_PER_GPU, gpu_mebibytes)
         if self.memory_mebibytes is not None:
             return Amounts(self.cores, self.memory_mebibytes)
-        # HAMi's scheduler admits more than 100 %, and grants 100 %.
+        # HAMi's scheduler accepts more than 100 %, and grants 100 %.
         part = int(gpu_mebibytes * self.memory_scaling) * min(self.memory_percent, _ALL_PERCENT) // 100
         return Amounts(self.cores, min(part, dict(self.memory_on).get(uuid, part)))

@@ -11,8 +11,8 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 
 
 class Level(IntEnum):
-    """How close two GPUs are on PCIe, with the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level INTERNAL). The
-    value is the pair's score."""
+    """How close two GPUs are to each other on PCIe, with the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level
+    INTERNAL). The value is the pair's score."""
 
     SYS = 10
     NODE = 20
@@ -27,8 +27,8 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks: direct links; with NVSwitch, the links to switches of the
-    one of the two GPUs that has fewer."""
+    """The connection of two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks: direct links; with NVSwitch, the links to switches
+    of the one of the two GPUs that has fewer."""
 
     level: Level
     nvlinks: int = 0
@@ -36,7 +36,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Pairwise links of n GPUs, indices 0..n-1. `levels` and `nvlinks` are symmetric n x n; their diagonals (PSB, 0) have no meaning."""
+    """The links between the n GPUs with the indices 0..n-1. `levels` and `nvlinks` are symmetric n x n matrices; their diagonals (PSB, 0)
+    have no meaning."""
 
     levels: tuple[tuple[Level, ...], ...]
     nvlinks: tuple[tuple[int, ...], ...]
@@ -148,7 +149,8 @@ class NodeSnapshot:
 
     @property
     def unlisted_sentence(self) -> str | None:
-        """A sentence about GPUs that NVML does not list; None if there are none. It has no addresses if a listed GPU may be among them."""
+        """A sentence about GPUs that NVML does not list; None if there are none. It names the GPUs by their PCI addresses, unless a listed
+        GPU may be among these."""
         if not self.unlisted:
             return None
         known = {gpu.bus_id for gpu in self.gpus}
@@ -220,5 +222,5 @@ def score_matrix(topology: Topology) -> Scores:
 
 
 def set_score(scores: Scores, gpus: Sequence[int]) -> int:
-    """Sum over the pairs of a set; a set of one scores 0."""
+    """The sum of the scores of all pairs of the set; 0 for a set of one GPU."""
     return sum(scores[a][b] for a, b in combinations(gpus, 2))

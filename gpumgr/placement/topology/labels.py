@@ -1,10 +1,10 @@
 """Labels of the node that describe its GPUs. Pure.
 
-Keys and meanings under `nvidia.com/` are NVIDIA's gpu-feature-discovery's; this is the common subset;
-`gaia.tencent.com/gpu-model` is gpu-manager's. On a node with different GPUs the labels describe the most frequent model.
+The labels under `nvidia.com/` have the keys and meanings of NVIDIA's gpu-feature-discovery, but not all of its labels are here.
+`gaia.tencent.com/gpu-model` is a label of gpu-manager. On a node with different GPUs the labels describe the most frequent model.
 
-The driver's description of a GPU has no compute capability. The table below has it for some models, by NVIDIA's own list
-(developer.nvidia.com/cuda-gpus); for others the label is left out.
+The driver's description of a GPU has no compute capability. The table below has it for some models, from NVIDIA's own list
+(developer.nvidia.com/cuda-gpus); for other models the label is left out.
 """
 
 import re
@@ -33,18 +33,19 @@ _CAPABILITIES: Final = {
     (10, 3): "B300 GB300",
 }
 _CAPABILITY_OF: Final = {model: capability for capability, models in _CAPABILITIES.items() for model in models.split()}
-#: By the major number, as gpu-feature-discovery names them; 7.5 and 8.9 have names of their own.
+#: Major number of the compute capability -> gpu-feature-discovery's name of the architecture; 7.5 and 8.9 have names of their own.
 _FAMILIES: Final = {5: "maxwell", 6: "pascal", 7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}
 _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
 
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
-    """Label -> value. `describe`: with the labels that describe the GPUs. `further` are the operator's "key=value", which take precedence.
+    """Label -> value. `describe`: include the labels that describe the GPUs. `further`: the operator's "key=value" texts, which take
+    precedence.
 
     An operator can request the label MODEL, but not set its value: that is the GPU's model. Without a GPU the label is left out.
     """
     models = Counter(gpu.model for gpu in snapshot.gpus)
-    # max() takes the first of equals: the one with the lowest index.
+    # Among equals max() takes the first one, which has the lowest index.
     gpu = max(snapshot.gpus, key=lambda each: models[each.model], default=None)
     labels = dict(_described(gpu, models[gpu.model], snapshot)) if gpu and describe else {}
     for key, _, value in (text.partition("=") for text in further):
@@ -53,8 +54,8 @@ def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str]
 
 
 def model_label(model: str | None) -> str:
-    """The second word of a model of at least three words, as gpu-manager has it ("Tesla M40 24GB" gives M40). A shorter model, for which
-    gpu-manager has no rule, is the whole label."""
+    """The second word of a model that has at least three words, as in gpu-manager ("Tesla M40 24GB" gives M40). gpu-manager has no rule for
+    shorter models; here the whole model is the label."""
     words = (model or "").split()
     return clean(words[1]) if len(words) > 2 else clean(model or "")
 

@@ -1,8 +1,8 @@
 """Reads a topology from the text that `nvidia-smi topo -m` prints, or from a matrix of its cells.
 
-A cell is X (the GPU itself), a PCIe level (SYS, NODE, PHB, PXB, PIX, PSB), `NVn` for n NVLinks, or `NVn+LEVEL` where both are
-known. nvidia-smi hides the PCIe level behind `NVn`, so a plain `NVn` counts as SYS. SOC is the old spelling of SYS; N/A (the
-driver does not know) counts as the farthest level too. Columns of NICs are read and never counted as GPUs.
+A cell is X (the GPU itself), a PCIe level (SYS, NODE, PHB, PXB, PIX, PSB), `NVn` for n NVLinks, or `NVn+LEVEL` where both are known.
+nvidia-smi prints `NVn` instead of the PCIe level, so a plain `NVn` counts as SYS. SOC is the old spelling of SYS; N/A (the driver does not
+know the level) also counts as SYS, the farthest one. Columns of NICs are read, but they are no GPUs.
 """
 
 import re
@@ -22,7 +22,7 @@ _ALLOWED: Final = "X (itself), SYS, NODE, PHB, PXB, PIX, PSB, SOC, N/A, NVn or N
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU_NAME: Final = re.compile(r"GPU([0-9]+)")
 _AFFINITY: Final = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
-# nvidia-smi separates cells by tabs, but some versions print names and cells of full width without a tab: GPU0GPU1, NODENODE.
+# nvidia-smi separates cells by tabs, but some versions print no tab after a name or a cell that fills its column: GPU0GPU1, NODENODE.
 _GLUED_NAMES: Final = re.compile(r"(?:GPU|NIC)[0-9]+|mlx[0-9]+_(?:bond_?)?[0-9]+")
 _GLUED_CELLS: Final = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV[0-9]+")
 
@@ -37,7 +37,7 @@ class Nic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTopology:
-    """A read matrix. `labels`, `cpu_affinity` and `numa_affinity` have one entry for each GPU; None = not reported, or no single node."""
+    """What was read. `labels`, `cpu_affinity` and `numa_affinity` have one entry for each GPU; None = not reported, or several nodes."""
 
     topology: Topology
     labels: tuple[str, ...]
@@ -160,7 +160,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
         )
     where = f"line {number}, column"
     gpus, nics, rest = cells[: len(header.gpus)], cells[len(header.gpus) : expected], cells[expected:]
-    # If a value is missing, the columns of the others are unknown: CPU affinity is blank in some containers.
+    # If a value is missing, it is not known to which columns the others belong: the CPU affinity is blank in some containers.
     affinity = dict(zip(header.affinity, rest, strict=True)) if len(rest) == len(header.affinity) else {}
     return _Row(
         line=number,
@@ -177,7 +177,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """Words of `text`; a word that is nothing but several matches of `pattern` is taken apart."""
+    """The words of `text`. A word that consists of several matches of `pattern` is split into them."""
     words: list[str] = []
     for word in text.split():
         parts = pattern.findall(word)

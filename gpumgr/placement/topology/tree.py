@@ -1,7 +1,7 @@
-"""Builds the topology tree, which has groups of GPUs for each level; renders the tree and the matrix as text and as plain data.
+"""Builds the topology tree: groups of GPUs, for each PCIe level. Renders the tree and the matrix as text and as plain data.
 
-A group at level L is a connected component of "joined by L or closer". No group with a single child is made, so a group has the name of
-the closest level that joins its GPUs. ROOT always exists, even above one group. NVLink affects scores, but not this tree.
+A group at level L is a connected component of "joined by L or closer". A group always has several children, so its name is the closest
+level that joins its GPUs. ROOT always exists, even above one group. NVLink affects scores, but not this tree.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,8 @@ def enclosing_group(root: Group, mask: int) -> Group:
 def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
     """The GPU of `eligible` that the fragment rule chooses; both arguments are masks, and `eligible` is a part of `free`.
 
-    Walks down from the root. At each group it takes the child with the fewest free GPUs among the children with an eligible GPU; a single
-    GPU counts as a child with one GPU. Among equal children the one with the lowest free index is taken. None: no GPU is eligible.
+    The search begins at the root. In each group it goes to the child with the fewest free GPUs among the children with an eligible GPU; a
+    single GPU counts as a child with one GPU. Among equal children the one with the lowest free index is taken. None: no GPU is eligible.
     """
     node: Group | int = root
     while isinstance(node, Group):
@@ -80,11 +80,8 @@ def fragment_order(root: Group) -> dict[int, int]:
 
 
 def access_costs(root: Group) -> dict[int, int]:
-    """Each GPU's access cost: the rank, from 1, of its parent group. Groups are ranked by the time at which the fragment rule uses them
-    up on an empty node.
-
-    Groups that the same GPU uses up (one inside the other) share a rank.
-    """
+    """Each GPU's access cost: the rank, from 1, of its parent group. Groups are ranked in the order in which the fragment rule uses them up
+    on an empty node. Groups that are used up by the same GPU (one group inside the other) share a rank."""
     parents = [group for group in (root, *groups_smallest_first(root)) if any(isinstance(child, int) for child in group.children)]
     turns = fragment_order(root)
     used_up = [max(turns[gpu] for gpu in indices(group.mask)) for group in parents]
@@ -111,7 +108,7 @@ def mask_of(gpus: tuple[int, ...]) -> int:
 
 
 def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
-    """The nodes as families; pairs of GPUs at `level` or closer connect the nodes of a family."""
+    """The nodes, grouped into families: two nodes are in one family if pairs of GPUs at `level` or closer connect them."""
     families: list[list[Group | int]] = []
     for node in nodes:
         near = _near(topology, _mask(node), level)
@@ -146,7 +143,7 @@ def _union(nodes: list[Group | int]) -> int:
 
 
 def _room(mask: int) -> tuple[int, int]:
-    """The number of GPUs and the lowest bit; compares like (number, lowest index)."""
+    """The number of GPUs in the mask and its lowest bit, as a sort key: fewest GPUs first, then the lowest index."""
     return mask.bit_count(), mask & -mask
 
 

@@ -38,7 +38,7 @@ def cores(gpu: int, number: int) -> list[str]:
         ("memory", ["00000000-c01"], "unknown_device", "device id '00000000-c01' is none of this node's memory ids"),
         ("core", [""], "unknown_device", "device id '' is none of this node's core ids"),
         ("core", ["00000000-c00"] * 2, "invalid_request", "device id '00000000-c00' occurs twice in one request"),
-        ("core", [], "invalid_request", "the kubelet asked to allocate no core ids at all"),
+        ("core", [], "invalid_request", "the kubelet's request to allocate has no core ids"),
         (
             "core",
             ["00000000-c00", "00000001-c00"],
@@ -55,7 +55,7 @@ def cores(gpu: int, number: int) -> list[str]:
             "core",
             cores(0, 100) + cores(1, 50),
             "invalid_request",
-            "150 cores are not a multiple of 100: ask for 1 to 99 cores or for whole GPUs",
+            "150 cores are not a multiple of 100: request 1 to 99 cores or whole GPUs",
         ),
         ("core", [f"none-{n}" for n in range(100_000)], "unknown_device", "device id 'none-0' is none of this node's core ids"),
     ],

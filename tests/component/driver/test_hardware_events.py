@@ -119,7 +119,7 @@ async def test_changes_of_health_are_entries(turns: list[tuple[State, Reason | N
 async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
     node = await started()
     await node.turn("healthy", cordon_reason="swap the fan")
-    await node.turn("probation", "operator", "released by the operator")
+    await node.turn("probation", "operator", "uncordoned by the operator")
     await node.turn("healthy")
     assert node.told == []
     await node.turn("unhealthy", "xid", "XID 79")
@@ -131,7 +131,7 @@ async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
         gpu.name: "swap the GPU"
     }
     assert [code for code, _, _ in node.told] == ["unhealthy"]
-    await node.turn("probation", "operator", "released by the operator")
+    await node.turn("probation", "operator", "uncordoned by the operator")
     await node.turn("healthy")
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
 

@@ -47,10 +47,13 @@ def test_a_request(limits: Mapping[str, object], request_: ReplicaRequest | None
     [
         (wanted(gpu=1, gpucores=100), None),
         (wanted(gpu=1, gpumem_percentage=100, gpucores=0), None),
-        (wanted(gpu=1, gpucores=101), "101 % of the cores of each GPU asked: gpucores must be 0 to 100"),
-        (wanted(gpu=2, gpumem=1000, gpucores=150), "150 % of the cores of each GPU asked: gpucores must be 0 to 100"),
-        (wanted(gpu=1, gpumem_percentage=101), "101 % of the memory of each GPU asked: gpumem-percentage must be 0 to 100"),
-        (wanted(gpu=1, gpumem=1, gpumem_percentage="1k"), "1000 % of the memory of each GPU asked: gpumem-percentage must be"),
+        (wanted(gpu=1, gpucores=101), "101 % of the cores of each GPU requested: gpucores must be 0 to 100"),
+        (wanted(gpu=2, gpumem=1000, gpucores=150), "150 % of the cores of each GPU requested: gpucores must be 0 to 100"),
+        (wanted(gpu=1, gpumem_percentage=101), "101 % of the memory of each GPU requested: gpumem-percentage must be 0 to 100"),
+        (
+            wanted(gpu=1, gpumem=1, gpumem_percentage="1k"),
+            "1000 % of the memory of each GPU requested: gpumem-percentage must be",
+        ),
     ],
 )
 def test_amounts_above_a_whole_gpu_have_a_problem(

@@ -79,7 +79,7 @@ def test_each_trouble_names_its_gpu_the_most_severe_first() -> None:
 
 def test_a_gpu_that_the_driver_does_not_show_is_trouble() -> None:
     condition = Node(up(view=view_of(shown=1))).condition()
-    assert condition.message == "GPU 00000001: the driver does not show it"
+    assert condition.message == "GPU 00000001: the driver does not list it"
 
 
 def test_a_gpu_that_was_never_readable_is_trouble() -> None:

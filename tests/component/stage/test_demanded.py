@@ -70,7 +70,7 @@ async def test_gpus_of_one_numa_node(folder: Path, container: SimContainer) -> N
 async def test_a_node_that_does_not_know_its_numa_nodes_gives_no_pair(folder: Path) -> None:
     async with stage(folder, kinds=WITHOUT_MIG) as node:
         status = await node.run(node.pod("pair", hami(2, gpumem=100), annotations={"nvidia.com/numa-bind": "1"}))
-        assert "the pod demands 2 GPUs of one NUMA node, and the driver shows that of no GPU" in (status.message or "")
+        assert "the pod demands 2 GPUs of one NUMA node, and the driver reports it for no GPU" in (status.message or "")
 
 
 async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
@@ -118,7 +118,7 @@ async def test_what_a_scheduler_named_must_be_demanded(folder: Path) -> None:
     ("container", "annotations", "chosen", "reason"),
     [
         (hami(gpumem=100), {"nvidia.com/use-gputype": "A100"}, [1],
-         f"GPU1 (00000001) can't be given: it is Tesla T4 {UUIDS[1]}, and the pod demands a GPU of model A100"),
+         f"GPU1 (00000001) can't be granted: it is Tesla T4 {UUIDS[1]}, and the pod demands a GPU of model A100"),
         (hami(2, gpumem=100), {"nvidia.com/numa-bind": "true"}, [1, 2],
          "the pod demands GPUs of one NUMA node, and GPU1 (00000001), GPU2 (00000002) are on several"),
     ],
@@ -144,7 +144,9 @@ async def test_a_container_that_has_another_gpu_does_not_start(folder: Path, con
         await node.run_all(pod)
         view = node.pods.views["team", "a"]
         node.pods.views[view.key] = replace(view, constraints=Constraints(use_models=("A100",)))
-        with pytest.raises(Refusal, match=r"GPU0 \(00000000\) can't be given: it is Tesla T4 GPU-.*demands a GPU of model A100"):
+        with pytest.raises(
+            Refusal, match=r"GPU0 \(00000000\) can't be granted: it is Tesla T4 GPU-.*demands a GPU of model A100"
+        ):
             await node.agent.pre_start(kind, sorted(node.kubelet.held(pod.uid, "main", RESOURCE_NAMES[kind])))
         entry = node.agent.agent_state.history.entries()[-1]
         assert (entry.what, entry.code, entry.pod) == ("refused", "conflict", ("team", "a"))

@@ -147,8 +147,8 @@ async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> N
     ("containers", "reason"),
     [
         ((hami(gpumem=16 << 30),), "so that 16 GiB are 16384 and not 16Gi"),
-        ((hami(gpumem=10, gpucores=101),), "101 % of the cores of each GPU asked: gpucores must be 0 to 100"),
-        ((hami(gpumem_percentage=150),), "150 % of the memory of each GPU asked: gpumem-percentage must be 0 to 100"),
+        ((hami(gpumem=10, gpucores=101),), "101 % of the cores of each GPU requested: gpucores must be 0 to 100"),
+        ((hami(gpumem_percentage=150),), "150 % of the memory of each GPU requested: gpumem-percentage must be 0 to 100"),
         ((hami(5),), "the container needs 5 of 4 GPUs, and 4 have what it requests of each"),
         ((hami(gpumem=5000),), "has 100 cores and 4096 MiB left, and 0 cores and 5000 MiB are needed"),
         (

@@ -136,7 +136,7 @@ async def test_an_exemption_is_checked_at_the_start(exemption: str, starts: bool
     if starts:
         await world.start(pod)
     else:
-        with pytest.raises(SimKubeletError, match=f"admitted as one of {exemption}, which the operator excepts"):
+        with pytest.raises(SimKubeletError, match=f"admitted as one of {exemption}, which the operator exempts"):
             await world.start(pod)
 
 

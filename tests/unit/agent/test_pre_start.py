@@ -108,7 +108,7 @@ async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(how: str, core
     else:
         left = tuple(each for each in world.node.gpus if each.uuid != gpu.uuid)
         await world.agent_state.set_snapshot(replace(world.node, gpus=left))
-    reason = "XID 79" if how == "lost" else "the driver does not show it"
+    reason = "XID 79" if how == "lost" else "the driver does not list it"
     for _ in range(3):
         with pytest.raises(SimKubeletError, match=rf"the container's GPU.*{gpu.name}.* is gone: {reason}; delete the pod"):
             await world.start(pod)

@@ -73,7 +73,7 @@ async def test_a_gpu_that_vanishes_keeps_its_allocations_and_their_ids() -> None
     world = await World.made(snapshot(2, 16))
     pods = [await world.run(world.pod(f"p{n}", app(100, 16))) for n in range(2)]
     await world.agent_state.set_snapshot(snapshot(1, 16))
-    assert list(world.agent.view().node.unschedulable.values()) == ["the driver does not show it"]
+    assert list(world.agent.view().node.unschedulable.values()) == ["the driver does not list it"]
     assert healthy_blocks(world) == 16
     assert len(world.kubelet.devices[MEMORY_RESOURCE]) == 32
     await world.sweep(2)

@@ -115,7 +115,7 @@ def test_a_required_gpu_that_is_gone_is_refused() -> None:
     hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
     view = pod("new", app(30, 4))
     request = Request(resource="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
-    with pytest.raises(Refusal, match="GPU 00000000 is gone, and the container must be on it") as refused:
+    with pytest.raises(Refusal, match="the driver no longer lists GPU 00000000, and the container must be on it") as refused:
         choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
     assert refused.value.code == "gpu_unhealthy"
 

@@ -104,7 +104,7 @@ def test_memory_beside_whole_gpus_must_be_on_them(kind: Resource) -> None:
 
 
 def test_the_refusal_of_an_unschedulable_gpu_has_the_reason() -> None:
-    with pytest.raises(Refusal, match=r"GPU0 \(00000000\) can't be given: XID 79") as refused:
+    with pytest.raises(Refusal, match=r"GPU0 \(00000000\) can't be granted: XID 79") as refused:
         given(empty(), SHARE, "core", {ONE: low(30)}, unschedulable={ONE: "XID 79"})
     assert refused.value.code == "gpu_unhealthy"
 
@@ -114,7 +114,7 @@ def test_a_gpu_that_the_driver_does_not_list_is_not_granted() -> None:
     node = node_of(ledger.gpu_registry)
     rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
     hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
-    with pytest.raises(Refusal, match="GPU 00000000 can't be given: the driver does not show it"):
+    with pytest.raises(Refusal, match="GPU 00000000 can't be granted: the driver does not list it"):
         grant(hidden, ledger, SHARE, "core", {ONE: low(30)}, new_id="a", now=0.0, why="")
 
 

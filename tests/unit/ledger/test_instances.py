@@ -102,7 +102,7 @@ def test_free_mig_devices_are_chosen_and_one_has_one_holder() -> None:
     assert ledger.gpu_registry.format("mig", choose_instances(ledger, request).masks) == ["MIG-b", "MIG-c"]
     must = replace(request, must=ledger.gpu_registry.parse("mig", ["MIG-c"]))
     assert ledger.gpu_registry.format("mig", choose_instances(ledger, must).masks) == ["MIG-b", "MIG-c"]
-    with pytest.raises(Refusal, match="3 MIG devices needed, and 2 of this profile are free"):
+    with pytest.raises(Refusal, match="3 MIG devices requested, and 2 of this profile are free"):
         choose_instances(ledger, replace(request, size=3))
     with pytest.raises(Refusal, match="still holds"):
         grant((inventory, ledger), "MIG-a")
@@ -124,7 +124,7 @@ def test_a_mig_device_with_a_fault_of_its_own_is_unhealthy_alone() -> None:
     inventory, ledger = node_of(inventory_of(*GPUS))
     inventory = replace(inventory, health=HardwareHealth(failed={"MIG-a": "XID 95"}))
     assert healthy(inventory, ledger) == [0b10, 0b1]
-    with pytest.raises(Refusal, match=r"the MIG device MIG-a of GPU0 \(00000000\) can't be given: XID 95"):
+    with pytest.raises(Refusal, match=r"the MIG device MIG-a of GPU0 \(00000000\) can't be granted: XID 95"):
         grant((inventory, ledger), "MIG-a")
     grant((inventory, ledger), "MIG-b")
 
@@ -138,16 +138,16 @@ def test_the_mode_alone_does_not_close_a_gpu_and_a_fault_or_a_cordon_does() -> N
     assert grant((in_mode, ledger), "MIG-b").gpus
     quarantined = replace(in_mode, quarantine=Quarantine(held={"00000000": frozenset({(7, 1)})}))
     assert healthy(quarantined, ledger) == [0b01, 0b1]
-    with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: in quarantine: .* \(pid 7\)"):
+    with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be granted: in quarantine: .* \(pid 7\)"):
         grant((quarantined, ledger), "MIG-b")
     cordoned = replace(inventory, health=HardwareHealth(cordoned={uuid: "an operator"}))
     assert healthy(cordoned, ledger) == [0b01, 0b1]
     failed = replace(in_mode, health=replace(in_mode.health, failed={uuid: "its device node is missing"}))
     assert healthy(failed, ledger) == [0, 0b1]
-    with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: its device node is missing"):
+    with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be granted: its device node is missing"):
         grant((failed, ledger), "MIG-b")
     for each in (cordoned, replace(cordoned, quarantine=quarantined.quarantine)):
-        with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be given: an operator"):
+        with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be granted: an operator"):
             grant((each, ledger), "MIG-b")
 
 

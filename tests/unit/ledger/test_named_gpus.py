@@ -105,7 +105,7 @@ def test_a_container_that_the_placement_lacks_is_refused() -> None:
 def test_a_named_gpu_that_is_gone_is_refused() -> None:
     node = node_of(BUSY.gpu_registry)
     node = replace(node, rows={gpu: row for gpu, row in node.rows.items() if gpu != TWO})
-    with pytest.raises(Refusal, match="is gone") as refused:
+    with pytest.raises(Refusal, match="the driver no longer lists") as refused:
         choose(node, BUSY, placed(named(TWO, 30, 4)), Request(resource="core", available={}, must={}, size=30))
     assert refused.value.code == "gpu_unhealthy"
 

@@ -26,13 +26,13 @@ def test_a_gpu_that_the_driver_lost_stands_at_the_end_with_its_holders() -> None
     assert graph_text(view).splitlines()[-4:] == [
         f"GPU {name_of(1)} (not in the tree)",
         f"   {uuid_of(1)}: 98 of 100 cores and 7 of 8 memory blocks free",
-        "   takes nothing new: the driver does not show it",
+        "   takes nothing new: the driver does not list it",
         "   team/share/main: 2 cores, 1 memory blocks",
     ]
     (missing,) = graph_data(view)["missing"]
     assert missing["uuid"] == uuid_of(1)
     assert missing["index"] is None
-    assert missing["takes_nothing_new"] == "the driver does not show it"
+    assert missing["takes_nothing_new"] == "the driver does not list it"
 
 
 def test_gpus_are_numbered_as_the_driver_counts_also_after_one_that_it_can_not_describe() -> None:

@@ -82,7 +82,7 @@ async def test_a_checkpoint_of_gpu_managers_that_can_not_be_understood(folder: P
     (folder / "gpu-manager.json").write_text("{")
     found = await look(folder)
     assert (found.state, "while one of them runs" in found.message) == ("warning", bool(known))
-    assert f"gpu-manager's checkpoint {folder}/gpu-manager.json can't be understood: " in found.message
+    assert f"gpu-manager's checkpoint {folder}/gpu-manager.json can't be decoded: " in found.message
     assert found.remedy
 
 

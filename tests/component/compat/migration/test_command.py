@@ -110,7 +110,7 @@ def test_a_manifest_that_is_none_of_gpu_managers(folder: Path) -> None:
 
 def test_a_checkpoint_that_cannot_be_understood_is_named(node: Path) -> None:
     (node / "gpumanager_internal_checkpoint").write_text("{")
-    with pytest.raises(InputError, match="can't be understood"):
+    with pytest.raises(InputError, match="can't be decoded"):
         migrate("gpu-manager", "--flags", f"--checkpoint-path={node}")
 
 

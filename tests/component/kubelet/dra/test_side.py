@@ -285,7 +285,7 @@ async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is
         await soon(lambda: side.held_back is None)
         assert held(world) == {"a"}
         await kubelet.register()
-        with pytest.raises(Refusal, match="takes no more claims"):
+        with pytest.raises(Refusal, match="serves no new claims"):
             await side.claims.prepare(ClaimRef(namespace="team", name="b", uid="claim-b"), deadline=math.inf)
 
 

@@ -140,7 +140,7 @@ def test_only_a_class_gives_the_enforcement(configs: tuple[Json, ...], enforceme
 @pytest.mark.parametrize(
     ("configs", "sentence"),
     [
-        ((config("none", "FromClaim"),), "asks for enforcement none itself, which only a DeviceClass may"),
+        ((config("none", "FromClaim"),), "requests enforcement none itself, which only a DeviceClass may do"),
         ((config("strong"),), "enforcement limiter, mps, hami-core, vcuda, nvml-memory, none"),
         ((config("auto"),), "Invalid enum value 'auto'"),
         ((config(memory="all"),), "unknown field `memory`"),

@@ -67,7 +67,7 @@ def test_paths_that_name_no_gpu_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_a_corrupt_file_is_a_clear_error(content: str | bytes, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"gpumanager_internal_checkpoint can't be understood: "):
+    with pytest.raises(InputError, match=r"gpumanager_internal_checkpoint can't be decoded: "):
         read(tmp_path, content)
 
 
