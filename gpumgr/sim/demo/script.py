@@ -48,7 +48,7 @@ class Script:
         return (
             Step("the agent starts", self.start),
             Step("shares are packed", self.shares),
-            Step("a share without memory", lambda: self.refused("no-memory", _app(20), "20 cores asked without memory")),
+            Step("a share without memory", lambda: self.refused("no-memory", _app(20), "20 cores requested without memory")),
             Step("150 cores", lambda: self.refused("odd-size", _app(150, 4), "must be a multiple of 100")),
             Step("a share too big", lambda: self.refused("too-big", _app(60, 400), "no GPU has 60 cores and 400 memory")),
             Step("a whole GPU", lambda: self.whole_gpus("whole", 1, "fragment")),
