@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
+from gpumgr.agent.reconciler import GAP_SECONDS
 from gpumgr.agent.state import AgentState
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
 from gpumgr.placement.evaluators.mig import amounts_of, place_named
@@ -53,8 +54,8 @@ async def sample(node: Stage, mig: MemoryMig) -> None:
 async def end(node: Stage, pod: SimPod) -> None:
     node.delete(pod)
     while node.ledger.of(None, pod.uid):
+        node.clock.now += GAP_SECONDS
         await node.agent.reconciler.sweep()
-        await asyncio.sleep(0.02)
 
 
 def place(node: Stage, pod: SimPod, gpu: str, *places: tuple[str, int]) -> None:

@@ -84,6 +84,9 @@ def test_init_containers_without_ids_count_with_the_most_at_one_time() -> None:
     claims = (replace(each, claim=claim(each.id)) for each in (init, main))
     assert ledger_of(*claims).by_amount == {ONE: Amounts(80, 3000)}, "a claim is prepared until its pod ends"
 
+    unknown = (replace(init, pod=None), replace(main, pod=None, init=True))
+    assert ledger_of(*unknown).by_amount == {ONE: Amounts(80, 3000)}, "they may be of two pods"
+
 
 def test_excess_is_what_a_gpu_lacks() -> None:
     ledger = ledger_of(share("a", 30, 4))
@@ -121,6 +124,7 @@ def test_others_on_a_whole_gpu_are_a_violation_unless_they_are_of_its_pod_or_adm
     ledger = ledger_of(owner, other)
     suspects = [owner] if first else [other]
     assert ledger.violations(suspects) == [f"team/other (main) is on GPU {ONE}, which team/owner (main) has whole"]
+    assert ledger_of(replace(owner, pod=None)).violations() == []
     for allowed in (replace(other, pod=owner.pod), replace(other, claim=claim("a", admin=True))):
         assert ledger_of(owner, allowed).violations() == []
 
@@ -141,6 +145,14 @@ def test_a_mig_device_is_named_by_profile_place_and_uuid(slices: int, uuid: str,
     assert (str(device), device.start) == (text, start)
 
 
+def test_an_allocation_is_reserved_until_all_of_its_mig_devices_exist() -> None:
+    made = MigDevice(gpu=ONE, profile="2g.20gb", memory_slices=1, uuid="MIG-1", gpu_instance=1, compute_instance=0)
+    coming = MigDevice(gpu=TWO, profile="2g.20gb", memory_slices=1)
+    assert (coming.gpu_instance, coming.compute_instance) == (-1, -1)
+    assert granted("a", {}, mig_devices=(made, coming)).reserved
+    assert not granted("a", {}, mig_devices=(made, made)).reserved
+
+
 def test_allocations_of_claims_are_found_by_the_claims_uid() -> None:
     plain, a, b = share("plain", 10, 1), *(granted(uid, {TWO: Amounts(10, 100)}, claim=claim(uid)) for uid in ("a", "b"))
     ledger = ledger_of(plain, a, b)
@@ -155,6 +167,14 @@ def test_each_part_makes_a_change_and_an_equal_allocation_makes_none() -> None:
     for change in (Change(put=(a,)), Change(drop=("a",)), Change(gpu_registry=empty().gpu_registry), Change(entries=(entry,))):
         assert change
     assert not ledger_of(replace(a)).since(ledger_of(a))
+
+
+def test_an_allocation_that_moved_into_another_one_was_not_freed() -> None:
+    init, main, other = share("init", 10, 1, init=True), share("main", 5, 1, shift=10), share("other", 5, 1, shift=20)
+    before, grown = ledger_of(init, main, other), share("main", 10, 1)
+    assert ledger_of(main, share("new", 10, 1)).freed_since(before) == [init, other], "a new allocation took the ids"
+    assert ledger_of(grown).freed_since(before) == [other]
+    assert ledger_of(main).freed_since(before) == [init, other]
 
 
 def test_current_shares_are_parts_of_gpus_without_init_containers_that_were_followed() -> None:
