@@ -39,8 +39,8 @@ class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU. `row` is its row in the topology, `index` NVML's index. `limits`: how new shares are limited; None: the driver does not
-    list the GPU. `limits_excess_bytes`: by how much the memory limits of its containers together exceed its memory; 0 if no container
-    may burst."""
+    list the GPU. `limits_excess_bytes`: by how much the memory limits of its active containers together exceed its memory; 0 if no
+    container may use more than counts."""
 
     uuid: str
     name: str

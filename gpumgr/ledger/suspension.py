@@ -176,6 +176,16 @@ def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | No
     return busy[0] if busy else min(earlier)[1] if earlier else None
 
 
+def overcommitted(
+    allocations: Iterable[Allocation], suspensions: SuspensionsById, gpu: GpuName, memory_mebibytes: int
+) -> Sequence[Allocation]:
+    """The active containers on a GPU if its memory is granted more than once and they do not fit; else none. An init container does not
+    run at the same time as its pod's other containers."""
+    found = [a for a in allocations if not (a.init or (a.id in suspensions and suspensions[a.id].away))]
+    scaled = any(a.limits_on(gpu).memory_mebibytes > a.amounts_on(gpu).memory_mebibytes for a in found if gpu in a.limits)
+    return found if scaled and sum(a.limits_on(gpu).memory_mebibytes for a in found) > memory_mebibytes else ()
+
+
 def missing_bytes(need_bytes: int, guaranteed_bytes: int, *, free_bytes: int, unused_bytes: int) -> int:
     """How much memory a GPU lacks for a resume; 0: it can begin. `guaranteed_bytes`: how much must be free after `unused_bytes` (what
     others were granted and do not use yet) is set aside. It is the container's request, or what it used before the suspension if that was

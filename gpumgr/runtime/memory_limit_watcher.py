@@ -27,6 +27,7 @@ from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
+from gpumgr.runtime.overcommitment import Overcommitment
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspensions import REFUSED, Host, Mover, Pages, Parts, SuspendMeter, Suspensions
 
@@ -122,6 +123,7 @@ class MemoryLimitWatcher:
             when_idle_seconds=over_limit.suspend_when_idle_seconds,
             clock=owners.clock,
         )
+        self._overcommitment = Overcommitment(records, self._events)
         self._enforce = BackgroundCall("enforce_limits")
         self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
@@ -179,6 +181,7 @@ class MemoryLimitWatcher:
         self._use = use
         number = self.bursts.begun
         await self.suspensions.evaluate(shares, use, ownership)
+        self._overcommitment.evaluate()
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)

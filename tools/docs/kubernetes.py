@@ -33,6 +33,7 @@ from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.bursts import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.memory_limit_watcher import EVICTED
+from gpumgr.runtime.overcommitment import OVERCOMMITTED
 from gpumgr.runtime.resizes import REFUSED
 from gpumgr.runtime.suspensions import FAILED, WAITS
 from gpumgr.runtime.suspensions import REFUSED as SUSPEND_REFUSED
@@ -162,6 +163,11 @@ EVENTS: Final = {
         (RESUMED, False, "A suspended container is on its GPU again."),
         (SUSPEND_REFUSED, True, "A container is not suspended; the message says why, and what to do."),
         (WAITS, True, "A suspended container waits for GPU memory; the message says for how much, and who uses it."),
+        (
+            OVERCOMMITTED,
+            True,
+            "With `hami.device_memory_scaling`: the active containers do not fit on its GPU; the message says who shares it.",
+        ),
         (FAILED, True, "A suspended container can't go on; delete its pod."),
         (RESIZED, False, "A container may use other amounts from now on."),
         (REFUSED, True, "A resize was refused, for the reason in the message."),
@@ -192,7 +198,7 @@ EVENTS: Final = {
             (_of_gpu("uncordoned"), "An operator has uncordoned a GPU."),
             (
                 _of_gpu("overcommitted"),
-                "With `hami.device_memory_scaling`: the containers that work do not fit on the GPU; a suspended one waits.",
+                "With `hami.device_memory_scaling`: the active containers do not fit on the GPU, or a suspended one waits for them.",
             ),
             (
                 _of_gpu("forgotten"),

@@ -486,16 +486,23 @@ async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_s
     demanding(node, suspend=True)
     node.runs(container("a", WEB), PIDS["a"])
     node.runs(container("t", TRAIN), PIDS["t"])
+    await node.sampled(uses(a=1500, t=100))
+    (first,) = [entry for entry in node.told if entry.code == "overcommitted"]
+    assert (first.what, first.gpus) == ("gpu", (GPU,))
+    assert "may use 4096 MiB of memory together, and it has 2048" in first.why
+    said = [(entry.id, entry.why.rpartition(", ")[2]) for entry in node.told if entry.code == "GpuOvercommitted"]
+    assert said == [("a", "team/train (main) (2048 MiB)"), ("t", "team/web (main) (2048 MiB)")]
     await sampled(node, uses(a=1500, t=100))
     assert state(node) == "suspended"
     await sampled(node, uses(a=0, t=1000))
     await ask(node)
     await sampled(node, uses(a=0, t=1000))
     assert state(node) == "suspended"
+    assert [entry for entry in node.told if entry.code == "overcommitted"][:-1] == [first], "t fits alone"
     assert "it waits for 452 MiB of GPU 00000000, used by team/train (main) (1000 MiB)" in events(node, "GpuResumeWaits")[0]
-    (said,) = [entry for entry in node.told if entry.code == "overcommitted"]
-    assert (said.what, said.gpus) == ("gpu", (GPU,))
-    assert "team/web (main) waits" in said.why
+    waits = [entry for entry in node.told if entry.code == "overcommitted"][-1]
+    assert (waits.what, waits.gpus) == ("gpu", (GPU,))
+    assert "team/web (main) waits" in waits.why
     await sampled(node, uses(a=0, t=500))
     assert state(node) == "running"
 
