@@ -19,13 +19,34 @@ def _readelf(option: str, library: Path) -> str:
     return subprocess.run(["readelf", "--wide", option, library], check=True, capture_output=True, text=True).stdout
 
 
+#: Relocations that the loader of glibc 2.17 knows, on x86-64 and on arm64.
+_RELOCATIONS = re.compile(
+    "R_X86_64_(RELATIVE|64|JUMP_SLOT|GLOB_DAT|D?TPOFF64|DTPMOD64)|R_AARCH64_(RELATIVE|ABS64|JUMP_SLOT|GLOB_DAT|TLS_.*)"
+)
+
+
 def test_it_needs_nothing_newer_than_glibc_2_17(target: Target) -> None:
-    versions = re.findall(r"@GLIBC_(\d+)\.(\d+)", _readelf("--dyn-syms", target.programs / LIBRARY))
-    assert versions
-    assert max((int(major), int(minor)) for major, minor in versions) <= (2, 17)
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", target.programs / LIBRARY))
+    """An old loader refuses a library for the name of a version that it lacks, even of one without symbols, as GLIBC_ABI_DT_RELR. It knows
+    neither newer relocations nor tables of them. All other names of versions up to 2.17 are in every glibc since then."""
+    library = target.programs / LIBRARY
+    wanted = re.findall(r"Name: (\S+)  Flags: \S+  Version:", _readelf("--version-info", library))
+    assert wanted
+    for version in wanted:
+        assert re.fullmatch(r"GLIBC_2\.([2-9]|1[0-7])(\.\d+)?", version), version
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", library))
     assert "libc.so.6" in needed
     assert set(needed) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
+    relocations = set(re.findall(r"\bR_(?:X86_64|AARCH64)_\w+", _readelf("--relocs", library)))
+    assert relocations
+    assert [name for name in relocations if not _RELOCATIONS.fullmatch(name)] == []
+    assert "RELR" not in _readelf("--dynamic", library)
+
+
+def test_each_function_of_another_library_has_a_version(target: Target) -> None:
+    """Without one the loader would take any function by that name; those that need not exist are the exception."""
+    undefined = re.findall(r" (GLOBAL|WEAK) +\w+ +UND (\S+)", _readelf("--dyn-syms", target.programs / LIBRARY))
+    assert ("GLOBAL", "open") in [(binding, name.split("@")[0]) for binding, name in undefined]
+    assert [name for binding, name in undefined if binding == "GLOBAL" and "@GLIBC_" not in name] == []
 
 
 #: Functions for threads that glibc 2.17 has in libc.
