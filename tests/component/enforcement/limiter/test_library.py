@@ -43,7 +43,7 @@ def test_it_needs_nothing_newer_than_glibc_2_17(target: Target) -> None:
 
 
 def test_each_function_of_another_library_has_a_version(target: Target) -> None:
-    """Without one the loader would take any function by that name; those that need not exist are the exception."""
+    """Without one the loader would take any function by that name. Weak symbols need not exist."""
     undefined = re.findall(r" (GLOBAL|WEAK) +\w+ +UND (\S+)", _readelf("--dyn-syms", target.programs / LIBRARY))
     assert ("GLOBAL", "open") in [(binding, name.split("@")[0]) for binding, name in undefined]
     assert [name for binding, name in undefined if binding == "GLOBAL" and "@GLIBC_" not in name] == []
