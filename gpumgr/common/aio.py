@@ -27,13 +27,13 @@ SLICE_SECONDS = 0.005
 BUG_LOG_SECONDS: Final = 60.0
 
 _log = structlog.get_logger(__name__)
-#: Strong references: the event loop itself keeps only weak ones to its tasks.
+#: The shielded tasks. The references keep them alive: the event loop itself has only weak references to its tasks.
 _shielded: set[asyncio.Task[Any]] = set()
 
 
 async def in_slices(steps: Iterable[object], gone: Callable[[], bool] | None = None) -> None:
-    """Runs all steps. A step holds the event loop; between steps, other tasks run each time SLICE_SECONDS have passed. Raises
-    ConnectionResetError if the client that asked is `gone` then."""
+    """Runs all steps. During a step no other task runs; between two steps other tasks run if SLICE_SECONDS have passed since they last
+    could. Raises ConnectionResetError if `gone` says then that the client has disconnected."""
     began = time.perf_counter()
     for _ in steps:
         if time.perf_counter() > began + SLICE_SECONDS:
@@ -76,7 +76,7 @@ class LatestValue(Generic[T]):
 
 
 class Subscription(Generic[T]):
-    """Yields the current value, then the newest after each change, until `close` is called (from any other task)."""
+    """Yields the current value, then the newest one after each change, until another task calls `close`."""
 
     def __init__(self, source: LatestValue[T]) -> None:
         self._source = source
@@ -148,7 +148,7 @@ class DaemonCalls:
 
         def end(settle: Callable[[], None]) -> None:
             self._busy = False
-            if not answer.done():  # the caller still waits
+            if not answer.done():  # the caller has not been cancelled
                 settle()
 
         def run() -> None:
@@ -226,7 +226,7 @@ class DaemonExitedError(RuntimeError):
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Runs a daemon under a task group. Errors of `work` pass through, and a return is an error too.
+    """Runs a daemon in a task group. Errors of `work` are passed on.
 
     Raises DaemonExitedError if `work` returns.
     """
@@ -235,7 +235,7 @@ async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
 
 
 class BugLog:
-    """Logs bugs that do not end their daemon, with their traceback, at most one a minute. `clock` is monotonic, in seconds."""
+    """Logs bugs that do not end a daemon, with the traceback, at most one per minute. `clock` is monotonic, in seconds."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
@@ -257,7 +257,7 @@ async def persistently(
     pause_seconds: float = 1.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
-    """Runs a daemon that the agent can miss for a while: after an error or a return it is restarted in `pause_seconds`.
+    """Runs a daemon without which the agent can work for a while: after an error or a return it is started again, `pause_seconds` later.
 
     `work` must be able to start again. Errors are bugs, which are logged (see `BugLog`).
     """
@@ -286,7 +286,7 @@ async def report_event_loop_lag(
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
-    """Once a period, reports by how many seconds a timer of the loop was late. Runs until it is cancelled."""
+    """Calls `report` once per period with the number of seconds by which a timer of the event loop was late. Runs until it is cancelled."""
     while True:
         now = clock()
         due = next_tick(period_seconds, now)

@@ -1,4 +1,4 @@
-"""Compiles our C programs and libraries with the machine's compiler, once, and keeps the results."""
+"""Compiles gpumgr's C programs and libraries with the compiler of this machine, once, and keeps the results."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ def compiled(
     the inputs, and all users may read and execute it.
 
     Blocks for about a second the first time. Raises InputError if there is no compiler, if compiling fails, or if the folder can't be
-    written. The message names the result `what`, the prerequisite `needs` and the alternative `remedy`.
+    written. For its message: `what` names the result, `needs` the prerequisite, and `remedy` an alternative.
     """
     compiler = os.environ.get("CC", "cc").split()
     key = hashlib.sha256(source.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:16]
@@ -42,5 +42,5 @@ def compiled(
         detail = exc.stderr.strip() if isinstance(exc, subprocess.CalledProcessError) else str(exc)
         raise InputError(f"{what} can't be compiled (it needs {needs}; or {remedy}): {detail}") from exc
     except OSError as exc:
-        raise InputError(f"{what} can't be kept in {folder}: {exc.strerror or exc}") from exc
+        raise InputError(f"{what} can't be stored in {folder}: {exc.strerror or exc}") from exc
     return target

@@ -1,6 +1,7 @@
-"""Reads ELF files: what a mirror of libraries needs, and the symbols that a library exports. Every offset and count is checked.
+"""Reads ELF files: the facts that the mirror of the driver's libraries needs, and the symbols that a library exports. Every offset and
+count is checked.
 
-Sources: for the layouts System V ABI, chapters 4 and 5; for the ABI note Linux Standard Base, "Note Sections".
+Sources: System V ABI, chapters 4 and 5 (the layouts); Linux Standard Base, "Note Sections" (the ABI note).
 """
 
 import os
@@ -64,7 +65,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elf:
-    """One program or library. `bits` is 32 or 64, `abi` the oldest kernel of its ABI note, as (major, minor, sub)."""
+    """One program or library. `bits` is 32 or 64. `abi`: the oldest kernel that it supports, from its ABI note, as (major, minor, sub)."""
 
     bits: int
     machine: str
@@ -236,7 +237,7 @@ def _name(read: Read, start: int, size: int, index: int) -> str:
 
 
 def _abi(read: Read, order: str, segments: list[_Segment]) -> tuple[int, int, int] | None:
-    """The GNU ABI note; None if there is none. Malformed notes end the search, since they do not affect loading."""
+    """The GNU ABI note; None if there is none. A malformed note ends the search without an error, since notes do not affect loading."""
     head = struct.Struct(f"{order}III")
     for segment in segments:
         if segment.kind != _PT_NOTE:

@@ -60,7 +60,7 @@ class NvmlAbsent(NvmlError):
 
 
 class MpsError(GpumgrError):
-    """NVIDIA's MPS control program, or something that it needs, failed. The text says what, where and what to do."""
+    """NVIDIA's MPS control program, or something that it needs, failed. The text says what failed, where, and what to do."""
 
 
 class MpsTransientError(MpsError):

@@ -8,10 +8,8 @@ from typing import NamedTuple, Self
 
 
 class FileIdentity(NamedTuple):
-    """Identifies one content of a file: a file that was replaced or written to has another identity, even if it reuses the inode's number.
-
-    The change time is not a part of it: a hard link or a chmod changes it.
-    """
+    """Identifies one content of a file: a file that was replaced or written to has another identity, even if it has the same inode number.
+    The inode's change time is not used, since a hard link or a chmod also changes it."""
 
     device: int
     inode: int
@@ -41,14 +39,16 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o644, durable
 def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[int]:
     """Yields a descriptor (read and write) of a new file, which replaces `path` atomically when the body ends without an error.
 
-    A reader sees the complete old file or the complete new one. The file belongs to the user of this process and has `mode`, independent
-    of the umask. `durable`: content and name are on the disk when the context ends, also after a power loss. If it is False, the
-    file survives only a crash of the process, which is enough on a tmpfs and for files that are written again after a boot.
+    A reader sees the complete old file or the complete new one. The file belongs to the user of this process and has `mode`, independent of
+    the umask. `durable`: content and name are on the disk when the context ends, also after a power loss. If it is False, the file survives
+    only a crash of the process, which is enough on a tmpfs and for files that are written again after a boot.
 
-    If the body raises, `path` stays as it was and the new file is removed. One writer of a path at a time. Raises OSError.
+    If the body raises, `path` stays as it was and the new file is removed. Only one writer may replace a path at a time. Raises OSError.
     """
     new = temporary_of(path)
-    with suppress(FileNotFoundError):  # left by a process that was killed; opening it could follow a link
+    with suppress(
+        FileNotFoundError
+    ):  # a killed process may have left the file; if it is a link, opening it would follow the link
         new.unlink()
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

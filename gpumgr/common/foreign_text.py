@@ -46,7 +46,7 @@ def decode_json(text: bytes | str | msgspec.Raw) -> Any: ...
 @overload
 def decode_json(text: bytes | str | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
-    """Raises UnreadableText."""
+    """Decodes JSON, into `kind` if that is given. Raises WrongStructure if the values have other types, else UnreadableText."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
@@ -56,7 +56,7 @@ def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
-    """A decoded value in this type. Raises WrongStructure."""
+    """Converts a decoded value to this type. Raises WrongStructure."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except Exception as error:
@@ -134,12 +134,13 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw) -> T:
-    """What `parse` returns or raises. A long text would hold the event loop for up to half a second."""
+    """Returns what `parse` returns, or raises its error. A long text is parsed on a thread, since it would block the event loop for up to
+    half a second."""
     return await asyncio.to_thread(parse, text) if memoryview(text).nbytes > _LONG_BYTES else parse(text)
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:
-    """As `decode_stored`, but a text that the decoder refuses is mended on a thread, since that takes long."""
+    """Like `decode_stored`, but if the decoder refuses the text, the rest is done on a thread, since that takes long."""
     try:
         return decode_json(text, kind)
     except WrongStructure:

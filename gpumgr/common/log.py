@@ -1,7 +1,8 @@
 """Configures the log: structlog writes to stderr, as text on a terminal and otherwise as one JSON object per line. Libraries log from
 WARNING on.
 
-If the journal reads our stderr, each line is sent to it as an entry with fields and a priority; its message is the same JSON.
+If systemd's journal reads the process's stderr, each line is sent to it as an entry with fields and a priority; the message of the entry is
+the same JSON.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ _LEVELS: dict[str, int] = {
 
 
 class _Threshold:
-    """The first processor: drops what is below the level. Loggers cache their class at their first use, but not the level."""
+    """The first processor of structlog: drops lines below the level. The level is here, since loggers cache everything else at their first
+    use."""
 
     def __init__(self) -> None:
         self.lowest = logging.INFO
@@ -44,7 +46,7 @@ _threshold = _Threshold()
 
 
 def set_level(level: Level) -> None:
-    """Applies from the next line on, also to loggers that are in use."""
+    """Sets the level, from the next line on, also for loggers that are in use."""
     _threshold.lowest = _LEVELS[level]
 
 

@@ -11,7 +11,7 @@ from gpumgr.common.units import Process
 
 PROC: Final = Path("/proc")
 _MOST_ENVIRONMENT_BYTES: Final = 1 << 20
-#: Errors of a process that has just ended, or of a zombie, which has no mounts.
+#: The errors when /proc/PID is read of a process that has just ended, or of a zombie, which has no mounts.
 _ENDED: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EINVAL})
 
 
@@ -40,8 +40,8 @@ def parent_pid(pid: int, root: Path = PROC) -> int | None:
 
 
 def environment(pid: int, root: Path = PROC) -> bytes:
-    """The environment with which the process was started, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be
-    read. The kernel reads it from the memory of the process, so the process can change the text, and can make the call hang."""
+    """The environment with which the process was started, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be read.
+    The kernel reads the text from the memory of the process, so the process can change it, and can make this call hang."""
     try:
         descriptor = os.open(f"{root}/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -53,7 +53,8 @@ def environment(pid: int, root: Path = PROC) -> bytes:
 
 
 def _stat(pid: int, root: Path) -> list[bytes]:
-    """The fields of the file from the third on; the second, the name, may hold any bytes. Empty if the process is gone."""
+    """The fields of /proc/PID/stat from the third one on (the second one, the name, may contain any bytes). Empty if the process is
+    gone."""
     try:
         descriptor = os.open(f"{root}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -72,7 +73,7 @@ def mount_tables(root: Path = PROC) -> Iterator[str]:
     Raises OSError if a process is hidden from the agent; its `filename` is the file that can't be read.
     """
     pids = [entry for entry in os.listdir(root) if entry.isdecimal()]
-    if "1" not in pids:  # with hidepid= the listing has only processes that the agent may trace
+    if "1" not in pids:  # if /proc is mounted with hidepid=, it lists only processes that the agent may trace
         raise PermissionError(errno.EPERM, "the processes of others are hidden", str(root))
     seen: set[str] = set()
     for pid in pids:

@@ -1,7 +1,6 @@
-"""Renders gauges and counters in Prometheus' two text formats.
-
-A series has the same line in both formats, so it is rendered once; only the head of a family differs: OpenMetrics writes a counter's name
-without `_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4, OpenMetrics 1.0.
+"""Renders metrics in Prometheus' two text formats. A series has the same line in both formats, so it is rendered once. Only the head of a
+family differs: OpenMetrics writes a counter's name without `_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4,
+OpenMetrics 1.0.
 
 prometheus_client takes 3 to 14 times as long to render a custom collector. That exceeds the goals for a scrape in docs/benchmarks.md.
 """
@@ -88,7 +87,7 @@ def label_text(names: Iterable[str], values: Iterable[str]) -> str:
 
 
 class LabelCache:
-    """Label texts of one set of label names, kept from one page to the next."""
+    """A cache of label texts for one set of label names, which keeps them from one page to the next."""
 
     def __init__(self, *names: str) -> None:
         self._names = names

@@ -1,11 +1,12 @@
-"""systemd's journal in its native protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds the log of a pod, and its notifications.
+"""Talks to systemd: sends log entries to the journal in its native protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds the log of a
+pod; and sends notifications to the service manager.
 
 Source of the journal: systemd's "Native Journal Protocol". One datagram is one entry, a line FIELD=value for each field. A value with
-newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. An entry that is too long for a
-datagram is sent as a sealed memory file.
+newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. An entry that is too long for a datagram
+is sent as a sealed memory file.
 
-A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket that $NOTIFY_SOCKET names. Without that variable, or if
-systemd does not listen, nothing is sent.
+A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket that $NOTIFY_SOCKET names. Without that variable, or if systemd
+does not listen, nothing is sent.
 """
 
 import errno
@@ -70,7 +71,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def encode(fields: Iterable[Field]) -> bytes:
-    """The datagram of an entry. Names of files that are not UTF-8 are shown as escapes."""
+    """The datagram of an entry. File names that are not UTF-8 are written as escapes."""
     return b"".join(_encoded(name.encode(), value.encode(errors="backslashreplace")) for name, value in fields)
 
 
@@ -88,7 +89,7 @@ class Journal:
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Iterable[Field]) -> bool:
-        """Returns whether the journal took the entry. Raises nothing."""
+        """Returns whether the journal accepted the entry. Raises nothing."""
         entry = encode(fields)
         try:
             try:
@@ -102,7 +103,8 @@ class Journal:
         return True
 
     def _send_file(self, entry: bytes) -> None:
-        """An empty datagram with the file's descriptor. The journal reads it in place only if it is sealed against changes."""
+        """Sends the entry as an empty datagram with the descriptor of a memory file. The journal accepts the file only if it is sealed
+        against changes."""
         descriptor = os.memfd_create("gpumgr-journal-entry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with os.fdopen(descriptor, "wb") as file:
             file.write(entry)

@@ -1,4 +1,4 @@
-"""The two units of gpumgr, and the names of the resources that count them.
+"""gpumgr's two units (cores, memory blocks), and the names of the resources and annotations.
 
 Source of the numbers: tkestack gpu-manager's resource contract (100 vcores a GPU, one memory block = 256 MiB).
 """
@@ -25,14 +25,16 @@ SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
 RESIZE_ANNOTATION: Final = "gpumgr.io/resize"
 RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 
-#: HAMi's resource, by the agent's internal name: a device id is one replica of a GPU. Adapters translate another name from the settings.
+#: HAMi's resource, under the name that the agent uses internally. A device id of it is one replica of a GPU. If the settings name another
+#: resource, that name is translated to this one.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 
-#: The agent's internal name of all resources of MIG devices. The kubelet has one resource for each profile, with the profile added.
+#: The internal name for all resources of MIG devices. The kubelet has one resource for each profile, with the profile appended.
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
-#: Which resource a device id, a request or a server is about. An id of cores or memory is an amount, an id of the others is not.
+#: The kind of resource of a device id, a request or a server. A core or memory id represents a fixed amount; an id of the other kinds does
+#: not.
 Resource = Literal["core", "memory", "replica", "mig"]
 #: The resources of a vcuda container.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
@@ -46,7 +48,7 @@ RESOURCE_NAMES: Final[dict[Resource, str]] = {
 RESOURCE_BY_NAME: Final[dict[str, Resource]] = {name: resource for resource, name in RESOURCE_NAMES.items()}
 VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
-#: Beginning of a GPU's UUID (8 hex digits or more); device ids name their GPU by it.
+#: The name of a GPU in device ids: the first hex digits of its UUID (8 or more).
 GpuName = str
 #: (pid, start time in clock ticks since boot): together they are unique.
 Process = tuple[int, int]
@@ -98,7 +100,8 @@ def other_resource(resource: Resource) -> Resource:
 
 
 def blocks_of(memory_bytes: int) -> int:
-    """Whole 256 MiB blocks in `memory_bytes`; the rest is not offered (floored for each GPU, never pooled)."""
+    """How many whole blocks of 256 MiB `memory_bytes` has. The rest of each GPU is not offered, and the rests of several GPUs are not added
+    up."""
     return memory_bytes // BLOCK_BYTES
 
 

@@ -1,7 +1,7 @@
 """Makes, recognises and removes the file of a unix socket that a server listens on.
 
-Invariants: only an abandoned socket is replaced (unless the caller says otherwise), never another kind of file; a file that another process
-has put in place of ours is not removed; clients can never connect while the file has another mode than the wanted one.
+Invariants: only a socket without a listener is replaced (or any socket, if the caller says so), never another kind of file. A file that
+another process has put in the place of the own socket is not removed. Clients can't connect before the file has the wanted mode.
 """
 
 import errno
@@ -60,14 +60,14 @@ class UnixSocket:
         return bound
 
     def remove(self) -> None:
-        """Deletes the file if it is ours. Raises nothing; may be called at any time."""
+        """Deletes the file if it is the one that `bind` made. Raises nothing; may be called at any time."""
         if self.in_place:
             self.path.unlink(missing_ok=True)
         self._inode = None
 
 
 def is_served(path: Path) -> bool:
-    """Whether a process listens at this path. Never waits. Raises OSError if that can't be found out."""
+    """Whether a process listens on the socket at this path. Does not block. Raises OSError if that can't be determined."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

@@ -31,7 +31,7 @@ _PAUSE_SECONDS: Final = 1.0
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
-#: Called on the event loop with the GPU's UUID. None: the driver does not report the GPU.
+#: Called on the event loop with the GPU's UUID (None: the driver does not report which GPU) and the error.
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
@@ -61,8 +61,8 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
 
 
 class EventThread:
-    """Waits for events of one set until `stop`, in short intervals, since the wait blocks and has no file descriptor. Frees the set at
-    the end. The thread is a daemon, so a wait that hangs delays nothing."""
+    """Waits for the events of one set until `stop`. NVML's wait blocks and has no file descriptor, so it is called for short intervals.
+    Frees the set at the end. The thread is a daemon, so a wait that hangs delays nothing."""
 
     def __init__(self, nvml: Binding, event_set: EventSet, on_event: OnEvent) -> None:
         self._nvml = nvml

@@ -22,13 +22,14 @@ from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
 
-#: How long the agent's stop waits until everything is published.
+#: How long the stop of the agent waits until everything is published.
 FLUSH_SECONDS: Final = 1.0
 
 
 @dataclass
 class ApiSide:
-    """`pods` implements the agent's port; without an API server it is empty, and `publisher` is None. The reporters exist after `start`."""
+    """`pods` implements gpumgr.agent.ports.Pods. Without an API server `pods` is empty and `publisher` is None. The reporters exist after
+    `start`."""
 
     pods: PodCache | NoPods
     publisher: Publisher | None
@@ -41,7 +42,8 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """Raises SettingsError if the kubeconfig can't be used. At the end it publishes what is due, for FLUSH_SECONDS at most."""
+        """A context manager. Raises SettingsError if the kubeconfig can't be used. At its end it publishes what is due, for FLUSH_SECONDS
+        at most."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None, delete_failed=False)
             return
@@ -118,8 +120,8 @@ class ApiSide:
         return tasks
 
     def _annotation_reporters(self, components: Components) -> Mapping[str, Callable[[NodeReport], None]]:
-        """The reporters that annotate the node; none in mode dra, where the scheduler extender must not choose GPUs: kube-scheduler
-        does."""
+        """The reporters that annotate the node. In mode dra there is none: kube-scheduler chooses the GPUs, and the scheduler extender must
+        not."""
         if components.dra is not None or self.publisher is None:
             return {}
         annotate, settings = self.publisher.annotate, components.settings
@@ -136,7 +138,7 @@ class ApiSide:
         return reporters
 
     def apply(self, kubernetes: KubernetesSettings) -> None:
-        """Sets what is published from now on."""
+        """Applies these settings, which decide what is published from now on."""
         if self.node is not None:
             self.node.switch(describe_node=kubernetes.describe_node, node_labels=kubernetes.node_labels)
         if self.decisions is not None:

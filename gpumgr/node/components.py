@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from gpumgr.kubelet.dra.side import DraSide
     from gpumgr.node.api_side import ApiSide
 
-#: The note in the checkpoint with this name means that gpu-manager's allocations are in the ledger.
+#: If the checkpoint has a note with this name, gpu-manager's allocations are in the ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
 
 

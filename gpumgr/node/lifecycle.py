@@ -1,9 +1,8 @@
 """Starts the agent in order, runs it, and stops it in reverse order. Bugs end the process with a reason; transient errors are retried.
 
-Start: takes the node's lock, starts pod cache and driver side by side, reconciles with the kubelet, opens the web server, then the
-sockets with the registration, and sends READY last.
-Stop: sends STOPPING, lets running calls end, removes the sockets, writes the history and shuts NVML down; all within
-`process.stop_grace_seconds`.
+Start: takes the node's lock, starts the pod cache and the driver at the same time, reconciles with the kubelet, opens the web server, then
+the device plugin's sockets, registers, and sends READY last. Stop: sends STOPPING, lets calls in progress end, removes the sockets, writes
+the history and shuts NVML down, all within `process.stop_grace_seconds`.
 """
 
 import asyncio
@@ -72,8 +71,8 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
             consequence="containers of nvidia.com/gpu may together need more than a GPU has; only idle ones can be moved to the host",
         )
     driver = make_driver(settings) if settings.node.mode == "dra" else None
-    # Both are opened before the node's locks are taken and closed after the locks are released, so that the next agent does not wait for
-    # it.
+    # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that
+    # the next agent does not wait for that.
     async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
         preload = Preload(settings, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch)
         async with node_held(settings, driver, stop, preload, notifier.status) as held:
@@ -100,8 +99,8 @@ async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide
 async def _assembled(
     settings: Settings, hardware: Hardware, driver: "DraDriver | None", api_side: ApiSide, enforcement: NodeEnforcement
 ) -> AsyncIterator[Components]:
-    """Yields the agent with the content of the checkpoint, and closes it at the end. The caller holds the node's locks. `driver` None:
-    mode plugin."""
+    """Yields the agent, made from the content of the checkpoint, and closes it at the end. The caller holds the node's locks. `driver`
+    None: mode plugin."""
     async with contextlib.AsyncExitStack() as stack:
         checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE, SUSPENSIONS_NOTE))
         stack.push_async_callback(checkpoint.close)
@@ -185,7 +184,7 @@ async def _reconcile(components: Components) -> None:
 
 
 async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
-    """Keeps all MIG devices after the loss of the ledger, until a start after which the ledger has all containers of the kubelet."""
+    """After the loss of the ledger, no MIG device is destroyed until a start after which the ledger has all containers of the kubelet."""
     snapshot = components.agent_state.inventory.snapshot
     before = components.loaded.lost or components.loaded.notes.get(INCOMPLETE_NOTE)
     if not before or components.settings.hami.operating_mode != "mig":
@@ -200,14 +199,15 @@ async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
 async def _open_servers(components: Components) -> None:
     """Opens the servers, then offers the devices. Raises ListenError."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries lack these functions
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc lack these functions
         libc = ctypes.CDLL(None)
-        # A fixed threshold: otherwise glibc raises it above the size of asyncio's read buffers (256 KiB) when the first buffer is freed.
-        # Then such buffers fragment the heap, which does not shrink by itself: 50,000 random requests made the agent grow by 17 MiB, and
-        # by 8 MiB with a fixed threshold.
+        # The threshold is fixed, since glibc would raise it above the size of asyncio's read buffers (256 KiB) when the first buffer is
+        # freed. Then such buffers would fragment the heap, which does not shrink by itself: in a test with 50,000 random requests the agent
+        # grew by 17 MiB, and by 8 MiB with a fixed threshold.
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         libc.malloc_trim(0)  # otherwise glibc keeps about 8 MiB that the start has freed
-    gc.freeze()  # imported objects stay: a full collection over them would block the event loop for tens of milliseconds
+    # The objects of imported modules are never freed; with them a full collection would block the event loop for tens of milliseconds.
+    gc.freeze()
     await components.web.start()
     if components.display is not None:
         await components.display.start()
@@ -237,8 +237,8 @@ def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: N
 
 
 async def _refresh(components: Components, read_model: ReadModel) -> None:
-    """Refreshes what is shown after each sample, and after some time also without a sample, so that a driver that does not answer delays
-    nothing."""
+    """Refreshes what the web pages and metrics show, after each sample; after some time also without a sample, so that a driver that does
+    not answer delays nothing."""
     sampled = components.hardware_events.sampled
     while True:
         await read_model.refresh()
@@ -260,7 +260,7 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
 
 
 async def _report(components: Components, notifier: Notifier) -> None:
-    """Notifies the service manager of the status. Only this loop feeds the watchdog; it does not depend on NVML or the API server."""
+    """Reports the status to the service manager. Only this loop feeds the watchdog; it does not depend on NVML or the API server."""
     started, ready, reported = time.monotonic(), False, ""
     grace_seconds = components.settings.nvml.ready_grace_seconds
     next_watchdog = 0.0
@@ -283,10 +283,8 @@ async def _report(components: Components, notifier: Notifier) -> None:
 
 
 async def _stop(components: Components, grace_seconds: float) -> None:
-    """Lets the kubelet's calls end; everything else may be cancelled afterwards.
-
-    The kubelet is served until the end, since it refuses pods from the end of its streams until the next agent is registered.
-    """
+    """Lets the kubelet's calls end; everything else may be cancelled afterwards. The kubelet is served as long as possible: as soon as its
+    streams have ended, it refuses pods until the next agent is registered."""
     try:
         async with asyncio.timeout(grace_seconds):
             await asyncio.gather(components.web.stop(), *([] if components.display is None else [components.display.stop()]))
@@ -294,7 +292,7 @@ async def _stop(components: Components, grace_seconds: float) -> None:
                 *(link.stop(grace_seconds / 2) for link in (components.link, components.former_mode_dra) if link is not None)
             )
             await finish_shielded(grace_seconds / 2)
-            with contextlib.suppress(CheckpointError):  # an earlier try has logged it, or the disk has just become full
+            with contextlib.suppress(CheckpointError):  # an earlier try has logged this error, or the disk has just become full
                 await components.agent_state.history.flush()
     except TimeoutError:
         log.warning("stop_cut_short", seconds=grace_seconds)

@@ -47,7 +47,7 @@ from gpumgr.settings.profile import hami_core_library
 
 log = structlog.get_logger(__name__)
 
-#: The interval of searches for leftovers of ended containers, if none is due earlier.
+#: The longest pause between two searches for leftovers of ended containers.
 CLEAN_UP_SECONDS = 30.0
 MIN_CLEAN_UP_SECONDS = 0.5
 #: How often the backends are checked again for obstacles.
@@ -57,7 +57,7 @@ NODE_ANNOTATION = "gpumgr.io/enforcement"
 
 
 def _libcuda(nvml_library: Path | None) -> str:
-    """The path of libcuda, which is beside NVML; a name that the dynamic linker finds if NVML's path is not set."""
+    """The path of libcuda, which is in NVML's folder; if NVML's path is not set, a name that the dynamic linker finds."""
     return "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
 
 
@@ -154,7 +154,7 @@ class NodeEnforcement:
         )
 
     def suspend_parts(self) -> tuple[LocalHost, Checkpoints]:
-        """What suspends containers on this node."""
+        """The parts that suspend containers on this node, for MemoryLimitWatcher."""
         run_dir, root = self._settings.enforcement.run_dir, self._proc_root
         mover = Checkpoints(
             library=_libcuda(self._settings.nvml.library_path), proc_root=root, lock_file=run_dir / "suspend.lock"
@@ -199,14 +199,16 @@ class NodeEnforcement:
         await self.mps.open(keep_protocol=keep or lost)
 
     async def choose(self, snapshot: NodeSnapshot) -> None:
-        """To be called when the driver has listed GPUs, at the start or after a change. Chooses the backends that this node supports."""
+        """Chooses the backends that this node supports. Call it when the driver has listed GPUs, at the start or after a change."""
         self._snapshot = snapshot
         self._memory.driver_restarted()
         await self.driver_files.update(snapshot.driver_version)
         await self._choose()
 
     async def _choose(self) -> None:
-        with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
+        with contextlib.suppress(
+            TimeoutError
+        ):  # wait for the runtime's answer, since a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
         self.backends()
@@ -216,7 +218,7 @@ class NodeEnforcement:
             self._annotated = description
 
     async def recover(self) -> None:
-        """Takes over the running containers of an earlier process of the agent."""
+        """After a restart of the agent: takes over the containers that run."""
         await self.limits.recover(list(tenants(self.agent_state.ledger, self.agent_state.inventory, self._pods)))
         self.recovered = True
 
@@ -280,7 +282,7 @@ class NodeEnforcement:
                 self._not_enforced(tenant, unlimited_message(tenant, f"{limits.cores_by} can't limit GPU {gpu.model}"))
 
     def _not_enforced(self, tenant: GpuShare, message: str) -> None:
-        """Adds to the history that a container runs without limits, once for all of its starts."""
+        """Adds an entry to the history that a container runs without limits: one entry, even if the container is restarted."""
         view = find_pod(self._pods, tenant.pod, tenant.pod_uid)
         log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
         uid = tenant.pod_uid or (view.uid if view else None)

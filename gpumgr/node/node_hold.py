@@ -1,15 +1,15 @@
 """One agent per node: the locks, and the second agent of a rolling update.
 
-The second agent loads all that it can without the locks. It is ready once it waits only for the locks; then the DaemonSet ends the first
-agent. The second agent polls the locks, so it continues some milliseconds after the first one has released them.
+The second agent loads all that it can without the locks. It reports ready once it waits only for the locks; then the DaemonSet ends the
+first agent. The second agent polls the locks, so it continues some milliseconds after the first one has released them.
 
 In node mode dra the second agent also registers the driver with sockets of its own. The kubelet sends its calls to the driver that
 registered last; the calls wait until the first agent has ended and the second one has its ledger. If the first agent has pods of mode
 plugin, the second one registers nothing.
 
-While it waits, the second agent loads a session with the driver, the pods and the containers (`Preload`), and changes nothing on the
-node. It reads the checkpoint to see whether this version can read it; its content is not final, since the agent that has the node still
-writes it.
+While it waits, the second agent loads a session with the driver, the pods and the containers (`Preload`), and changes nothing on the node.
+It reads the checkpoint to see whether this version can read it; its content is not final, since the agent that has the node still writes
+it.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Preload:
         self._settings, self._enforcement, self._nvml = settings, enforcement, enforcement.nvml
         self._pods, self._watch = pods, watch
         self._driver: str | None = "no driver was found yet"
-        #: The ledger of the agent that has the node, as it was before `loaded`; None if it can't be read now.
+        #: The ledger of the other agent, as it was a short time ago; None if it can't be read now.
         self.ledger: Ledger | None = None
         self.loaded = asyncio.Event()
 
@@ -71,7 +71,9 @@ class Preload:
     async def run(self) -> None:
         """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
         watch of the pods raises."""
-        with suppress(CorruptError):  # the other agent may be writing it now; if it stays corrupt, the start sets the file aside
+        with suppress(
+            CorruptError
+        ):  # the other agent may be writing it now; if it is still corrupt at the start of this agent, the file is renamed
             self.ledger = (await asyncio.to_thread(read_checkpoint, self._settings.checkpoint.dir)).ledger
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reach_driver())
@@ -81,7 +83,7 @@ class Preload:
             entry.response()  # the first call takes milliseconds, since it prepares the classes of its messages
             break
         gc.collect()
-        gc.freeze()  # done now, since it takes tens of milliseconds, which would delay the take-over
+        gc.freeze()  # done now, since it takes tens of milliseconds, and would delay the take-over later
         self.loaded.set()
 
     async def _reach_driver(self) -> None:
@@ -169,7 +171,7 @@ class _Wait:
                         self._other(still)
             finally:
                 for each in work:
-                    each.cancel()  # the driver's sockets stay
+                    each.cancel()  # the sockets of the DRA driver stay
                 await web.stop()
                 if self._driver is not None and (not held or stop.is_set()):
                     await self._driver.link.stop(0)
@@ -179,7 +181,7 @@ class _Wait:
             log.info("other_agent_ended")
 
     def _other(self, running: AlreadyRunning) -> None:
-        """Records and reports the agent that has the node now. If several agents wait, any of them may get the node next."""
+        """Stores and logs which agent has the node now. If several agents wait, any of them may get the node next."""
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
         if text != self._for:
             self._for = text

@@ -113,7 +113,7 @@ def _reason(error: Exception, timeout_seconds: float) -> str:
             said = error.message or "no reason given"
             return f"the answer was {error.status.name}: {said}; look at the log of the container runtime (setting cri.socket)"
         case StreamTerminatedError() | ProtocolError():
-            return "the peer hung up in the middle of the call; is it a container runtime (setting cri.socket)?"
+            return "the peer closed the connection during the call; is it a container runtime (setting cri.socket)?"
         case FileNotFoundError():
             return f"the socket does not exist; start the container runtime, or {_SET}"
         case ConnectionRefusedError():

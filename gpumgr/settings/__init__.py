@@ -1,4 +1,5 @@
-"""The operator's settings: a YAML file, overridden by the environment, overridden by flags; checked as a whole before anything starts."""
+"""The operator's settings: a YAML file, overridden by environment variables, which are overridden by flags. All are checked before anything
+starts."""
 
 from gpumgr.settings.load import InvalidSettingsError, Problem, check_settings, load_settings
 from gpumgr.settings.schema import Settings

@@ -1,10 +1,10 @@
 """Reads the settings file again when it has changed, and applies what can be applied without a restart.
 
-- A file counts as changed when two consecutive checks find the same new identity, so that no half-written file is read. A ConfigMap's
-  files are links that the kubelet moves to a new folder, so the identity is the identity of the link's target.
+- A file counts as changed when two consecutive checks find the same new identity, so that no half-written file is read. A file of a
+  ConfigMap is a link, which the kubelet points to a new folder, so the identity is the identity of the link's target.
 - SIGHUP reads the file at once, changed or not.
 - All or nothing: with one error in the file, none of its settings is applied, and the node gets an event that says so.
-- Neither the content of the file nor its file system, even if it hangs, ends or blocks the agent.
+- Neither the content of the file nor a file system that hangs ends or blocks the agent.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How often the file is checked, and how soon after a change it is checked again. Each check is a call on a thread of its own.
+#: The interval of the checks of the file, also of the second check after a change. Each check is a call on a thread of its own.
 CHECK_SECONDS: Final = 2.0
 RECHECK_SECONDS: Final = 0.5
 #: How long the file system may take to answer.
@@ -43,8 +43,8 @@ RELOADED: Final = "reloaded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
-    """`settings` are the previous settings with the live keys changed. `applied` and `needs_restart` are the dotted keys that differ, in
-    the order of the sections."""
+    """The result of a reload. `settings`: the previous settings with the changed live keys (keys that take effect without a restart).
+    `applied`, `needs_restart`: the dotted keys that differ, in the order of the sections."""
 
     settings: Settings
     applied: tuple[str, ...]
@@ -87,8 +87,8 @@ class SettingsSource:
 
 
 class SettingsReloader:
-    """`apply` receives settings that differ from `current` only in live keys; `record` what happened (REJECTED, RELOADED) and a sentence
-    about it, for the history. `clock` is monotonic, in seconds."""
+    """`apply` receives settings that differ from `current` only in live keys. `record` receives, for the history, what happened (REJECTED,
+    RELOADED) and a sentence about it. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Loads the settings from three layers: file, environment, flags. Each layer is checked in full, so that all errors are reported at once.
 
-A key's environment variable is GPUMGR_<SECTION>_<KEY>. Its value needs no quotes; list items are separated by commas. `null`, in the
-file or in a variable, means the default.
+The environment variable of a key is GPUMGR_<SECTION>_<KEY>. Its value needs no quotes; the items of a list are separated by commas. The
+value `null`, in the file or in a variable, means the default.
 """
 
 import math
@@ -23,9 +23,9 @@ from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, rea
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
-#: sun_path of Linux's sockaddr_un, less the closing NUL.
+#: The size of sun_path in Linux's sockaddr_un, without the closing NUL.
 _MAX_SOCKET_PATH_BYTES: Final = 107
-#: Longest name of gpumgr's sockets in the device plugin folder, with its slash.
+#: The length of the longest name of gpumgr's sockets in the device plugin folder, and of the slash before it.
 _OUR_SOCKET_BYTES: Final = 24
 #: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr". They are not settings.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
@@ -55,7 +55,7 @@ class InvalidSettingsError(SettingsError):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One value of one layer; `text`: the layer has only text."""
+    """The value of a key in one layer. `text`: all values of the layer are texts."""
 
     key: str
     value: object
@@ -114,7 +114,7 @@ def parse_text(key: str, text: str, source: str) -> object:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """End of a message about an unknown word: the closest known word, or all of them."""
+    """The end of a message about an unknown word: the closest known word, or all known words."""
     names = list(known)
     import difflib  # here, since settings without a mistake do not need it
 
@@ -126,7 +126,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _convert(given: _Given, problems: list[Problem]) -> object:
-    """The value in its key's type; None for null. None too, with a problem added, for a value that can't be converted."""
+    """The value in the type of its key; None for null. A value that can't be converted adds a problem, and the result is None."""
     section, _, key = given.key.partition(".")
     kind = sections()[section][key]
     value = given.value
@@ -205,7 +205,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[Problem]) -> It
 
 
 def _meant_for_us(variable: str) -> bool:
-    """True for a mistyped key: the variable begins with the name of one of our sections."""
+    """Whether an unknown variable is probably a mistyped key: it begins with the name of one of the sections."""
     known = tuple(f"{_PREFIX}{section.upper()}_" for section in sections())
     return variable.startswith(known) and not _SERVICE_LINK.search(variable)
 
@@ -270,7 +270,7 @@ def _entries(
 
 
 def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of each error. A key with its default value is never reported."""
+    """Yields (dotted key, message) for each error in the combination of settings. A key with its default value is never reported."""
     yield from _socket_paths(settings)
     for section, files in (("http", settings.http), ("scheduler", settings.scheduler)):
         if (found := missing_file(section, files.tls_cert_file, files.tls_key_file, files.client_ca_file)) is not None:

@@ -1,8 +1,6 @@
-"""What the settings node.profile and hami mean for the agent's parts, and which library the backend hami-core uses.
-
-If the settings name no library, it is the one that is installed below checkpoint.dir. `gpumgr install library` and the image of
-config/image/hami-core install it there in a folder with its SHA-256 as name, and a link selects it for new containers.
-"""
+"""What the setting node.profile and the section hami mean for the parts of the agent, and which library the backend hami-core uses. If the
+settings name no library, it uses the one that is installed below checkpoint.dir. `gpumgr install library` and the image of
+config/image/hami-core install it there in a folder with its SHA-256 as name, and a link selects it for new containers."""
 
 import os
 import re
@@ -31,7 +29,7 @@ def resource_names(settings: Settings) -> Mapping[Resource, str]:
 
 
 def mig_resource(settings: Settings) -> str | None:
-    """The resource of MIG devices, or the beginning of such resources; None if they are not offered."""
+    """The resource of existing MIG devices, or the prefix that the resources of all profiles have; None if they are not offered."""
     return {"none": None, "single": settings.hami.count_resource, "mixed": MIG_PREFIX}[settings.node.mig_strategy]
 
 
@@ -47,8 +45,8 @@ def mig_offered(settings: Settings) -> bool:
 
 
 def inner_names(settings: Settings) -> Mapping[str, str]:
-    """Resource in the kubelet's lists -> the name by which the agent knows it. If the settings name another resource, nvidia.com/gpu
-    belongs to another plugin."""
+    """Name of a resource in the kubelet's lists -> the name that the agent uses for it. If the settings name another resource than
+    nvidia.com/gpu, nvidia.com/gpu belongs to another plugin."""
     count = MIG_RESOURCE if settings.node.mig_strategy == "single" else REPLICA_RESOURCE
     return {REPLICA_RESOURCE: "", settings.hami.count_resource: count}
 
@@ -58,9 +56,9 @@ def replica_resources(settings: Settings) -> ReplicaResources | None:
     return settings.hami if "replica" in offered(settings) else None
 
 
-#: The name of the link and of the library.
+#: The name of the link, and of the library in its folder.
 LIBRARY: Final = "libvgpu.so"
-#: The file with the version, beside an installed library.
+#: The file with the version, in the folder of an installed library.
 VERSION: Final = "version"
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 

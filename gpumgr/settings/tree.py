@@ -1,6 +1,6 @@
 """Reads a settings file into a tree of YAML nodes with line numbers.
 
-The result is a tree or one error sentence, for any content of the file and any other object at its path.
+For any content of the file, and any other object at its path, the result is a tree or an error of one sentence.
 """
 
 import os
@@ -13,7 +13,8 @@ import yaml
 
 from gpumgr.common.errors import SettingsError
 
-#: A hundred times the size of a complete file. PyYAML needs 600 bytes of memory for each byte, and reads 100 KiB a second.
+#: Several times the size of config/gpumgr.yaml, which has all settings and their comments. PyYAML needs 600 bytes of memory for each byte
+#: of the file, and reads 100 KiB a second.
 MAX_FILE_BYTES: Final = 128 << 10
 _MAX_NAME: Final = 60
 _MAX_SENTENCE: Final = 300
@@ -69,7 +70,8 @@ def is_null(node: yaml.Node | None) -> bool:
 
 
 def value_of(node: yaml.Node) -> object:
-    """The value of a scalar or of a list of scalars; aliases in nested values could grow without bound. Raises UnreadableError."""
+    """The value of a scalar, or of a list of scalars. Nested values are not accepted, since their aliases could multiply without bound.
+    Raises UnreadableError."""
     flat = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(item, yaml.ScalarNode) for item in flat):
         raise UnreadableError("neither a value nor a list of values")
@@ -100,7 +102,7 @@ def _read(path: Path) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Without O_NONBLOCK, opening a FIFO blocks until it has a writer."""
+    """Opens the file with O_NONBLOCK: without it, opening a FIFO blocks until the FIFO has a writer."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 

@@ -1,1 +1,2 @@
-"""gRPC over unix sockets: the wire format, a client channel, a server that drains. Independent of any API."""
+"""gRPC over unix sockets: the wire format, a client channel, a server that lets calls in progress finish before it ends ("drains").
+Independent of any API."""

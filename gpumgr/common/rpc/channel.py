@@ -93,12 +93,12 @@ class UnixChannel(OpenChannel):
 
 
 def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
-    """An error with a sentence for one of CALL_FAILURES; an example of `doing` is "register tencent.com/vcuda-core"."""
+    """One of CALL_FAILURES as a KubeletError with a sentence. `doing`: for example "register tencent.com/vcuda-core"."""
     match error:
         case GRPCError():
             reason = f"the answer was {error.status.name}: {error.message or 'no reason given'}"
         case StreamTerminatedError() | ProtocolError():
-            reason = "the peer hung up in the middle of the call"
+            reason = "the peer closed the connection during the call"
         case TimeoutError():
             reason = "there was no answer in time"
         case FileNotFoundError():

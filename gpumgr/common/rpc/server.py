@@ -25,10 +25,10 @@ from gpumgr.common.aio import wait_at_most
 from gpumgr.common.rpc.channel import PeerConnection, WireCodec
 from gpumgr.common.rpc.grpclib_private import OpenServer, h2_of, replace_flush, replace_request_received
 
-#: How long clients may take at the end to close their connections, and then to read what was sent.
+#: When the server ends: how long clients may take to close their connections, and then to read what was sent.
 _CLOSE_SECONDS: Final = 0.5
 _FLUSH_SECONDS: Final = 2.0
-#: A call that ended less than this ago may be the first of two.
+#: If a call ended less than this time ago, the second call of a pair may still follow.
 _PAIR_SECONDS: Final = 0.05
 _PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 
@@ -67,7 +67,7 @@ class DrainingServer(OpenServer):
 
     @property
     def idle(self) -> bool:
-        """Whether no unary call runs or has just ended."""
+        """Whether no unary call is running, and none has ended within the last _PAIR_SECONDS."""
         return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
 
     async def listen_on(self, sock: socket) -> None:
@@ -82,11 +82,11 @@ class DrainingServer(OpenServer):
             earlier.close()
 
     async def wait_idle(self, timeout_seconds: float) -> None:
-        """Waits until no unary call runs or has just ended, at most `timeout_seconds`.
+        """Waits until the server is `idle`, at most `timeout_seconds`.
 
         The kubelet's calls for one container come in pairs, about a millisecond apart: a preference and its Allocate.
         """
-        await asyncio.sleep(0)  # calls with headers that have just arrived start now
+        await asyncio.sleep(0)  # calls that have just arrived begin in this step of the event loop
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while not self.idle and (now := loop.time()) < deadline:
@@ -106,8 +106,8 @@ class DrainingServer(OpenServer):
     async def drain(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
         """Stops listening, lets unary calls finish, ends streams through `end_streams`, sends GOAWAY and disconnects.
 
-        Unary calls go first: the kubelet answers the end of ListAndWatch by closing the whole connection, and with it any
-        Allocate that still runs there. What has not ended after `grace_seconds` is cancelled.
+        Unary calls must end before streams: when ListAndWatch ends, the kubelet closes the whole connection, and with it any Allocate that
+        still runs there. What has not ended after `grace_seconds` is cancelled.
         """
         if self.listener is None or self.draining:
             return
@@ -170,7 +170,7 @@ class DrainingServer(OpenServer):
 
 
 async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None:
-    """Waits until `calls` is empty, later calls included."""
+    """Waits until `calls` is empty; calls that are added in the meantime count, too."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
     while (running := {call for call in calls if not call.done()}) and (left := deadline - loop.time()) > 0:
@@ -204,11 +204,12 @@ class ServedConnection(PeerConnection):
             super().data_received(data)
 
     def _request_received(self, event: RequestReceived) -> None:
-        """A malformed request is an error of its stream (RFC 9113, section 8.1.1); other streams of the connection go on."""
+        """Answers a malformed request with an error of its stream (RFC 9113, section 8.1.1); the other streams of the connection
+        continue."""
         if _is_well_formed(event.headers):
             self._accept(event)
             return
-        with suppress(ProtocolError):  # the client has reset it itself
+        with suppress(ProtocolError):  # the client has reset the stream itself
             h2_of(self.connection).reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -224,7 +225,7 @@ class ServedConnection(PeerConnection):
         if self._ended or self.transport.is_closing():
             return
         self._ended = True
-        with suppress(ProtocolError):  # the connection is past sending
+        with suppress(ProtocolError):  # nothing can be sent on this connection any more
             h2_of(self.connection).close_connection(ErrorCodes.NO_ERROR)
             self._flush_now()
         if self.processor.streams:

@@ -40,8 +40,8 @@ class Call:
 
 @contextmanager
 def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterator[Call]:
-    """Encloses the work of a call; the block sets the outcome at its end. Errors become GRPCErrors. A bug is logged to `log` and ends only
-    this call."""
+    """A context manager around the work of a call: it reports the outcome to `observe` and turns errors into GRPCErrors. The block sets the
+    outcome at its end. A bug is logged to `log` and ends only this call."""
     started = time.perf_counter()
     call = Call()
     try:

@@ -1,10 +1,11 @@
-"""Protobuf's wire format for the long messages: a strict reader that skips unknown fields, and a writer.
+"""Protobuf's wire format, for the long messages of the kubelet and the container runtime: a strict reader that skips unknown fields, and a
+writer.
 
-A message is a series of (tag, payload); tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and
-bytes, 5 four bytes. Source: the public protobuf encoding guide.
+A message is a series of (tag, payload); tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and bytes, 5
+four bytes. Source: the public protobuf encoding guide.
 
-Generated code reads and writes every short message. It takes 20 to 100 times as long as this module, which is used for the lists of
-device ids, of pods and of containers, and for the Allocate response, which delays the start of each container.
+Generated code reads and writes all short messages. It takes 20 to 100 times as long as this module. So this module is used for the lists of
+device ids, of pods and of containers, and for the response to Allocate, which delays the start of each container.
 """
 
 import re
@@ -92,7 +93,7 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         if tag & 7 != BYTES:
             at = skip(data, at, end, tag & 7)
             continue
-        # Nearly every length is one byte; a read at the end of the data is caught by the bound below.
+        # Nearly every length is one byte. At the end of the data there may be no byte; the check of the bound below finds that.
         size = data[at] if at < end else 0x80
         at += 1
         if size > 0x7F:
@@ -148,7 +149,7 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
 def texts(data: bytes, start: int, end: int) -> list[str]:
     """The strings of field 1 of the message at start..end; everything else is skipped. Raises WireError."""
     # Nearly always the message has nothing else, and each length is one byte: the C code of `re` and `join` then does the work. If the
-    # fields that it found are not the whole message, byte by byte, `scan` reads it.
+    # fields that the expression found are not the whole message, byte by byte, `scan` reads the message.
     ascii_text = data[start:end].decode("latin-1")
     found: list[str] = _SHORT_TEXTS.findall(ascii_text)
     if ascii_text.isascii() and "".join([_HEADS[len(each)] + each for each in found]) == ascii_text:

@@ -134,7 +134,9 @@ async def test_a_peer_without_grpc_is_an_error(socket: Path, client: CriClient) 
         writer.close()
 
     server = await asyncio.start_unix_server(speak_http, socket)
-    with pytest.raises(CriError, match=r"hung up in the middle of the call; is it a container runtime \(setting cri\.socket\)"):
+    with pytest.raises(
+        CriError, match=r"closed the connection during the call; is it a container runtime \(setting cri\.socket\)"
+    ):
         await client.list()
     server.close()
     await server.wait_closed()
