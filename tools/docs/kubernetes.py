@@ -94,8 +94,7 @@ ANNOTATIONS: Final = {
         ((AMOUNTS_ANNOTATION,), "The amounts of a container of `nvidia.com/gpu`: for each GPU `GPU=cores,MiB`, joined by `;`."),
         (
             (MIG_ANNOTATION,),
-            "The MIG devices that were created for a container: for each one `GPU=profile,memory slices as bits,UUID,GPU "
-            "instance,compute instance`, joined by `;`.",
+            "The MIG devices that were created for a container: `GPU=profile,slices as bits,UUID,GPU instance,compute instance`.",
         ),
     ),
     "annotation of the node or of an event": (
