@@ -5,7 +5,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -16,20 +15,13 @@ from gpumgr.agent.api import ContainerRow, MaintenanceResult, NodeState
 from gpumgr.agent.cordons import REASON_CHARACTERS
 from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, read_result, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, cores, json_line, memory_text, printable
-from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, output_option, sendable
+from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, agent_options, output_option, sendable
 from gpumgr.common.errors import GpumgrError
 
 WAIT_SECONDS: Final = 600.0
 #: A reset takes a minute at most, and a request waits for the previous one.
 RESPONSE_SECONDS: Final = 150.0
 POLL_SECONDS: Final = 1.0
-
-
-def seconds(_ctx: click.Context, _param: click.Parameter, number: float | None) -> float | None:
-    """Refuses `nan` and `inf`, which click accepts as numbers."""
-    if number is not None and not isfinite(number):
-        raise click.BadParameter(f"{number} is not a number of seconds")
-    return number
 
 
 def reason_text(ctx: click.Context, param: click.Parameter, text: str) -> str:
@@ -102,8 +94,7 @@ def cordon(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
 @click.option("--wait", is_flag=True, help="Wait until the GPU is empty.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
-    callback=seconds,
+    type=FiniteRange(min=0),
     metavar="SECONDS",
     help=f"How long to wait.  [default: {WAIT_SECONDS:g}]",
 )

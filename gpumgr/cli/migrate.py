@@ -285,7 +285,7 @@ async def _fetch_node_and_pods(kubeconfig: Path, node: str) -> tuple[Object, ...
         pods = await server.read("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"})
         return (
             parse_object({**await server.read("GET", f"/api/v1/nodes/{node}"), "kind": "Node"}, _API_SERVER),
-            *(parse_object({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods["items"]),
+            *(parse_object({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods.get("items") or ()),
         )
 
 

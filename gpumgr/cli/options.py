@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from math import isnan
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self, TypeVar, cast
@@ -35,11 +35,11 @@ class ExitingCommand(click.Command):
 
 
 class FiniteRange(click.FloatRange):
-    """A range without "nan", which click accepts in every range."""
+    """A range without "nan" and "inf", which click accepts."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        if isnan(number):
+        if not isfinite(number):
             self.fail(f"{value!r} is not a number", param, ctx)
         return number
 

@@ -7,7 +7,7 @@ import click
 import msgspec
 
 from gpumgr.cli.node_source import MalformedInput, NodeSource, read_snapshot, read_topology, source_options
-from gpumgr.cli.options import ExitingCommand
+from gpumgr.cli.options import ExitingCommand, output_option
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.placement.topology.devices import Gpu, MigInstance, Topology
 from gpumgr.placement.topology.matrix import Nic
@@ -36,7 +36,7 @@ class _Shown:
 
 @click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @source_options
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@output_option
 def command(source: NodeSource, output: str) -> None:
     """Show how the GPUs are connected.
 
