@@ -150,10 +150,6 @@ class ReadModel:
         """Headers and body of the metrics, in the format that these request headers prefer ("": no such header)."""
         return await self._exposition.scrape(accept, accept_encoding)
 
-    def not_alive(self) -> Sequence[str]:
-        """Always empty: an answer shows that the event loop runs, and a daemon that ends takes the process with it."""
-        return ()
-
     def not_ready(self) -> Sequence[str]:
         """Reasons why the node cannot run pods with GPUs now; empty if it can."""
         reasons = [

@@ -42,7 +42,6 @@ class Scene:
     """In place of the ReadModel."""
 
     def __init__(self) -> None:
-        self.ailments: list[str] = []
         self.obstacles: list[str] = []
         self.driverless: list[str] = []
         self.agent_state = view_of(
@@ -66,9 +65,6 @@ class Scene:
         if self.before_scrape is not None:
             await self.before_scrape()
         return await self._exposition.scrape(accept, accept_encoding)
-
-    def not_alive(self) -> Sequence[str]:
-        return self.ailments
 
     def notes(self) -> Sequence[str]:
         return ()

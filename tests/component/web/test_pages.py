@@ -42,9 +42,14 @@ async def test_metrics_come_as_openmetrics_and_compressed_on_request(server: Htt
         assert (await answer.read()).startswith(b"\x1f\x8b")
 
 
-@pytest.mark.parametrize(
-    ("path", "reasons"), [("/healthz", "ailments"), ("/readyz", "obstacles"), ("/readyz?only=driver", "driverless")]
-)
+async def test_an_agent_that_is_not_ready_is_healthy(client: aiohttp.ClientSession, scene: Scene) -> None:
+    scene.obstacles.append("tencent.com/vcuda-core is not registered with the kubelet")
+    async with client.get("/healthz") as answer:
+        assert answer.status == 200
+        assert await answer.json() == {"status": "ok", "reasons": []}
+
+
+@pytest.mark.parametrize(("path", "reasons"), [("/readyz", "obstacles"), ("/readyz?only=driver", "driverless")])
 async def test_probes_answer_with_their_reasons(client: aiohttp.ClientSession, scene: Scene, path: str, reasons: str) -> None:
     async with client.get(path) as answer:
         assert answer.status == 200
