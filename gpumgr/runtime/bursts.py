@@ -309,14 +309,14 @@ class Bursts:
         return (ledger.in_force(gpu).memory_mebibytes - sum(each.memory_mebibytes for each in away)) << 20
 
     def _others(self, allocation: Allocation, gpu: GpuName) -> list[Allocation]:
-        """The other containers on this GPU that may burst."""
+        """The other containers on this GPU that may burst, or may still have a limit from before a resize."""
         ledger = self._records.ledger
         sizes = _sizes(self._records.inventory.gpus(ledger.gpu_registry))
         found = []
         for other in (each for each in ledger.on(gpu) if each.id != allocation.id and is_share(each)):
             with contextlib.suppress(ValueError):  # that annotation is not used
                 view, above = find_pod(self._pods, other.pod, other.uid), self._inherits or (other.id, gpu) in self._above
-                if above or other.lent_on(gpu) or self._wanted(other, view, sizes):
+                if above or other.resize or self._wanted(other, view, sizes):
                     found.append(other)
         return found
 

@@ -357,3 +357,26 @@ async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets
     for _ in range(3):
         await sampled(node, uses(t=1500))
     assert (node.agent_state.suspensions, limits(node)["t"]) == ({}, (2, 1536))
+
+
+async def test_a_start_waits_until_what_was_given_back_is_no_limit_in_force() -> None:
+    """A container has grown, and gets what it requests again: the kubelet may assign the ids at once."""
+    node = node_with(A, T)
+    node.set_timeout(0.01)
+    ask(node, "a", WEB, wants(mebibytes=1024))
+    await node.sampled(uses(a=0, t=0))
+    node.backends.ready.clear()
+    ask(node, "a", WEB)
+    await node.sampled(uses(a=0, t=0))
+    new = share("b", ("team", "new"), 1 << 90, 0b1100_0000)
+    node.holds(new)
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(new))
+    for _ in range(2):
+        await node.sampled(uses(a=0, t=0))
+        await breathe()
+    assert not start.done()
+    node.backends.ready.set()
+    for _ in range(4):
+        await breathe()
+        await node.sampled(uses(a=0, t=0))
+    await start
