@@ -88,8 +88,8 @@ async def _annotate(
 
 
 def _states(pod: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-    """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers. Raises
-    GpumgrError if none is left."""
+    """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers, and
+    without those for which the annotation has no room. Raises GpumgrError if none is left."""
     rows = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
     if not rows:
         raise GpumgrError(
@@ -101,7 +101,7 @@ def _states(pod: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
     left = {
         str(row.get("container")): (str(row.get("state", "running")), str(row.get("reason", "")))
         for row in rows
-        if row.get("container") not in ended
+        if row.get("container") not in ended and "left_out" not in row
     }
     if not left:
         raise GpumgrError("the containers of the pod that had GPUs have ended")

@@ -22,6 +22,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.history import RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.suspension import (
+    AGAIN_SECONDS,
     IN_PROGRESS,
     Activity,
     HostMemory,
@@ -53,6 +54,8 @@ POLL_SECONDS: Final = 0.1
 #: The pauses before another try: of a suspension that failed, and of a resume that the driver refused (each doubles with every failure, up
 #: to the second value); and of saving a state.
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 60.0, 3600.0
+#: The pause that a resume leaves on record, so that the first failure after it has the usual pause.
+_AFTER_RESUME: Final = _AGAIN_SECONDS / 2
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
 _SAVE_AGAIN_SECONDS = 1.0
 #: How long a resume waits until the limits of others are lowered; after that, only the free memory decides.
@@ -60,6 +63,7 @@ _LOWER_SECONDS: Final = 12.0
 #: After so many failures of a resume, other than for lack of memory, the driver can't restore the container.
 _MOST_FAILURES: Final = 3
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
+_RESUMED: Final = f"it was resumed less than {AGAIN_SECONDS:g} s ago; it is suspended after that"
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 
 
@@ -256,8 +260,12 @@ class Suspensions:
             if known is not None and view is not None and not view.suspend:
                 await self._save_once(name, None)
             idle = after_seconds is not None and uses and self._clock() - self._activity[name].at >= after_seconds
-            due = self._clock() >= self._again.get(name, (0.0, 0.0))[0]
-            if idle and due and any(use.memory_bytes != 0 for use in uses) and not self._one_is_suspended_now():
+            again, pause = self._again.get(name, (0.0, 0.0))
+            due = self._clock() >= again
+            empty = all(use.memory_bytes == 0 for use in uses)
+            if view is not None and view.suspend and known is None and uses and (empty or (not due and pause == _AFTER_RESUME)):
+                refused[name] = "it has no memory on the GPU" if empty else _RESUMED
+            if idle and due and not empty and not self._one_is_suspended_now():
                 assert view is not None
                 demanded = bool(view.suspend)
                 why = await self._begin(allocation, uses, ownership, demanded=demanded)
@@ -332,7 +340,7 @@ class Suspensions:
             await self._save(name, begun.to("suspended", now, reason=moved.error, asked_at=now))
         else:
             self._pages.hold_calls(name, hold=False)
-            _, before = self._again.get(name, (0.0, _AGAIN_SECONDS / 2))
+            _, before = self._again.get(name, (0.0, _AFTER_RESUME))
             pause = min(2 * before, _MOST_AGAIN_SECONDS)
             self._again[name] = self._clock() + pause, pause
             await self._save(name, None)
@@ -369,6 +377,7 @@ class Suspensions:
             await self._pause(allocation, known, moved, self._clock() + pause, said)
             pause = min(2 * pause, _MOST_RESUME_AGAIN_SECONDS)
         self._activity.pop(name, None)
+        self._again[name] = self._clock() + AGAIN_SECONDS, _AFTER_RESUME
         self._pages.hold_calls(name, hold=False)
         await self._save(name, known.to("running", now) if known.demanded else None)
         if not moved.pids:  # the processes that were suspended have ended

@@ -136,10 +136,10 @@ class Gpu:
             if not works and not tenant.suspended:
                 return Moved(pids=pids, error="its work did not end")
             tenant.moved, tenant.used, tenant.suspended = tenant.moved + tenant.used, 0, True
-            if tenant.moved > operation.memory_mebibytes:
-                self.faults.append(f"{tenant.moved} MiB were moved, and {operation.memory_mebibytes} are on record")
         elif tenant.moved > self.free:
-            self.faults.append(f"a resume of {tenant.moved} MiB began with {self.free} MiB free")
+            # The record is of the last sample before the suspension. The driver refuses what has grown since then.
+            if tenant.moved <= operation.memory_mebibytes:
+                self.faults.append(f"a resume of {tenant.moved} MiB began with {self.free} MiB free")
             return Moved(pids=pids, held=pids, error="out of memory", out_of_memory=True)
         else:
             tenant.used, tenant.moved, tenant.suspended = tenant.used + tenant.moved, 0, False

@@ -44,6 +44,7 @@ async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
             pod("sidecar", [setup, away], setup=RUNS),
             pod("ended", [setup, main], main=ENDED),
             pod("empty", []),
+            pod("many", [away, {"left_out": 9}]),
             pod("none", None),
         ):
             api.put_document(document)
@@ -54,6 +55,7 @@ async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
     ("name", "code", "out", "err"),
     [
         ("away", 0, "main: suspended\n", ""),
+        ("many", 0, "main: suspended\n", ""),
         ("works", 1, "main: running\n", "not all containers are suspended yet"),
         ("sidecar", 1, "setup: running\nmain: suspended\n", "not all containers are suspended yet"),
         ("ended", 1, "", "the containers of the pod that had GPUs have ended"),

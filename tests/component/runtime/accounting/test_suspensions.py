@@ -565,3 +565,27 @@ async def test_the_whole_gpu_of_an_init_container_is_no_obstacle_to_a_suspension
     demanding(node, suspend=True)
     await sampled(node)
     assert not node.told
+
+
+async def test_a_demand_without_memory_is_refused_by_an_event() -> None:
+    node = running(suspend=True)
+    await sampled(node, uses(a=0))
+    await sampled(node, uses(a=0))
+    assert events(node, "GpuSuspendRefused") == ["the container is not suspended: it has no memory on the GPU"]
+    await sampled(node)
+    assert state(node) == "suspended"
+
+
+async def test_a_demand_that_changes_all_the_time_moves_the_memory_once_a_minute() -> None:
+    node = running(suspend=True)
+    await sampled(node)
+    for _ in range(5):
+        demanding(node)
+        await sampled(node, uses(a=0))
+        demanding(node, suspend=True)
+        await sampled(node)
+    assert node.mover.done == [("suspend", "a"), ("resume", "a")]
+    (why,) = events(node, "GpuSuspendRefused")
+    assert why == "the container is not suspended: it was resumed less than 60 s ago; it is suspended after that"
+    await sampled(node, after_seconds=60.0)
+    assert state(node) == "suspended"
