@@ -94,6 +94,19 @@ static bool on_device(CUdeviceptr at) {
     GM_WRAPPER(symbol, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n, CUstream stream)) {                  \
         MOVED(n, true, stream, per_thread, CALL(symbol, to, c, from, d, n, stream));                                               \
     }
+/* From and to arrays; `at`: a byte of an array. */
+#define TO_ARRAY(symbol, per_thread)                                                                                               \
+    GM_WRAPPER(symbol, (CUarray to, size_t at, CUdeviceptr from, size_t n)) {                                                      \
+        MOVED(n, true, NULL, per_thread, CALL(symbol, to, at, from, n));                                                           \
+    }
+#define FROM_ARRAY(symbol, per_thread)                                                                                             \
+    GM_WRAPPER(symbol, (CUdeviceptr to, CUarray from, size_t at, size_t n)) {                                                      \
+        MOVED(n, true, NULL, per_thread, CALL(symbol, to, from, at, n));                                                           \
+    }
+#define ARRAYS(symbol, per_thread)                                                                                                 \
+    GM_WRAPPER(symbol, (CUarray to, size_t to_at, CUarray from, size_t at, size_t n)) {                                            \
+        MOVED(n, true, NULL, per_thread, CALL(symbol, to, to_at, from, at, n));                                                    \
+    }
 /* CUDA_MEMCPY2D, CUDA_MEMCPY3D and CUDA_MEMCPY3D_PEER, which has contexts in `unused` */
 struct place2 { size_t x, y; int type; void *host; CUdeviceptr device; void *array; size_t pitch; };
 struct place3 { size_t x, y, z, level; int type; void *host; CUdeviceptr device; void *array, *unused; size_t pitch, height; };
@@ -170,6 +183,9 @@ COPY(cuMemcpyDtoD_v2, false, true) COPY(cuMemcpyDtoD_v2_ptds, true, true)
 COPY(cuMemcpy, false, on_device(to) && on_device(from)) COPY(cuMemcpy_ptds, true, on_device(to) && on_device(from))
 COPY_ASYNC(cuMemcpyDtoDAsync_v2, false, true) COPY_ASYNC(cuMemcpyDtoDAsync_v2_ptsz, true, true)
 COPY_ASYNC(cuMemcpyAsync, false, on_device(to) && on_device(from)) COPY_ASYNC(cuMemcpyAsync_ptsz, true, on_device(to) && on_device(from))
+TO_ARRAY(cuMemcpyDtoA_v2, false) TO_ARRAY(cuMemcpyDtoA_v2_ptds, true)
+FROM_ARRAY(cuMemcpyAtoD_v2, false) FROM_ARRAY(cuMemcpyAtoD_v2_ptds, true)
+ARRAYS(cuMemcpyAtoA_v2, false) ARRAYS(cuMemcpyAtoA_v2_ptds, true)
 PEER(cuMemcpyPeer, false) PEER(cuMemcpyPeer_ptds, true)
 PEER_ASYNC(cuMemcpyPeerAsync, false) PEER_ASYNC(cuMemcpyPeerAsync_ptsz, true)
 SHAPE(cuMemcpy2D_v2, false, copy2) SHAPE(cuMemcpy2D_v2_ptds, true, copy2)

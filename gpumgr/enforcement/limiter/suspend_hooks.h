@@ -6,7 +6,7 @@
 #define PASS2_PTSZ(name, version, second) PASS_PTSZ(name, version, version) PASS(name##_v2, #name, second, GM_ANY) PASS(name##_v2_ptsz, #name, second, GM_PTSZ)
 #define COPIES(name) PASS2(name, 2000, 3020) PASS(name##_v2_ptds, #name, 7000, GM_PTSZ)
 #define COPIES_ASYNC(name) PASS2(name, 2000, 3020) PASS(name##_v2_ptsz, #name, 7000, GM_PTSZ)
-COPIES(cuMemcpyHtoD) COPIES(cuMemcpyDtoH) COPIES(cuMemcpyDtoA) COPIES(cuMemcpyAtoD) COPIES(cuMemcpyHtoA) COPIES(cuMemcpyAtoH) COPIES(cuMemcpyAtoA)
+COPIES(cuMemcpyHtoD) COPIES(cuMemcpyDtoH) COPIES(cuMemcpyHtoA) COPIES(cuMemcpyAtoH)
 COPIES_ASYNC(cuMemcpyHtoDAsync) COPIES_ASYNC(cuMemcpyDtoHAsync)
 COPIES_ASYNC(cuMemcpyHtoAAsync) COPIES_ASYNC(cuMemcpyAtoHAsync)
 PASS1(cuMemcpyDtoD, 2000) PASS1(cuMemcpyDtoDAsync, 3000) PASS1(cuMemsetD8, 2000) PASS1(cuMemsetD32, 2000)

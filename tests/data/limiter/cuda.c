@@ -551,6 +551,9 @@ struct copy2 { struct place2 from, to; size_t width, height; };
 struct copy3 { struct place3 from, to; size_t width, height, depth; };
 API_PTSZ(cuMemcpy2DAsync_v2, (const struct copy2 *c, V stream), (c, S)) { return move(stream, c->width * c->height, COPY_BYTES_PER_US); }
 API_PTSZ(cuMemcpy3DAsync_v2, (const struct copy3 *c, V stream), (c, S)) { return move(stream, c->width * c->height * c->depth, COPY_BYTES_PER_US); }
+API(cuMemcpyDtoA_v2, (V to, size_t at, P from, size_t n)) { (void)to, (void)at, (void)from; return move(stream_of(NULL, 0), n, COPY_BYTES_PER_US); }
+API(cuMemcpyAtoD_v2, (P to, V from, size_t at, size_t n)) { (void)to, (void)at, (void)from; return move(stream_of(NULL, 0), n, COPY_BYTES_PER_US); }
+API(cuMemcpyAtoA_v2, (V to, size_t to_at, V from, size_t at, size_t n)) { (void)to, (void)to_at, (void)from, (void)at; return move(stream_of(NULL, 0), n, COPY_BYTES_PER_US); }
 API_PTSZ(cuMemcpy3DPeerAsync, (const struct copy3 *c, V stream), (c, S)) { return move(stream, c->width * c->height * c->depth, COPY_BYTES_PER_US); }
 static R batch(struct stream *s, P *to, P *from, size_t *sizes, size_t n) {
     uint64_t bytes = 0;

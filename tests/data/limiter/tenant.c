@@ -254,13 +254,14 @@ static int own_threads(void) {
     return n - !!getenv("TSAN_OPTIONS"); /* ThreadSanitizer's own thread */
 }
 /* PyTorch on an H200: a product of 4096 takes 210 us, a small kernel less than its launch, a graph has 50 products of 2048. */
-enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL, ANY, PEER, FLAT, BOX, BOX_PEER, BATCH, BATCH_V1, OFFLOAD, BOXES, BOXES_V1, HALVES, ROWS, WORDS, GRID };
+enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL, ANY, PEER, FLAT, BOX, BOX_PEER, BATCH, BATCH_V1, OFFLOAD, TO_ARRAY, FROM_ARRAY, ARRAYS, BOXES, BOXES_V1, HALVES, ROWS, WORDS, GRID };
 static const struct job { const char *what, *kernel; N each; int batch, nodes; enum way way; } jobs[] = {
     {"products", "work_210000", 210000, 20, 1, KERNEL}, {"small", "work_2500", 2500, 200, 1, KERNEL}, {"graph", "work_30000", 30000, 1, 50, GRAPH},
     {"long", "work_50000000", 50000000, 1, 1, KERNEL}, {"extended", "work_210000", 210000, 20, 1, EXTENDED},
     {"cooperative", "work_210000", 210000, 20, 1, COOPERATIVE}, {"several", "work_210000", 210000, 20, 1, SEVERAL},
     {"unified", "work", 201000, 20, 1, ANY}, {"peers", "work", 201000, 20, 1, PEER}, {"rectangles", "work", 201000, 20, 1, FLAT},
     {"boxes", "work", 201000, 20, 1, BOX}, {"boxpeers", "work", 201000, 20, 1, BOX_PEER}, {"batches", "work", 201000, 20, 1, BATCH},
+    {"toarrays", "work", 201000, 20, 1, TO_ARRAY}, {"fromarrays", "work", 201000, 20, 1, FROM_ARRAY}, {"arrays", "work", 201000, 20, 1, ARRAYS},
     {"offloads", "work", 1000, 20, 1, OFFLOAD}, {"oldbatches", "work", 201000, 20, 1, BATCH_V1}, {"boxbatches", "work", 201000, 20, 1, BOXES}, {"oldboxbatches", "work", 201000, 20, 1, BOXES_V1},
     {"halves", "work", 201000, 20, 1, HALVES}, {"rows", "work", 201000, 20, 1, ROWS},
     {"words", "work", 201000, 20, 1, WORDS}, {"grid", "work_210000", 210000, 20, 1, GRID}, {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
@@ -305,6 +306,9 @@ static R launch(enum way way, V kernel, V stream) {
     case BOX: return FOUND(cuMemcpy3DAsync_v2, (const struct copy3 *, V))(&(struct copy3){{.type = 3}, {.type = 2}, 2000, 2200, 100}, stream);
     case BOX_PEER: return FOUND(cuMemcpy3DPeerAsync, (const struct copy3 *, V))(&(struct copy3){{.type = 3}, {.type = 2}, 2000, 2200, 100}, stream);
     case BATCH: case BATCH_V1: case OFFLOAD: return batches(way, stream);
+    case TO_ARRAY: return FOUND(cuMemcpyDtoA_v2, (V, size_t, P, size_t))(NULL, 0, DEVICE, 440000000);
+    case FROM_ARRAY: return FOUND(cuMemcpyAtoD_v2, (P, V, size_t, size_t))(DEVICE, NULL, 0, 440000000);
+    case ARRAYS: return FOUND(cuMemcpyAtoA_v2, (V, size_t, V, size_t, size_t))(NULL, 0, NULL, 0, 440000000);
     case BOXES: case BOXES_V1: return box_batches(way == BOXES, stream);
     case HALVES: return FOUND(cuMemsetD16Async, (P, unsigned short, size_t, V))(DEVICE, 0, 400000000, stream);
     case ROWS: return FOUND(cuMemsetD2D8Async, (P, size_t, unsigned char, size_t, size_t, V))(DEVICE, 0, 0, 20000, 40000, stream);

@@ -181,10 +181,11 @@ def test_processes_of_a_container_share_its_turn(node: Node, tmp_path: Path) -> 
 
 _LAUNCHES = ("extended", "cooperative", "several", "grid")
 _COPIES = ("copies", "unified", "peers", "rectangles", "boxes", "boxpeers", "fills", "halves", "rows", "words")
+_ARRAYS = ("toarrays", "fromarrays", "arrays")
 _BATCHES = ("batches", "oldbatches", "boxbatches", "oldboxbatches")  # of CUDA 13 and 12.8
 
 
-@pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES, *_BATCHES])
+@pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES, *_ARRAYS, *_BATCHES])
 def test_every_kind_of_launch_waits_for_the_turn(node: Node, tmp_path: Path, work: str) -> None:
     containers = _containers(tmp_path, [25, 75])
     node.arbitrate(containers)
