@@ -131,9 +131,8 @@ class Admission:
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
         """Call it when the kubelet has restarted: for `incomplete_seconds` a pod that `List` lacks may still run."""
         self._incomplete_until = self._clock() + incomplete_seconds
-        self._refused = (
-            frozenset()
-        )  # after its restart the kubelet admits a refused pod again if the API server does not know yet that it has failed
+        # After its restart the kubelet admits a refused pod again if the API server does not know yet that the pod has failed.
+        self._refused = frozenset()
 
     def called(self) -> int:
         """Call it when a GetPreferredAllocation or Allocate arrives; returns the call's number. The kubelet makes one such call at a

@@ -21,13 +21,13 @@ ResourceName = Annotated[
 class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
     """HAMi's resource names and defaults: keys of the settings' section hami."""
 
-    #: The resource that counts GPUs, ...
+    #: The resource by which a container requests a number of GPUs.
     count_resource: ResourceName = "nvidia.com/gpu"
-    #: ... and what a container gets of each of them: memory in MiB, or in percent, and cores in percent.
+    #: The resources that say what the container gets of each of these GPUs: memory in MiB, or in percent, and cores in percent.
     memory_resource: ResourceName = "nvidia.com/gpumem"
     memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
     core_resource: ResourceName = "nvidia.com/gpucores"
-    #: The resource by which a container has its priority on a GPU.
+    #: The resource that sets the priority of a container on its GPUs.
     priority_resource: ResourceName = "nvidia.com/priority"
     #: What a container that requests no memory, or no cores, gets of each GPU, in MiB and percent. 0: all memory; no limit of cores.
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0

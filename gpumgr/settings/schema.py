@@ -97,13 +97,13 @@ class HamiSettings(ReplicaResources, frozen=True, kw_only=True):
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Folder of kubelet.sock; our own sockets are made there.
+    #: Folder of kubelet.sock; gpumgr makes its own sockets there.
     device_plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
     #: Socket of the kubelet's PodResources API.
     pod_resources_socket: Path = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
-    #: With node.mode dra: the folder of the kubelet's plugins, where our socket is made.
+    #: With node.mode dra: the folder of the kubelet's plugins, where gpumgr makes its socket.
     plugins_dir: Path = Path("/var/lib/kubelet/plugins")
-    #: With node.mode dra: the folder of the sockets of plugins to register.
+    #: With node.mode dra: the folder in which the kubelet looks for registration sockets of plugins.
     plugins_registry_dir: Path = Path("/var/lib/kubelet/plugins_registry")
     #: The kubelet's topologyManagerPolicy. Unless it is none, the scheduler chooses only the node.
     topology_manager_policy: Literal["none", "best-effort", "restricted", "single-numa-node"] = "none"
@@ -127,9 +127,9 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     enabled: bool = True
     #: Null: the service account of the pod that the agent runs in.
     kubeconfig: Path | None = None
-    #: Delete pods that the kubelet failed because of one of our refusals.
+    #: Delete pods that the kubelet failed because gpumgr refused them.
     delete_failed_pods: bool = False
-    #: How long GetPreferredAllocation may wait for a pod that the kubelet has and our cache does not have yet.
+    #: How long GetPreferredAllocation may wait for a pod that the kubelet has and the agent's cache does not have yet.
     pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000), LIVE] = 50
     #: Write each pod's allocations into its annotations.
     annotate_pods: Annotated[bool, LIVE] = True
@@ -148,7 +148,7 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     call_timeout_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 5.0
     #: How often health and utilisation are sampled.
     sample_period_seconds: Annotated[Period, LIVE] = 1.0
-    #: Run modprobe for the driver's modules when NVML is not there.
+    #: Run modprobe for the driver's kernel modules if NVML finds no driver.
     load_kernel_modules: bool = False
     #: XID errors that an application causes and that leave the GPU healthy.
     ignored_xids: Annotated[tuple[Xid, ...], LIVE] = (13, 31, 43, 45, 68, 109)
@@ -228,7 +228,7 @@ class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
     control_program: Annotated[str, Meta(min_length=1)] = "nvidia-cuda-mps-control"
     #: auto: 3 if the program supports it, else 2.
     protocol: Literal["auto", "2", "3"] = "auto"
-    #: How long a GPU's daemon runs on after its last container.
+    #: How long the MPS daemon of a GPU keeps running after its last container has ended.
     idle_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
     #: Put a GPU in EXCLUSIVE_PROCESS mode while it is shared, so that no process bypasses the daemon.
     exclusive_process: bool = True
@@ -239,7 +239,7 @@ class HamiCoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     library_path: Path | None = None
     #: Its SHA-256; another file is refused.
     library_sha256: Sha256 | None = None
-    #: What the library writes to standard error: 0 errors, 1 warnings too, 3 messages, 4 everything.
+    #: What the library writes to standard error: 0: errors; 1: also warnings; 3: also messages; 4: everything.
     log_level: Annotated[int, Meta(ge=0, le=4)] = 1
 
 
@@ -264,7 +264,7 @@ class CriSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Where /metrics, /healthz and the others listen.
+    #: The address on which the web pages, the JSON API, /metrics and the probes are served.
     address: HostName = "127.0.0.1"
     #: 0: any free port.
     port: Port = 5678
@@ -306,11 +306,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Which nodes and GPUs are chosen among all that fit: the choice that strands the fewest free cores, the fullest, the emptiest, or the
     #: GPUs with the best links. Pods may choose another policy.
     policy: Literal["least-fragmentation", "binpack", "spread", "topology"] = "least-fragmentation"
-    #: CPUs that an average pod requests beside one GPU, for the policy least-fragmentation.
+    #: How many CPUs an average pod requests for each GPU, for the policy least-fragmentation.
     cpus_per_gpu: Annotated[float, Meta(ge=0.1, le=1000)] = 8.0
-    #: The maximum number of nodes in the answer to the verb filter. With 1 the GPUs are assumed for the pod at once.
+    #: The maximum number of nodes in the answer to the verb filter. With 1 the GPUs are reserved for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
-    #: After this time the API server is asked whether a pod with assumed GPUs is bound. If not, the GPUs are free again.
+    #: GPUs stay reserved for a pod that is not bound yet for this time. Then the scheduler asks the API server; if the pod is still not
+    #: bound, the GPUs are free again.
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     #: If the API server has sent nothing about nodes, pods or quotas for this long, and a list fails, too, no pod is placed. A watch lasts
     #: two thirds of this time.
@@ -334,7 +335,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     client_ca_file: Path | None = None
     #: Common names or DNS names of certificates that may call the verbs. Empty: every certificate of that CA.
     client_names: tuple[str, ...] = ()
-    #: True: of several replicas, the one that holds the Lease answers. False: this process is the only one.
+    #: True: there are several replicas, and the one that holds the Lease answers. False: this process is the only one.
     leader_election: bool = False
     #: The Lease's name.
     lease_name: ObjectName = "gpumgr-scheduler"
@@ -367,7 +368,7 @@ class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):
     template_idle_hours: Annotated[float, Meta(ge=0.01, le=8760)] = 24.0
     #: Port of /metrics and of the probes, on http.address and under the access rules of the section http. 0: any free port.
     http_port: Port = 5680
-    #: True: of several replicas, the one that holds the Lease writes. False: this process is the only one.
+    #: True: there are several replicas, and the one that holds the Lease writes. False: this process is the only one.
     leader_election: bool = False
     #: The Lease's name.
     lease_name: ObjectName = "gpumgr-claims"
@@ -376,7 +377,7 @@ class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: After SIGTERM: how long running calls and writes may take to end.
+    #: After SIGTERM: how long calls and writes in progress may take to end.
     stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
     #: The node's agent holds a lock on this file.
     lock_path: Path = Path("/var/lib/gpumgr/agent.lock")

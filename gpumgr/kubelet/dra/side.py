@@ -183,9 +183,8 @@ class DraSide:
         """Withdraws the slice, and ends the registration a second later, since pods that were bound just before would otherwise wait for a
         minute. If another agent has registered the driver, the slice stays for that agent."""
         succeeded = await asyncio.to_thread(self.link.has_other_instance)
-        part = (
-            grace_seconds / 3
-        )  # each part is limited, so that a hanging API server or call leaves time for the rest of the agent's stop
+        # Each part is limited, so that a hanging API server or call leaves time for the rest of the agent's stop.
+        part = grace_seconds / 3
         if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
         await self.link.stop(part)
