@@ -89,7 +89,7 @@ async def test_gpus_that_the_driver_does_not_list_are_in_condition_readiness_and
 async def test_a_card_that_was_replaced_while_the_node_was_off_is_forgotten(folder: Path) -> None:
     sim = folder / "node.yaml"
     sim.write_text(FOUR_GPUS)
-    async with stage(folder, sim=str(sim), command=HASTY) as node:
+    async with stage(folder, sim=str(sim)) as node:
         await node.start_agent()
         (old,) = (name for name, index in node.indices.items() if index == 1)
         await until_sampled(node)
