@@ -109,7 +109,8 @@ async def _answer(pod: RemotePod, container: str, at: str) -> str:
             text = f"{answer.get('cores')} cores and {answer.get('memoryMiB')} MiB of each of its GPUs"
             if why := answer.get("refused"):
                 raise GpumgrError(f"not resized: {printable(str(why))}; container {printable(container)} has {text}")
-            return f"container {printable(container)} has {text}"
+            late = "; programs that run keep their former limits" if answer.get("newProgramsOnly") else ""
+            return f"container {printable(container)} has {text}{late}"
         await asyncio.sleep(_POLL_SECONDS)
     raise GpumgrError(
         f"the agent of the pod's node has not answered within {_ANSWER_SECONDS:g} s; the request stays in the annotation "

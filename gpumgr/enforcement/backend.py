@@ -31,11 +31,13 @@ class Backend:
     """One mechanism. A subclass overrides the methods that it needs. No method blocks the event loop for longer than reading or writing a
     small file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what
     the mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `adjustable`: `observe` or `adjust`
-    can change the limits of a running container."""
+    can change the limits of a running container. `running_keep_limits`: programs that run keep their limits, and new ones get the changed
+    limits."""
 
     name: BackendName
     limits: Mapping[Resource, Strength]
     adjustable: bool = False
+    running_keep_limits: bool = False
 
     async def unavailable(self) -> str | None:
         """Why this node can't use it and what to do; None if it can."""

@@ -221,6 +221,13 @@ class Enforcer:
             return f"the backend {fixed[0]} can't change the limit of {what} of a running container"
         return None if limiting else f"no backend limits the container's {what}"
 
+    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
+        """The same about a limit that must change at once, also for programs that run."""
+        for name in mechanisms:
+            if name in self.backends and resource in self.backends[name].limits and self.backends[name].running_keep_limits:
+                return f"with the backend {name}, programs that run keep the limits with which they started"
+        return self.obstacle_to_change(mechanisms, resource)
+
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
         return any(backend.hold_calls(allocation, hold=hold) for backend in self.backends.values())
 

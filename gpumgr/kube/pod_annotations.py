@@ -83,6 +83,8 @@ def _resize_answers(allocations: Sequence[Allocation]) -> Iterator[tuple[str, di
         if a.resize is not None and a.gpus:
             limits = a.limits_on(next(iter(a.gpus)))
             made: dict[str, Any] = {"cores": limits.cores, "memoryMiB": limits.memory_mebibytes}
+            if "mps" in a.mechanisms:  # its clients keep the limits with which they started
+                made["newProgramsOnly"] = True
             texts = {"requestedAt": a.resize.asked.requested_at, "refused": a.resize.refused}
             yield a.container or "", made | {key: text for key, text in texts.items() if text}
 

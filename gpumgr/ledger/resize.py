@@ -130,7 +130,9 @@ def _lent(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuN
     bursts = sum(around.beyond(a, gpu) for a in (*others, resized))
     size = min(ledger.gpu_registry.by_name[gpu].memory_mebibytes, around.memory_mebibytes.get(gpu, 1 << 62))
     excess = (after.in_force(gpu) + Amounts(0, bursts)).beyond(Amounts(CORES_PER_GPU, size))
-    lendable = sum(a.guaranteed_on(gpu).memory_mebibytes for a in others if a.id in around.away)
+    # A client of MPS keeps the limit with which it started, so it could not give anything back.
+    lenders = () if "mps" in allocation.mechanisms else [a for a in others if a.id in around.away]
+    lendable = sum(a.guaranteed_on(gpu).memory_mebibytes for a in lenders)
     lendable -= sum(max(0, a.lent_on(gpu) - around.beyond(a, gpu)) for a in others)
     if more.cores and excess.cores:
         needed, left, unit = more.cores, more.cores - excess.cores, "cores"

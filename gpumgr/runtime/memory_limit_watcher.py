@@ -58,6 +58,8 @@ class Backends(Pages, Protocol):
 
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None: ...
 
+    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None: ...
+
 
 class LimitMeter(SuspendMeter, Protocol):
     """Metrics of this package (gpumgr.web.metrics.registry.Metrics)."""
@@ -108,7 +110,7 @@ class MemoryLimitWatcher:
             records,
             pods,
             self._events,
-            obstacle=backends.obstacle_to_change,
+            obstacle=backends.obstacle_to_burst,
             allowed=over_limit.burst,
             slack_bytes=over_limit.slack_bytes,
         )

@@ -117,4 +117,5 @@ def _entry(before: Allocation, after: Allocation) -> HistoryEntry:
     lent = {gpu: mebibytes for gpu in after.gpus if (mebibytes := after.lent_on(gpu))}
     notes = {gpu: f" ({mebibytes} MiB only until suspended containers are resumed)" for gpu, mebibytes in lent.items()}
     changes = [f"{after.limits_on(gpu)} of GPU {gpu}{notes.get(gpu, '')}, before {before.limits_on(gpu)}" for gpu in after.gpus]
-    return HistoryEntry(what="event", code=RESIZED, why=f"container {after.container or '?'} may use {'; '.join(changes)}")
+    late = "; programs that run keep the limits with which they started (MPS)" if "mps" in after.mechanisms else ""
+    return HistoryEntry(what="event", code=RESIZED, why=f"container {after.container or '?'} may use {'; '.join(changes)}{late}")

@@ -181,6 +181,9 @@ class Gpu:
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:  # noqa: ARG002
         return None
 
+    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
+        return self.obstacle_to_change(mechanisms, resource)
+
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
         def changed() -> bool:
             if (tenant := self.tenants.get(allocation)) is None:

@@ -68,6 +68,7 @@ class Mps(Backend):
     """
 
     name: BackendName = "mps"
+    running_keep_limits = True
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
     #: How long a run of the control program may take.
@@ -209,6 +210,8 @@ class Mps(Backend):
         # Protocol 2 limits each process, and without exclusive mode a process may use the GPU beside MPS. Protocol 3 limits the processes
         # of a namespace; but a process that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no memory limit.
         self.limits = {"core": "hard" if protocol == 3 and self._settings.exclusive_process else "soft", "memory": "soft"}
+        # In protocol 2 a program has its limits from its environment.
+        self.adjustable = protocol == 3
         if self._supervisor is not None:
             self._supervisor.reconfigure(config)
             return
@@ -286,7 +289,8 @@ class Mps(Backend):
         for tenant in tenants:
             for gpu in tenant.gpus:
                 folder = self._supervisor.of(gpu.uuid).folder
-                if tenant.allocation in folder.allocations():
+                # In protocol 3 `adjust` changes a share, and the record has the processes that keep the former one.
+                if tenant.allocation in folder.allocations() and not (self.adjustable and tenant.allocation in folder.shares()):
                     folder.put(tenant.allocation, _share(gpu))
         await self._supervisor.tick()
 
@@ -342,10 +346,30 @@ class Mps(Backend):
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 
-    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
+    async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
+        obstacles: dict[AllocationId, str] = {}
         if self._supervisor is not None:
+            if self.adjustable:
+                by_daemon = {each.uuid: each for each in self._supervisor.daemons()}
+                shares = {uuid: daemon.folder.shares() for uuid, daemon in by_daemon.items()} if running else {}
+                for each in running:
+                    gpu, name = each.tenant.gpus[0], each.tenant.allocation
+                    if (known := shares.get(gpu.uuid, {}).get(name)) is not None and (
+                        why := await self._resize(by_daemon[gpu.uuid], known, each)
+                    ):
+                        obstacles[name] = why
             await self._supervisor.tick()
-        return {}
+        return obstacles
+
+    async def _resize(self, daemon: Daemon, known: Share, container: RunningContainer) -> str | None:
+        """Returns why the limit of memory is not in force; None: it is."""
+        try:
+            async with daemon.lock:
+                share = _share(container.tenant.gpus[0])
+                older = await daemon.resize(container.tenant.allocation, known, share, container.gpu_pids)
+        except (MpsError, OSError) as error:
+            return str(error)
+        return f"its process {min(older)[0]} keeps the limit with which it started, until it ends" if older else None
 
     async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
         """Terminates the work of those `pids` (UUID of a GPU -> processes) that are clients of the GPU's daemon."""

@@ -7,8 +7,8 @@ Callers hold `lock` around every coroutine here. The daemon's process is no chil
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -161,6 +161,24 @@ class Daemon:
         if others := {*self.folder.allocations()} - self.unused - {allocation}:
             raise MpsError(f"{self.blocked}; it is replaced when the other containers on it have ended ({len(others)})")
         await self.stop()
+
+    async def resize(self, allocation: AllocationId, known: Share, share: Share, pids: Collection[int]) -> Collection[Process]:
+        """Protocol 3: changes the limits of programs that start from now on. `known`: the record; `pids`: the container's processes on the
+        GPU. Returns the processes that keep a larger limit of memory until they end. Raises MpsError, OSError."""
+        older = {each for each in known.older if is_running(each)}
+        changed = (known.cores, known.memory_bytes) != (share.cores, share.memory_bytes)
+        lowered = share.memory_bytes < known.memory_bytes
+        older |= _started(pids) if lowered else set()
+        if changed or older != {*known.older}:
+            # Recorded before the limit changes, so that the next process of the agent knows them.
+            self.folder.put(allocation, replace(share, older=tuple(sorted(older))))
+        if changed:
+            await self._limit({allocation}, anew=False)
+        if lowered:  # programs that started in the meantime
+            await self._list()
+            older |= _started(pid for pid, namespace in self.clients.items() if namespace == allocation)
+            self.folder.put(allocation, replace(share, older=tuple(sorted(older))))
+        return older
 
     async def remove(self, allocation: AllocationId) -> None:
         """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped in any case."""
@@ -428,3 +446,8 @@ class Daemon:
         folder = self.folder
         environment = commands.environment(self.config.protocol, self.uuid, folder.pipe, folder.log)
         return DaemonClient(self.config.control, folder, environment)
+
+
+def _started(pids: Iterable[int]) -> set[Process]:
+    """The processes among `pids` that run."""
+    return {(pid, ticks) for pid in pids if (ticks := start_time_ticks(pid)) is not None}

@@ -23,6 +23,7 @@ import structlog
 
 from gpumgr.common.files import replace_file
 from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.common.units import Process
 from gpumgr.enforcement.mps.commands import PROTOCOLS, SERVER, MpsProtocol
 from gpumgr.ledger.ledger import AllocationId
 
@@ -36,10 +37,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a container was granted; `cores` in percent."""
+    """What a container was granted; `cores` in percent. `older`: its processes that started with a larger limit of
+    memory, and keep that."""
 
     cores: int
     memory_bytes: int
+    older: tuple[Process, ...] = ()
 
 
 class GpuFolder:

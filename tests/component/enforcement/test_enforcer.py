@@ -380,6 +380,12 @@ async def test_limits_of_running_containers_change_where_each_backend_that_has_t
     assert limits.obstacle_to_change(("none",), "core") == "no backend limits the container's cores"
     limits.backends["mps"].adjustable = True
     assert [limits.obstacle_to_change(("mps",), each) for each in RESOURCES] == [None, None]
+    limits.backends["mps"].running_keep_limits = True
+    why = "with the backend mps, programs that run keep the limits with which they started"
+    assert [limits.obstacle_to_burst(each, "memory") for each in (("mps",), ("none",))] == [
+        why,
+        "no backend limits the container's memory",
+    ]
     limits.backends["mps"].limits = {"memory": "hard"}
     assert limits.obstacle_to_change(("mps",), "core") == "no backend limits the container's cores"
     assert limits.obstacle_to_change(("mps",), "memory") is None

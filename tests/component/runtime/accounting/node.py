@@ -136,6 +136,9 @@ class MemoryBackends:
             return "no backend limits the container's cores"
         return "the backend vcuda can't" if "vcuda" in mechanisms else None
 
+    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
+        return self.obstacle_to_change(mechanisms, resource)
+
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         return self.by_turns
 

@@ -8,6 +8,7 @@ import pytest
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts
+from gpumgr.kube.pod_annotations import _resize_answers
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.node import node_devices
 from gpumgr.placement.pods import NO_RESIZE, PodKey, PodView, ResizeRequest
@@ -380,3 +381,22 @@ async def test_a_start_waits_until_what_was_given_back_is_no_limit_in_force() ->
         await breathe()
         await node.sampled(uses(a=0, t=0))
     await start
+
+
+async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_and_is_lent_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpumgr.runtime.suspensions.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    node = with_driver(node_with(A, share("t", TRAIN, 0b11 << 50, 0b0111_1100, "mps")))
+    ask(node, "a", WEB, suspend=True)
+    for _ in range(3):
+        await sampled(node, uses(a=500, t=100))
+    ask(node, "t", TRAIN, wants(mebibytes=1536))
+    await sampled(node, uses(t=100))
+    assert told(node)[-1].endswith("before 2 cores and 1280 MiB; programs that run keep the limits with which they started (MPS)")
+    ask(node, "t", TRAIN, wants(mebibytes=1537))
+    await sampled(node, uses(t=100))
+    assert told(node)[-1].endswith("has 0 MiB left for it, and it needs 1 more")
+    answers = dict(_resize_answers(list(node.agent_state.ledger.allocations.values())))
+    assert answers["main"]["newProgramsOnly"] is True
