@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, RankWithinQuota, added_holdings
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, added_holdings
 from gpumgr.cluster.core.request import PodRequest
 from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
 from tests.cluster_states import node_state, request, share
 
 MODELS = ("A100", "V100")
@@ -47,7 +48,7 @@ class Namespaces(RuleBasedStateMachine):
         self.quotas = Quotas(
             {"one": NamespaceQuota(limits=LIMITS), "two": NamespaceQuota(limits=LIMITS[1:], pools=frozenset("x"))}
         )
-        self.index = ClusterIndex([self.quotas])
+        self.index, self.kept = ClusterIndex([self.quotas]), KeptAnswers()
         self.pods: dict[str, PodRequest] = {}
         for node in NODES:
             self.index.set_node(node)
@@ -60,7 +61,8 @@ class Namespaces(RuleBasedStateMachine):
     def filter(self, wanted: PodRequest, namespace: str, names: set[str]) -> None:
         uid = f"{namespace}-{len(self.pods)}"
         self.pods[uid] = wanted
-        ranked = RankWithinQuota(self.index, self.quotas, namespace, wanted, "binpack", sorted(names)).rank()
+        asked = self.index, self.quotas, namespace, wanted, "binpack", sorted(names), 1, self.kept
+        ranked = RankWithinQuota(*asked).rank()  # type: ignore[arg-type]
         if isinstance(ranked, Rejection):
             assert 0 < len(ranked.text) <= 300
             return

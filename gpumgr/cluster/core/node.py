@@ -6,7 +6,7 @@ from typing import Literal
 
 from gpumgr.cluster.core.request import Shares
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
 from gpumgr.placement.topology.devices import Level, MigProfile, Topology
 
@@ -79,6 +79,8 @@ class NodeState:
     def allowed(self, constraints: Constraints) -> Sequence[bool]:
         """For each GPU, whether a pod with these constraints may use it. If the node's agent chooses the GPUs, the pod may use all of them
         or none."""
+        if constraints == UNCONSTRAINED:
+            return [True] * len(self.gpus)
         chosen_here = self.naming == "none"
         if constraints.unused and chosen_here and len(self.gpus) > 1:
             return [False] * len(self.gpus)

@@ -1,25 +1,20 @@
-"""Quotas: the limits of namespaces, what their pods hold, whether a pod may get more, and the nodes that fit a pod within the quota.
+"""Quotas: the limits of namespaces, what their pods hold, and whether a pod may get more.
 
 What a pod holds is added when it is placed (assumed or bound) and subtracted when it ends, so a decision takes the same time with any
 number of pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
-
-If every choice of GPUs on a node exceeds the quota, the node is left out. On a node with different GPUs the quota depends on the
-choice, so each such node is examined on its own.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
-from itertools import chain
+from functools import lru_cache
 from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import MAX_CHARACTERS, memory_text
-from gpumgr.cluster.core.index import ClusterIndex, Names, NodeSet, PlacedPod
-from gpumgr.cluster.core.node import GpuState, NodeState, Used
+from gpumgr.cluster.core.explain import memory_text
+from gpumgr.cluster.core.index import PlacedPod
+from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, PodUse, Policy
-from gpumgr.cluster.core.shape import Rejection, Shape
+from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.replicas import Scaling
 
@@ -53,17 +48,6 @@ class Held:
         return Held(max(self.cores, other.cores), memory, max(self.gpus, other.gpus))
 
 
-#: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
-_MAX_REJECTIONS: Final = 12_000
-#: The most times that nodes are examined in steps, if nodes change in the meantime.
-_MAX_ROUNDS: Final = 8
-#: The most results that are kept for nodes that differ only by name. With thousands of results a garbage collection takes longer than a
-#: step.
-_MAX_ALIKE: Final = 256
-#: The number of best nodes that are tried before all nodes are.
-_FIRST_NODES: Final = 32
-#: The most requests for which the denied nodes are kept, about 1 MB each at 5,000 nodes with different GPUs.
-_MAX_DENIED: Final = 16
 NONE_HELD: Final = Held()
 #: What a pod holds of each kind of GPU.
 Holding = Mapping[GpuKind, Held]
@@ -140,28 +124,12 @@ class _Class:
     names: set[str] = field(default_factory=set)
 
 
-@dataclass
-class Denied:
-    """The nodes on which a quota denies one request. `names`: reason -> nodes, as found for `checked` (the version of the index, the state
-    of the quota, the nodes, and how many of them are needed). `best`: as many allowed nodes as are needed; empty: all nodes were examined.
-    `nodes`: the reason for each node while the quota has this `state`; "": the node is allowed."""
-
-    state: Hashable = None
-    checked: Hashable = None
-    names: Mapping[str, Set[str]] = field(default_factory=dict)
-    best: list[str] = field(default_factory=list)
-    nodes: dict[str, tuple[NodeState, Used, str]] = field(default_factory=dict)
-
-
 class Quotas:
     """Follows a ClusterIndex as its listener. `limits`: by namespace; other namespaces have none. `problem`: why no limits are known."""
 
     def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
         self.problem: str | None = None
-        #: Key and state of RankWithinQuota._question: key -> (state, answer). The least recently used answer is first.
-        self.rejections: OrderedDict[Hashable, tuple[Hashable, Rejection]] = OrderedDict()
-        self._denied: OrderedDict[Hashable, Denied] = OrderedDict()
         self._used: dict[str, dict[GpuKind, Held]] = {}
         #: Namespace with limits -> the number of its pods that have ended.
         self._freed: dict[str, int] = {}
@@ -201,8 +169,6 @@ class Quotas:
                 self.pod_placed(pod, node)
 
     def node_removed(self, name: str) -> None:
-        for each in self._denied.values():
-            each.nodes.pop(name, None)
         if (known := self._class_of.pop(name, None)) is not None:
             self._leave(known, name)
 
@@ -210,29 +176,6 @@ class Quotas:
         """A value that changes whenever the namespace may be allowed more; None: the namespace has no limits."""
         limits = self.limits.get(namespace)
         return None if limits is None else (limits, self._freed.get(namespace, 0))
-
-    def denied(self, namespace: str, request: PodRequest, policy: Policy) -> Denied:
-        """What was found for this request. Only the requests that were used last are kept."""
-        key = namespace, request.gpu_digest, policy
-        found = self._denied.setdefault(key, Denied())
-        self._denied.move_to_end(key)
-        if len(self._denied) > _MAX_DENIED:
-            self._denied.popitem(last=False)
-        return found
-
-    def rejection(self, key: Hashable, state: Hashable) -> Rejection | None:
-        """The last answer to this question, if it was given at this state."""
-        known = self.rejections.get(key)
-        if known is None or known[0] != state:
-            return None
-        self.rejections.move_to_end(key)
-        return known[1]
-
-    def keep_rejection(self, key: Hashable, state: Hashable, rejection: Rejection) -> None:
-        """Keeps the answer. If there are too many, the least recently used one is dropped."""
-        self.rejections[key] = state, rejection
-        if len(self.rejections) > _MAX_REJECTIONS:
-            self.rejections.popitem(last=False)
 
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
@@ -413,182 +356,3 @@ def _holding(gpus: Sequence[CountedGpu], containers: Iterable[ContainerRequest],
         count = whole.taken.get(gpu, NOTHING).cores
         _add(total, {kind: Held(taken.cores, taken.memory_mebibytes, count)})
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class RankWithinQuota:
-    """`rank` answers as ClusterIndex.rank, without the nodes and GPUs that the quota denies. `examine` runs before it, and does the slow
-    part in steps.
-
-    `shape`: see ClusterIndex.rank. With a shape, the denied nodes are kept in `denied`, and the rejection is not kept for later calls.
-    """
-
-    index: ClusterIndex
-    quotas: Quotas
-    namespace: str
-    request: PodRequest
-    policy: Policy
-    names: Names
-    most: int = 1
-    shape: Shape | None = None
-    denied: Denied | None = None
-
-    def rank(self) -> list[tuple[str, NodeChoice]] | Rejection:
-        offered = self.index.node_set(self.names)
-        if (known := self._kept(offered)) is not None:
-            return known
-        found = self._rank(offered) if self._limited else self._within_index(offered)
-        if self.shape is None and isinstance(found, Rejection):
-            self.quotas.keep_rejection(*self._question(offered), found)
-        return found
-
-    def examine(self) -> Iterator[None]:
-        if self._kept(self.index.node_set(self.names)) is not None:
-            return
-        yield from self.index.examine(self.request, self.policy, self.names, self.most, shape=self.shape)
-        if not self._limited:
-            return
-        denied = self._known_denied()
-        for _ in range(_MAX_ROUNDS):
-            allowed = self._allowed(self.index.node_set(self.names))[1]
-            if not len(allowed):
-                return
-            ranked = self._within_index(allowed)
-            if isinstance(ranked, Rejection) or not self._exceeds(ranked):
-                return
-            yield
-            yield from self._examine_each(allowed, denied)
-            if denied.checked == self._checked(allowed):
-                return
-
-    @property
-    def _limited(self) -> bool:
-        return self.namespace in self.quotas.limits
-
-    def _question(self, offered: NodeSet) -> tuple[Hashable, Hashable]:
-        """The key of the question, and the state on which the answer depends."""
-        limits = self.quotas.limits.get(self.namespace)
-        key = self.namespace if limits is not None else None, self.request.gpu_digest, self.policy
-        return key, (self.index.version, limits, offered)
-
-    def _kept(self, offered: NodeSet) -> Rejection | None:
-        return self.quotas.rejection(*self._question(offered))
-
-    def _known_denied(self) -> Denied:
-        return self.quotas.denied(self.namespace, self.request, self.policy) if self.denied is None else self.denied
-
-    def _checked(self, allowed: NodeSet) -> Hashable:
-        return self.index.version, self.quotas.state(self.namespace), allowed, self.most
-
-    def _rank(self, offered: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
-        excluded, allowed = self._allowed(offered)
-        ranked = self._within_index(allowed)
-        if isinstance(ranked, Rejection):
-            return _rejection(excluded, offered, len(allowed), ranked.text) if allowed != offered else ranked
-        if not self._exceeds(ranked):
-            return ranked
-        denied = self._known_denied()
-        if denied.checked != self._checked(allowed):
-            for _ in self._examine_each(allowed, denied):
-                pass
-        nodes = {text: self.index.node_set(names).nodes for text, names in denied.names.items()}
-        left = self.index.node_set(denied.best) if denied.best else reduce(NodeSet.without, nodes.values(), allowed)
-        ordered = self.index.order(self.request, self.policy, left, self.most, shape=self.shape) if len(left) else Rejection("")
-        if isinstance(ordered, Rejection):
-            return _rejection(excluded | nodes, offered, len(left), ordered.text)
-        found = []
-        for name in ordered:
-            choice = self.quotas.choose(self.namespace, self._node(name), self.index.used(name), self.request, self.policy)
-            if isinstance(choice, NodeChoice):
-                found.append((name, choice))
-        return found
-
-    def _within_index(self, allowed: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
-        if not len(allowed):
-            return Rejection("")
-        return self.index.rank(self.request, self.policy, allowed, self.most, shape=self.shape)
-
-    def _allowed(self, offered: NodeSet) -> tuple[dict[str, int], NodeSet]:
-        """Reason -> the nodes on which every choice exceeds the quota; and the other nodes."""
-        reasons = self.quotas.excluded(self.namespace, self.request)
-        excluded = {text: self.index.node_set(nodes).nodes for text, nodes in reasons.items()}
-        return excluded, reduce(NodeSet.without, excluded.values(), offered)
-
-    def _exceeds(self, ranked: list[tuple[str, NodeChoice]]) -> bool:
-        """Whether one of these choices exceeds the quota."""
-        return any(
-            self.quotas.refusal(self.namespace, self.quotas.choice_holding(choice, self.request, self._node(name)))
-            for name, choice in ranked
-        )
-
-    def _node(self, name: str) -> NodeState:
-        node = self.index.node(name)
-        assert node is not None, "a node with a choice is in the index"
-        return node
-
-    def _examine_each(self, allowed: NodeSet, denied: Denied) -> Iterator[None]:
-        """Fills `denied`, one choice a step: first for the best nodes; then for all nodes, unless `most` of the best are allowed."""
-        version, state = self.index.version, self.quotas.state(self.namespace)
-        if denied.state != state:
-            denied.state, denied.nodes = state, {}
-        names: dict[str, set[str]] = {}
-        #: Nodes that differ only by name give one result.
-        alike: dict[Hashable, str] = {}
-        closed: dict[Set[CountedGpu], Mapping[CountedGpu, str]] = {}
-        first = self.index.order(self.request, self.policy, allowed, _FIRST_NODES + self.most, shape=self.shape)
-        assert not isinstance(first, Rejection), "it has nodes that fit"
-        others = set(self.index.names(allowed)).difference(first) if len(first) == _FIRST_NODES + self.most else ()
-        yield
-        best: list[str] = []
-        for number, name in enumerate(chain(first, others)):
-            if len(best) == self.most and number <= len(first):
-                break
-            if (node := self.index.node(name)) is None:
-                continue  # removed in the meantime
-            used, known = self.index.used(name), denied.nodes.get(name)
-            if known is None or known[0] is not node or known[1] is not used:
-                kinds = frozenset(gpus_of(node))
-                if kinds not in closed:
-                    closed[kinds] = self.quotas.closed(self.namespace, kinds, self.request)
-                known = node, used, self._denial(node, used, closed[kinds], alike)
-                denied.nodes[name] = known
-            if known[2]:
-                names.setdefault(known[2], set()).add(name)
-            elif number < len(first):
-                best.append(name)
-            yield
-        if (version, state) == (self.index.version, self.quotas.state(self.namespace)):
-            denied.names, denied.checked = names, (version, state, allowed, self.most)
-            denied.best = best if len(best) == self.most else []
-
-    def _denial(self, node: NodeState, used: Used, closed: Mapping[CountedGpu, str], alike: dict[Hashable, str]) -> str:
-        """Why the quota denies the pod every GPU of the node that has room for it, or ""."""
-        gpus = gpus_of(node)
-        having = (
-            [gpus[place] for place, gpu in enumerate(node.gpus) if _may_have(gpu, used[place], self.request)] if closed else []
-        )
-        if having and all(gpu in closed for gpu in having):
-            return min(closed.values())
-        more = tuple((gpu.numa, gpu.replicas, gpu.offered, gpu.mig) for gpu in node.gpus)
-        key = (node.name if self.request.constraints.uuids else "", *gpus, *more, node.topology, node.naming, used)
-        if key not in alike:
-            if len(alike) == _MAX_ALIKE:
-                alike.clear()
-            choice = self.quotas.choose(self.namespace, node, used, self.request, self.policy)
-            alike[key] = choice.text if isinstance(choice, Rejection) else ""
-        return alike[key]
-
-
-def _rejection(excluded: dict[str, int], offered: NodeSet, others: int, text: str) -> Rejection:
-    """`text`: why the `others` do not fit."""
-    reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered.nodes))
-    count = len(offered) - others
-    rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
-    whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
-    return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
-
-
-def _may_have(gpu: GpuState, used: Amounts, request: PodRequest) -> bool:
-    """Whether the GPU may have room for a container of the pod. True for a GPU with MIG devices, which are not examined."""
-    wanted = (each.on(gpu.memory_mebibytes, gpu.scaling) for each in request.containers)
-    return bool(gpu.mig) or any(gpu.has_room(used, each) for each in wanted)

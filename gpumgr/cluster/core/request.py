@@ -142,6 +142,11 @@ class PodUse:
 
     def add(self, kind: ContainerKind, shares: Iterable[tuple[int, Amounts]]) -> None:
         for gpu, wanted in shares:
+            if gpu not in self.taken:
+                self.taken[gpu] = wanted
+                if kind == "init":
+                    self.reusable[gpu] = wanted
+                continue
             pool = self.reusable.get(gpu, NOTHING)
             memory = min(pool.memory_mebibytes, wanted.memory_mebibytes)
             slices = pool.slices & wanted.slices
@@ -149,7 +154,7 @@ class PodUse:
             if slices != wanted.slices:  # the container gets a MIG device of its own; the reusable one stays until the pod ends
                 again = Amounts(replicas=again.replicas)
             fresh = wanted - again
-            self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh
+            self.taken[gpu] += fresh
             self.reusable[gpu] = pool + fresh if kind == "init" else pool - again
 
     def held(self, gpu: int) -> Amounts:

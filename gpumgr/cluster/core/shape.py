@@ -212,7 +212,8 @@ class Shape:
         if (known := self._states.get(id(state))) is not None:
             return known
         constraints, gpus = self.request.constraints, state.gpus
-        allowed = constraints.of_single_gpus and tuple(constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in gpus)
+        restricted = self._allowed is not None and constraints.of_single_gpus
+        allowed = restricted and tuple(constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in gpus)
         decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
         number = _number_of((replace(self._gpu_request, constraints=decisive), allowed, self.policy))
         kinds = {(gpu.memory_mebibytes, gpu.scaling) for gpu in gpus}

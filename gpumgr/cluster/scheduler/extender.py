@@ -18,8 +18,9 @@ import structlog
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, placed_pod
-from gpumgr.cluster.core.quota import Quotas, RankWithinQuota
+from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
 from gpumgr.cluster.scheduler.binding import (
     WRITE_SECONDS,
     BindingError,
@@ -83,7 +84,8 @@ class Extender:
         self._quotas = quotas
         self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
-        self._rejections = Rejections(index, quotas, watches, clock=clock)
+        self._kept = KeptAnswers()
+        self._rejections = Rejections(index, quotas, watches, self._kept, clock=clock)
         #: UIDs of the pods that are being written.
         self._sending: set[str] = set()
         #: UIDs of the pods that a Binding has bound, or may have bound, and that the watch does not show as bound yet.
@@ -179,7 +181,8 @@ class Extender:
 
     def _question(self, pod: WatchedPod, names: NodeSet) -> RankWithinQuota:
         policy = pod.policy or self._settings.policy
-        return RankWithinQuota(self._index, self._quotas, pod.namespace, pod.request, policy, names, self._settings.candidates)
+        most = self._settings.candidates
+        return RankWithinQuota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most, self._kept)
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""

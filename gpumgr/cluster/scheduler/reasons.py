@@ -2,16 +2,17 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain, memory_text
 from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Denied, Quotas, RankWithinQuota
+from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection, Shape
+from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.summary import covers, free_sum
+from gpumgr.cluster.core.within_quota import RankWithinQuota
 from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.overview import ClusterOverview
@@ -48,10 +49,7 @@ class Reasons:
         if (kind := known.get((request, policy))) is None:
             kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
-            names, shape = await self._examined(request, policy)
-            question = RankWithinQuota(
-                self._index, self._quotas, pod.namespace, request, policy, names, shape=shape, denied=Denied()
-            )
+            question = RankWithinQuota(self._index, self._quotas, pod.namespace, request, policy, list(self._overview.names))
             await in_slices(question.examine())
             if isinstance(within := question.rank(), Rejection):
                 return "quota", within.text
@@ -64,16 +62,12 @@ class Reasons:
         wanted = request.in_total
         if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
             return "resources"
-        names, shape = await self._examined(request, policy)
+        # With a shape of its own, what the index keeps for the verbs does not change.
+        names, shape = list(self._overview.names), self._index.shape(request, policy)
+        await in_slices(self._index.examine(request, policy, names, shape=shape))
         if not isinstance(self._index.rank(request, policy, names, shape=shape), Rejection):
             return "elsewhere"
         return "fragmentation" if await self._allowed_in_total(request) else "resources"
-
-    async def _examined(self, request: PodRequest, policy: Policy) -> tuple[Sequence[str], Shape]:
-        """Lets the index examine the request in slices, with a shape of its own: what the index keeps for the verbs does not change."""
-        names, shape = list(self._overview.names), self._index.shape(request, policy)
-        await in_slices(self._index.examine(request, policy, names, shape=shape))
-        return names, shape
 
     async def _allowed_in_total(self, request: PodRequest) -> bool:
         """Whether a node has enough in total on the GPUs that the constraints allow."""

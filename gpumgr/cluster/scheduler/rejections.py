@@ -19,9 +19,10 @@ from typing import Final, NoReturn
 import structlog
 
 from gpumgr.cluster.core.index import ClusterIndex, Largest, NodeSet
-from gpumgr.cluster.core.quota import Quotas, RankWithinQuota
+from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common import aio
@@ -59,9 +60,15 @@ class Rejections:
     """`pods`: the rejected pods, by UID. `clock` is monotonic, in seconds."""
 
     def __init__(
-        self, index: ClusterIndex, quotas: Quotas, watches: ClusterWatches, *, clock: Callable[[], float] = time.monotonic
+        self,
+        index: ClusterIndex,
+        quotas: Quotas,
+        watches: ClusterWatches,
+        kept: KeptAnswers,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._index, self._quotas, self._watches, self._clock = index, quotas, watches, clock
+        self._index, self._quotas, self._watches, self._kept, self._clock = index, quotas, watches, kept, clock
         self.pods: dict[str, _Rejected] = {}
         #: For each of the last looks, the nodes that had changed since the look before it.
         self._changed: deque[NodeSet] = deque(maxlen=_REMEMBERED)
@@ -127,7 +134,7 @@ class Rejections:
         fits = self._index.any_fits(shape, nodes)
         if not fits or each.pod.namespace not in self._quotas.limits:
             return fits
-        question = RankWithinQuota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes)
+        question = RankWithinQuota(self._index, self._quotas, each.pod.namespace, request, each.policy, nodes, kept=self._kept)
         await in_slices(question.examine())
         return not isinstance(question.rank(), Rejection)
 

@@ -7,11 +7,13 @@ from typing import Any, get_args
 
 import pytest
 
+from gpumgr.cluster.core import within_quota
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas, RankWithinQuota
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from tests.cluster_states import GPU_MEBIBYTES, constrained, node_state, request, share
@@ -38,7 +40,7 @@ NAMES = [node.name for node in NODES]
 class Cluster:
     def __init__(self, *limits: Limit, nodes: tuple[NodeState, ...] = NODES, **more: frozenset[str]) -> None:
         self.quotas = Quotas({"team": NamespaceQuota(limits=limits, **more)})
-        self.index = ClusterIndex([self.quotas])
+        self.index, self.kept = ClusterIndex([self.quotas]), KeptAnswers()
         for node in nodes:
             self.index.set_node(node)
 
@@ -48,7 +50,7 @@ class Cluster:
 
     def rank(self, wanted: PodRequest, namespace: str = "team", most: int = 9) -> list[str] | str:
         names = [name for name in [*NAMES, "mixed"] if self.index.node(name) is not None]
-        found = RankWithinQuota(self.index, self.quotas, namespace, wanted, "binpack", names, most).rank()
+        found = RankWithinQuota(self.index, self.quotas, namespace, wanted, "binpack", names, most, self.kept).rank()
         return found.text if isinstance(found, Rejection) else sorted(name for name, _ in found)
 
 
@@ -228,8 +230,8 @@ class Different:
         self.cluster.index.bind(PlacedPod(uid="own", node="n59", request=share(30, 1), shares=shares, namespace="team"))
 
     @property
-    def asked(self) -> tuple[ClusterIndex, Quotas, str, PodRequest, Policy, list[str]]:
-        return self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names
+    def asked(self) -> tuple[ClusterIndex, Quotas, str, PodRequest, Policy, list[str], int, KeptAnswers]:
+        return self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names, 1, self.cluster.kept
 
 
 def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +254,12 @@ def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest
         tried.clear()
         assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
         assert {node.name for node in tried} <= {"n7"}
+    assert "n8" in RankWithinQuota(*stage.asked).denied.nodes
+    for uid in list(stage.cluster.index.pods_on("n8")):
+        stage.cluster.index.remove(uid)
+    stage.cluster.index.remove_node("n8")
+    assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
+    assert "n8" not in RankWithinQuota(*stage.asked).denied.nodes
     stage.cluster.index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n7"))
     found = RankWithinQuota(*stage.asked).rank()
     assert not isinstance(found, Rejection)
@@ -267,10 +275,10 @@ def test_cpu_that_is_taken_after_the_steps_leads_to_no_node_that_was_not_examine
         index.set_node(replace(labelled("mixed", 2, model, "V100"), name=name, cpu_milli=16_000))
     wanted = replace(stage.WANTED, cpu_milli=4000)
     policy: Policy = "least-fragmentation"
-    asked = index, quotas, "team", wanted, policy, names
+    asked = index, quotas, "team", wanted, policy, names, 1, stage.cluster.kept
     for _ in RankWithinQuota(*asked).examine():
         pass
-    best = quotas.denied("team", wanted, policy).best
+    best = RankWithinQuota(*asked).denied.best
     assert best
     ordered = index.order(wanted, policy, names, 34)
     assert not isinstance(ordered, Rejection)
@@ -365,11 +373,21 @@ def test_a_rejection_that_is_kept_has_none_of_the_pods_texts(field: str, wanted:
     reference = weakref.ref(text)
     names = [name for name in NAMES if namespace == "team" or field.startswith("use")] or ["nowhere"]
     asked = constrained(wanted, **{field: (text,)})
-    found = RankWithinQuota(cluster.index, cluster.quotas, namespace, asked, "binpack", names).rank()
+    found = RankWithinQuota(cluster.index, cluster.quotas, namespace, asked, "binpack", names, 1, cluster.kept).rank()
     assert isinstance(found, Rejection)
-    assert len(cluster.quotas.rejections) == 1
+    assert len(cluster.kept.rejections) == 1
     del text, asked
     assert reference() is None
+
+
+def test_the_answers_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(within_quota, "_MAX_REJECTIONS", 2)
+    cluster = Cluster(Limit(cores=1))
+    kept = [cluster.rank(share(cores, 4)) for cores in (10, 20)]
+    first, _ = cluster.kept.rejections
+    assert [cluster.rank(share(10, 4)), cluster.rank(share(30, 4))][0] == kept[0]
+    assert first in cluster.kept.rejections
+    assert len(cluster.kept.rejections) == 2
 
 
 def test_requests_have_one_digest_if_they_differ_by_cpu_only() -> None:
@@ -403,7 +421,8 @@ def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted:
             cluster.hold(node.name, request(("app", 100, 0)), "other", uid=f"{node.name}-{gpu}")
 
     def asked() -> Rejection:
-        found = RankWithinQuota(cluster.index, cluster.quotas, "team", replace(wanted, cpu_milli=500), policy, NAMES).rank()
+        again = replace(wanted, cpu_milli=500)
+        found = RankWithinQuota(cluster.index, cluster.quotas, "team", again, policy, NAMES, 1, cluster.kept).rank()
         assert isinstance(found, Rejection)
         return found
 
@@ -415,7 +434,7 @@ def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted:
     cluster.index.free_cpu("c2")
     assert asked() is before
     assert not len(cluster.index.take_changed())
-    cluster.quotas.rejections.clear()
+    cluster.kept.rejections.clear()
     assert asked() == before
     if limit.cores:
         for gpu in range(4):
