@@ -1,8 +1,9 @@
 """Nodes and requests for tests of the scheduler."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState
 from gpumgr.cluster.core.request import PodRequest, Shares, replica_request, vcuda_request

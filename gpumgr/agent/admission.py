@@ -8,9 +8,10 @@ refuses: it does not guess.
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.pods import PodEnds, find_pod
@@ -51,8 +52,7 @@ class ListFailedError(Refusal):
     """Only `List` can show which pod a call is for, and it failed. The ledger has not changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
     """An answered GetPreferredAllocation call; the Allocate for it must be the next call."""
 
     record: CallRecord

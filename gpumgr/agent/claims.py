@@ -13,11 +13,11 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import ContainerStarts, is_share
 from gpumgr.agent.history import about

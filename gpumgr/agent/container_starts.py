@@ -2,11 +2,11 @@
 allocations to "tenants": a tenant is a container with a share, as a GpuShare, the form that the enforcement backends use."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.inventory import Inventory

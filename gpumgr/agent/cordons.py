@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Final
+
+import msgspec
+from msgspec.structs import asdict
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
@@ -14,8 +16,7 @@ CORDONS_NOTE: Final = "cordons"
 REASON_CHARACTERS: Final = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cordon:
+class Cordon(msgspec.Struct, frozen=True, kw_only=True):
     """Why a GPU is out of service. `since` is in unix seconds. `draining`: the operator waits for the GPU's containers to end; `evict`:
     their pods are evicted."""
 

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.errors import InputError
 from gpumgr.common.units import GpuName
@@ -15,8 +16,7 @@ _INDEX: Final = re.compile(r"(?:gpu)?([0-9]+)", re.ASCII)
 MIN_DIGITS: Final = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownGpu:
+class KnownGpu(msgspec.Struct, frozen=True, kw_only=True):
     """`name` is the name in device ids, `index` NVML's (None: unknown). `uuid` None: only the part in the name is known."""
 
     name: GpuName

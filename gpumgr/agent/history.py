@@ -7,11 +7,12 @@ lost if the process is killed before. No call waits for them.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, NoReturn
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.common.aio import LatestValue
@@ -148,8 +149,7 @@ class History:
             self._news.clear()
 
 
-@dataclass(slots=True, kw_only=True)
-class CallRecord:
+class CallRecord(msgspec.Struct, kw_only=True):
     """What is known about one call of the kubelet; the fields are set while the call is decided. `id`: the allocation that the call
     concerns, or would make."""
 

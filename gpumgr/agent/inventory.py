@@ -1,9 +1,11 @@
 """The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.answer import GrantedGpu
@@ -39,20 +41,18 @@ def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Invent
     return computed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HardwareHealth:
+class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
     """`failed`: UUID -> why the GPU, or one MIG device of it, does not work. `cordoned`: UUID -> why the GPU accepts no new containers
     though it works. A GPU in neither is healthy. `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the GPUs
     that are cordoned only because of their MIG mode."""
 
-    failed: Mapping[str, str] = field(default_factory=dict)
-    cordoned: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = msgspec.field(default_factory=dict)
+    cordoned: Mapping[str, str] = msgspec.field(default_factory=dict)
     in_mig_mode: Collection[str] = ()
     lost: Collection[str] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inventory:
+class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The state of the hardware at one instant (immutable), and the settings that decide what is offered of it. GPUs are matched with the
     registered ones by UUID.
 
@@ -65,16 +65,19 @@ class Inventory:
 
     snapshot: NodeSnapshot = EMPTY
     health: HardwareHealth = HardwareHealth()
-    quarantine: Quarantine = field(default_factory=Quarantine)
+    quarantine: Quarantine = msgspec.field(default_factory=Quarantine)
     replicas: int = 0
     scaling: Scaling = (1.0, 1.0)
     mig_strategy: MigStrategy = "none"
     mig_on_demand: Collection[str] | None = None
     policy: Policy = "binpack"
-    mig_blocked: Mapping[str, int] = field(default_factory=dict)
-    burst_mebibytes: Mapping[GpuName, int] = field(default_factory=dict)
-    #: Name of a method -> the registry and the result of its last call (`_once`).
-    _computed: dict[str, tuple[GpuRegistry, Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    mig_blocked: Mapping[str, int] = msgspec.field(default_factory=dict)
+    burst_mebibytes: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
+
+    @cached_property
+    def _computed(self) -> dict[str, tuple[GpuRegistry, Any]]:
+        """Name of a method -> the registry and the result of its last call (`_once`)."""
+        return {}
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
         """The registry with all GPUs of the snapshot."""

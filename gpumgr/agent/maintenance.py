@@ -9,10 +9,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
+import msgspec
 import structlog
+from msgspec.structs import asdict, replace
 
 from gpumgr.agent.api import rows_on, to_json_data, unattributed_rows
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
@@ -41,8 +42,7 @@ NAMED = 8
 EVICTED = "GpuDrained"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaintenanceRequest:
+class MaintenanceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`gpu` is any name that `gpumgr.agent.gpu_names` accepts. `evict`: a drain evicts the pods on the GPU. `reason` is the operator's
     text."""
 

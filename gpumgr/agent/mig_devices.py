@@ -8,10 +8,10 @@ that exists after a crash without a saved grant is destroyed later. A device wit
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.history import about
 from gpumgr.agent.inventory import Inventory

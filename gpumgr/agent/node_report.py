@@ -1,8 +1,9 @@
 """The state of the agent at one instant, for all readers: made on the event loop, read on any thread."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.writer import AgentView
@@ -17,8 +18,7 @@ REASONS: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiQueueState:
+class ApiQueueState(msgspec.Struct, frozen=True, kw_only=True):
     """The queue of writes to the API server. `oldest_seconds`: how long the oldest due write has waited (0.0: none is due).
 
     `dropped` and `written` (by object: "pod", "event", "node", "eviction"; and result: "ok", "refused") count since the start of the
@@ -29,14 +29,13 @@ class ApiQueueState:
     waiting: int = 0
     oldest_seconds: float = 0.0
     dropped: int = 0
-    written: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    written: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict)
     away: bool = False
     eviction_retries: int = 0
     unreadable: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport:
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` the instant in unix seconds. `sample` is NVML's latest (None
     before the first), `sampled_at` its time in monotonic seconds.
 
@@ -59,10 +58,10 @@ class NodeReport:
     node: str = ""
     mode: str = "plugin"
     at: float = 0.0
-    registered: Mapping[str, bool] = field(default_factory=dict)
+    registered: Mapping[str, bool] = msgspec.field(default_factory=dict)
     not_ready: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    cordons: Mapping[str, Cordon] = field(default_factory=dict)
+    cordons: Mapping[str, Cordon] = msgspec.field(default_factory=dict)
     api_queue: ApiQueueState | None = None
     connections: int = 0
     connections_refused: int = 0
@@ -70,14 +69,14 @@ class NodeReport:
     sample: NodeSample | None = None
     sampled_at: float | None = None
     nvml_up: bool = False
-    nvml_errors: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    streams: Mapping[str, int] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    nvml_errors: Mapping[tuple[str, int], int] = msgspec.field(default_factory=dict)
+    streams: Mapping[str, int] = msgspec.field(default_factory=dict)
+    reasons: Mapping[str, str] = msgspec.field(default_factory=dict)
     use: NodeUse | None = None
     over: frozenset[AllocationOnGpu] = frozenset()
-    gpu_limits: Mapping[str, GpuLimits] = field(default_factory=dict)
-    vcuda_registrations: Mapping[str, int] = field(default_factory=dict)
-    mps_daemon_restarts: Mapping[str, int] = field(default_factory=dict)
+    gpu_limits: Mapping[str, GpuLimits] = msgspec.field(default_factory=dict)
+    vcuda_registrations: Mapping[str, int] = msgspec.field(default_factory=dict)
+    mps_daemon_restarts: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     def unschedulable(self) -> Mapping[GpuName, str]:
         """Maps each GPU that accepts no new containers to a word of REASONS."""

@@ -1,8 +1,9 @@
 """The interfaces that other packages implement for the agent; the agent imports none of these packages."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import msgspec
 
 from gpumgr.common.units import GpuName, Process, Resource
 from gpumgr.ledger.answer import ContainerResponse
@@ -99,8 +100,7 @@ class Enforcement(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eviction:
+class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     """An eviction to request: one incarnation of a pod, and the reason."""
 
     uid: str
@@ -128,8 +128,7 @@ class Meter(Protocol):
 FindingCode = Literal["tampered", "unregistered", "broken", "over_limit"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A problem to report to the operator and the pod's owner; `message` is one sentence with what to do."""
 
     allocation: AllocationId
@@ -137,8 +136,7 @@ class Finding:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningContainer:
+class RunningContainer(msgspec.Struct, frozen=True, kw_only=True):
     """A running container with a share. `pids`: the host's ids of all processes in its cgroup and below, ascending. `others`: further
     containers that run with the same ResourceClaim; `pids` includes their processes.
 
@@ -150,7 +148,7 @@ class RunningContainer:
     container: Container
     pids: tuple[int, ...] = ()
     gpu_pids: frozenset[int] = frozenset()
-    memory_bytes: Mapping[GpuName, int | None] = field(default_factory=dict)
+    memory_bytes: Mapping[GpuName, int | None] = msgspec.field(default_factory=dict)
     others: tuple[Container, ...] = ()
 
     @property

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.pods import PodEnds, find_pod

@@ -4,10 +4,10 @@ kubelet."""
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.history import History, about

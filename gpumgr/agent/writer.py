@@ -8,10 +8,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.admission import LIST_AGAIN_SECONDS, LIST_PAUSE_SECONDS, Admission, ListFailedError, Pending
 from gpumgr.agent.container_starts import ContainerStarts, PreStart
@@ -42,14 +43,13 @@ PLACEMENT_IGNORED: Final = "GpuPlacementIgnored"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentView:
+class AgentView(msgspec.Struct, frozen=True, kw_only=True):
     """The state for readers (metrics, /graph, the demo) at one instant."""
 
     ledger: Ledger
     inventory: Inventory
     node: NodeView
-    suspensions: SuspensionsById = field(default_factory=dict)
+    suspensions: SuspensionsById = msgspec.field(default_factory=dict)
 
 
 class Agent:

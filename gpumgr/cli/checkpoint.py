@@ -1,12 +1,12 @@
 """`gpumgr checkpoint`: prints the agent's checkpoint."""
 
 import json
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import click
+from msgspec.structs import asdict
 from rich.table import Table
 from rich.text import Text
 

@@ -9,12 +9,12 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
 from gpumgr.cli.formats import cleaned, printable
 from gpumgr.cli.options import PodName
@@ -40,8 +40,7 @@ _KINDS: Final[dict[Kind, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLocation:
+class SchedulerLocation(msgspec.Struct, frozen=True, kw_only=True):
     """`pod`: NAMESPACE/NAME of the scheduler's pod; None to find it by its labels. `token`: the content of the scheduler's
     http.token_file."""
 

@@ -2,12 +2,12 @@
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import click
 import yaml
+from msgspec.structs import asdict
 
 from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
 from gpumgr.settings import InvalidSettingsError, check_settings

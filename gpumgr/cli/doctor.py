@@ -6,13 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Coroutine
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
 import click
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from rich.text import Text
 
 from gpumgr.cli.examination import api_server, enforcement, folders, gpus, kubelet, runtime

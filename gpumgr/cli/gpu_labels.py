@@ -2,8 +2,9 @@
 printable."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from gpumgr.agent.api import Failure, GpuRow
 from gpumgr.agent.gpu_names import KnownGpu, find_gpu
@@ -26,15 +27,14 @@ _REASONS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLabels:
+class GpuLabels(msgspec.Struct, frozen=True, kw_only=True):
     """The known GPUs with NVML's index (None: not known), and their UUIDs where known. `unreadable` maps the index of a GPU that the driver
     lists but cannot describe to the error.
     """
 
-    indices: dict[GpuName, int | None] = field(default_factory=dict)
-    uuids: dict[GpuName, str] = field(default_factory=dict)
-    unreadable: Mapping[int, str] = field(default_factory=dict)
+    indices: dict[GpuName, int | None] = msgspec.field(default_factory=dict)
+    uuids: dict[GpuName, str] = msgspec.field(default_factory=dict)
+    unreadable: Mapping[int, str] = msgspec.field(default_factory=dict)
 
     def short(self, gpu: GpuName) -> str:
         """For a table: the index, or else the name."""

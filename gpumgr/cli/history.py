@@ -5,10 +5,11 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import click
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cli.agent_client import STATE, AgentClient, follow_states, read_entries, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, cores, json_line, printable
@@ -42,8 +43,7 @@ _EXIT_CODES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryQuery:
+class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Selects only refusals, or entries of one pod, about one GPU (as users name it), or since a time (unix seconds). None: no
     restriction."""
 

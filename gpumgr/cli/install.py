@@ -12,11 +12,11 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import click
+import msgspec
 
 import gpumgr
 from gpumgr.cli.options import ExitingCommand
@@ -38,8 +38,7 @@ _WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
 _MOST_VERSION_CHARACTERS: Final = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installation:
+class Installation(msgspec.Struct, frozen=True, kw_only=True):
     """The files of gpumgr on a host. `environment`: the unit's EnvironmentFile=. `program`: the program that the unit runs."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")

@@ -4,12 +4,12 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import click
+import msgspec
 
 from gpumgr.cli.options import sim_option
 from gpumgr.common.errors import TopologyError
@@ -46,8 +46,7 @@ class MalformedInput(click.ClickException):
     exit_code = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSource:
+class NodeSource(msgspec.Struct, frozen=True, kw_only=True):
     """The values of --topology and --sim; at most one is given."""
 
     topology_file: str | None

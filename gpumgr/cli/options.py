@@ -4,7 +4,6 @@ pods on the command line.
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, wraps
 from math import isfinite
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self, TypeVar, cast
 
 import click
+import msgspec
 
 from gpumgr.cli.formats import printable
 from gpumgr.common.errors import InputError
@@ -63,8 +63,7 @@ kubeconfig_option = click.option(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentLocation:
+class AgentLocation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Where commands find the agent, by --config and --socket. The settings are read when they are first needed, so that a mistake in them
     does not fail a command that only asks another process. The properties raise InputError, which names every mistake in the settings."""
 
@@ -162,8 +161,7 @@ _SUGGESTIONS: Final = 3
 _MIN_SIMILARITY: Final = 0.6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodName:
+class PodName(msgspec.Struct, frozen=True, kw_only=True):
     """NAME or NAMESPACE/NAME; `namespace` None: not given."""
 
     namespace: str | None = None

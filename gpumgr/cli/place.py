@@ -1,7 +1,6 @@
 """`gpumgr place`: shows where the evaluators would place a request."""
 
 import sys
-from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import click
@@ -47,8 +46,7 @@ _STATE_KEYS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Node:
+class _Node(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs in the order of the topology's rows. `unschedulable`: for each GPU why it accepts nothing, or None."""
 
     topology: Topology

@@ -2,9 +2,10 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Final, Self
 
+import msgspec
+from msgspec.structs import replace
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
@@ -23,8 +24,7 @@ CALLS: Final[dict[Call, str]] = {
 _KINDS: Final = {"init": " (init container)", "sidecar": " (sidecar)"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """An entry; the kubelet's two calls for one allocation are one decision. `sizes` has the cores and memory blocks of the calls."""
 
     entry: HistoryEntry

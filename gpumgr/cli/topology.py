@@ -1,6 +1,5 @@
 """`gpumgr topology`: the node's GPUs as cost tree and matrix, from the driver, a simulated node, or the text of nvidia-smi."""
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import click
@@ -24,8 +23,7 @@ _NO_GPU: Final = "no GPU that is known"
 _EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malformed input"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shown:
+class _Shown(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
     labels: tuple[str, ...]
     numa_nodes: tuple[int | None, ...]

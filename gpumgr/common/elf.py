@@ -7,9 +7,10 @@ Sources: System V ABI, chapters 4 and 5 (the layouts); Linux Standard Base, "Not
 import os
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import msgspec
 
 from gpumgr.common.errors import GpumgrError
 
@@ -51,8 +52,7 @@ class Table(NamedTuple):
     entries: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, kw_only=True):
     """`bits` is 32 or 64, `order` is "<" (little-endian) or ">". `kind`: ET_DYN, or the number of another type of file."""
 
     bits: int
@@ -63,8 +63,7 @@ class Header:
     sections: Table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elf:
+class Elf(msgspec.Struct, frozen=True, kw_only=True):
     """One program or library. `bits` is 32 or 64. `abi`: the oldest kernel that it supports, from its ABI note, as (major, minor, sub)."""
 
     bits: int

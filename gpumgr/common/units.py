@@ -4,8 +4,9 @@ Source of the numbers: tkestack gpu-manager's resource contract (100 vcores a GP
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 CORES_PER_GPU: Final = 100
 BLOCK_MEBIBYTES: Final = 256
@@ -54,8 +55,7 @@ GpuName = str
 Process = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Amounts:
+class Amounts(msgspec.Struct, frozen=True):
     """Amounts on one GPU: `cores` in percent of the GPU, and memory. Only the scheduler counts `replicas` of HAMi's resource: in the ledger
     they are device ids. `slices`: the memory slices of MIG devices, slice n as bit n; a sum has the slices of both amounts."""
 

@@ -3,11 +3,12 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import yaml
+from msgspec.structs import asdict, replace
 
 from gpumgr.common.errors import InputError
 from gpumgr.common.files import replace_file
@@ -15,8 +16,7 @@ from gpumgr.settings import Settings, check_settings, load_settings
 from gpumgr.settings.schema import flat, plain, sections
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`settings` maps dotted keys to YAML values; only settings that differ from the defaults are in it. The other fields are lines of
     text. The lines of `stop`, `start`, `rollback` and `clean_up` are commands in order; a comment follows "#". Values from files are
     quoted in the commands.

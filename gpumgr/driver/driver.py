@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
+
+import msgspec
 
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
@@ -90,8 +91,7 @@ _MIG_SECONDS: Final = 30.0
 _BUSY_SECONDS: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """`sample` lacks a GPU while another call about it takes long. `health`: UUID -> health; None: another call about the GPU takes long.
     `health` has all GPUs that the driver lists now, even if the last snapshot lacks them."""
 

@@ -1,11 +1,11 @@
 """Where NVML, sysfs and proc are."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """Where the driver's library and the system's files are. A simulated node has its own library, sysfs and proc; it has no kernel module
     and no device nodes."""
 

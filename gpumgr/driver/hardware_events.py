@@ -4,9 +4,9 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.state import AgentState

@@ -13,8 +13,10 @@ suspect GPU starts in probation. Not every XID is a fault of the GPU. XIDs that 
 plugin). After some others (DOUBTFUL_XIDS: the GPU may still work) it becomes suspect, and the next readings decide.
 """
 
-from dataclasses import dataclass, replace
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 State = Literal["healthy", "suspect", "unhealthy", "probation"]
 Reason = Literal["xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "mig", "operator", "missing"]
@@ -49,8 +51,7 @@ _RECOVERY_ACTIONS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthRules:
+class HealthRules(msgspec.Struct, frozen=True, kw_only=True):
     """`good_readings` in a row make a GPU healthy again, `doubtful_readings` in a row unhealthy. `ignored_xids` None ignores all."""
 
     ignored_xids: frozenset[int] | None = APPLICATION_XIDS
@@ -58,8 +59,7 @@ class HealthRules:
     doubtful_readings: int = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuHealth:
+class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
     """`reason` is a label of few values, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
 
     `streak` counts the readings in a row towards leaving suspect or probation. `cordon_reason`: why an operator cordoned the GPU (None: it
@@ -90,8 +90,7 @@ class GpuHealth:
         return self.reason if self.cordon_reason is None or not self.healthy else "operator"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthReading:
+class HealthReading(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU answered. None = the driver does not report it. `mig_instances`: UUIDs of its MIG devices."""
 
     mig_enabled: bool | None = None
@@ -100,8 +99,7 @@ class HealthReading:
     recovery_action: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU answered with an error, is missing, or NVML as a whole is down. The reason "error" is a doubtful fault, other reasons are
     certain."""
 
@@ -109,8 +107,7 @@ class Failed:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Xid:
+class Xid(msgspec.Struct, frozen=True, kw_only=True):
     """The driver reported an error with this number of NVIDIA's list. `gpu_instance`: the number of the GPU instance that the error
     concerns, if the driver names one."""
 
@@ -118,28 +115,24 @@ class Xid:
     gpu_instance: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoubleBitError:
+class DoubleBitError(msgspec.Struct, frozen=True, kw_only=True):
     """The driver reported an uncorrectable memory error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cordoned:
+class Cordoned(msgspec.Struct, frozen=True, kw_only=True):
     """An operator took the GPU out of service."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uncordoned:
+class Uncordoned(msgspec.Struct, frozen=True, kw_only=True):
     """An operator returned the GPU to service."""
 
 
 Observation = HealthReading | Failed | Xid | DoubleBitError | Cordoned | Uncordoned
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
+class _Verdict(msgspec.Struct, frozen=True):
     """What an observation means: a certain fault, a doubtful one (not `certain`), or a GPU that works (`reason` None)."""
 
     reason: Reason | None = None

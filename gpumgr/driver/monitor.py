@@ -14,10 +14,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import NoReturn, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.common.aio import next_tick
 from gpumgr.common.errors import NvmlAbsent, NvmlError

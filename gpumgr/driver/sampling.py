@@ -9,9 +9,10 @@ entries; the wall clock may be set back. Only plausible and new entries count.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
+
+import msgspec
 
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import (
@@ -37,13 +38,12 @@ _FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesU
 Sample = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UtilizationState:
+class UtilizationState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one GPU. `newest`: the instant of its newest sample. `values`: pid -> the mean ratio, and when it was read. Times are in
     microseconds."""
 
     newest: int
-    values: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    values: Mapping[int, tuple[float, int]] = msgspec.field(default_factory=dict)
 
     def since(self, now: int) -> int:
         """The instant after which samples are new. If the clock was set back, an instant that is now in the future must not hide new
@@ -101,8 +101,7 @@ T = TypeVar("T")
 Listed = dict[int, int | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReading:
+class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """What was read of a GPU, or the error with which the driver answered. `sample` None: only the health was read."""
 
     uuid: str

@@ -5,10 +5,10 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import msgspec
 import structlog
 
 from gpumgr.common.errors import NvmlAbsent, NvmlError
@@ -35,8 +35,7 @@ _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventSet:
+class EventSet(msgspec.Struct, frozen=True, kw_only=True):
     """An event set with registered GPUs. `uuids`: address in the GPU's handle -> UUID, of each GPU with events."""
 
     handle: Handle

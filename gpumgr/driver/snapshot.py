@@ -5,9 +5,11 @@ A GPU that can't be described becomes a GpuFailure and is left out of the matrix
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.driver.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.driver.mig import read_mig_enabled, read_mig_instances, read_mig_profiles
@@ -27,8 +29,7 @@ _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quirk:
+class Quirk(msgspec.Struct, frozen=True, kw_only=True):
     """A known error of drivers: they report the number `reported` for the level `meant`. A condition (`driver_version`, `on_same_board`)
     that is None matches every value."""
 
@@ -80,16 +81,14 @@ _GPU_CLASSES: Final = ("0x0300", "0x0302")
 MigProfiles = MutableMapping[tuple[str, bool], tuple[MigProfile, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Links:
+class _Links(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU's active NVLinks: to other GPUs, by their bus id, and into an NVSwitch fabric."""
 
-    direct: Mapping[str, int] = field(default_factory=dict)
+    direct: Mapping[str, int] = msgspec.field(default_factory=dict)
     fabric: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DescribedGpu:
+class DescribedGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU with its handle, which is valid until the session ends, and its NVLinks."""
 
     gpu: Gpu
@@ -97,8 +96,7 @@ class DescribedGpu:
     links: _Links
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The versions of the driver, of NVML, and of the newest CUDA that the driver supports. `pci_gpus` as in the snapshot."""
 
     driver: str | None

@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
+
+import msgspec
 
 from gpumgr.common.errors import NvmlError
 
@@ -45,8 +46,7 @@ class GpuBusy(NvmlError):
         super().__init__("an earlier call about this GPU has not ended")
 
 
-@dataclass(slots=True, eq=False)
-class _Round:
+class _Round(msgspec.Struct, eq=False):
     """The jobs for which one caller waits together. `left`: how many of them have not ended."""
 
     loop: asyncio.AbstractEventLoop
@@ -54,14 +54,13 @@ class _Round:
     left: int
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
+class _Job(msgspec.Struct, kw_only=True, eq=False):
     subject: Subject
     fn: Callable[[], Any]
     timeout_seconds: float
     wait_seconds: float
     round: _Round
-    queued: float = field(default_factory=time.monotonic)
+    queued: float = msgspec.field(default_factory=time.monotonic)
     started: float | None = None
     ended: bool = False
     timed_out: bool = False

@@ -11,8 +11,10 @@ operator names them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
 from gpumgr.common.units import Resource
@@ -166,14 +168,13 @@ Mechanisms = tuple[str, ...]
 NO_MECHANISM: Mechanisms = ("none",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MechanismChoice:
+class MechanismChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The mechanisms of this node. `obstacles`: name of another mechanism -> why the node can't use it. `strengths`: the limits of all
     mechanisms."""
 
     mechanisms: Mechanisms = NO_MECHANISM
-    obstacles: Mapping[str, str] = field(default_factory=dict)
-    strengths: Strengths = field(default_factory=dict)
+    obstacles: Mapping[str, str] = msgspec.field(default_factory=dict)
+    strengths: Strengths = msgspec.field(default_factory=dict)
 
     @property
     def able(self) -> Strengths:

@@ -22,10 +22,10 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
@@ -67,8 +67,7 @@ class MemoryLimits(Protocol):
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit: ...
 
 
-@dataclass(slots=True)
-class _Limit:
+class _Limit(msgspec.Struct):
     """The limit of one container. `obstacle`: why it is not in force, None if it is; `kept`: why the driver keeps a higher
     limit of a burst; `due`: when to read it back; `hard_bytes`: the limit that was in force last."""
 
@@ -79,8 +78,7 @@ class _Limit:
     hard_bytes: int | None = None
 
 
-@dataclass(slots=True)
-class _Unlisted:
+class _Unlisted(msgspec.Struct):
     """A started container that the runtime has not listed. `due`: when to check whether it runs."""
 
     tenant: GpuShare

@@ -13,10 +13,11 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.elf import ET_DYN, ElfError, read_exports, read_header
 from gpumgr.common.errors import GpumgrError
@@ -33,8 +34,7 @@ class LibraryError(GpumgrError):
     """The operator's library can't be used. The text says which file, why, and what to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedLibrary:
+class CheckedLibrary(msgspec.Struct, frozen=True, kw_only=True):
     """A library for this machine with this SHA-256 (lower-case hex)."""
 
     path: Path

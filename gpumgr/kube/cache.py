@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+import msgspec
 import structlog
 
 from gpumgr.common.aio import wait_at_most
@@ -168,8 +168,7 @@ class PodCache:
             listener(before, after)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(msgspec.Struct, frozen=True):
     """A pod of the watch."""
 
     pod: PodView

@@ -7,13 +7,13 @@ import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import aiohttp
 import msgspec
 import structlog
+from msgspec.structs import asdict
 
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import GpumgrError, SettingsError
@@ -333,8 +333,7 @@ def _retry_after(response: aiohttp.ClientResponse) -> float:
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Right:
+class Right(msgspec.Struct, frozen=True, kw_only=True):
     """One verb on one resource. Without `group` the resource is in the core API group; without `namespace` the right is for all
     namespaces."""
 

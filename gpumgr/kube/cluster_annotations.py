@@ -7,13 +7,13 @@ Both readers ignore unknown fields, since a field may be added within a version.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from gpumgr.common import foreign_text
 from gpumgr.common.foreign_text import UnreadableText, convert
@@ -249,7 +249,7 @@ def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
 @lru_cache(maxsize=64)
 def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
     """The profiles of the rows; the same object for all GPUs with equal profiles. Raises ValueError."""
-    profiles = tuple(convert(dict(zip(MigProfile.__dataclass_fields__, row, strict=True)), MigProfile) for row in rows)
+    profiles = tuple(convert(dict(zip(MigProfile.__struct_fields__, row, strict=True)), MigProfile) for row in rows)
     ordered = all(
         p.starts == tuple(sorted(set(p.starts))) and max(p.starts, default=0) + p.size <= MAX_MIG_SLICES for p in profiles
     )

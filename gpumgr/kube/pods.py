@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from math import ceil
 from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.foreign_text import UnreadableText, decode_json

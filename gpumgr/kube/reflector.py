@@ -18,7 +18,6 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 import aiohttp
@@ -101,8 +100,7 @@ class Keyed(Protocol):
 T = TypeVar("T", bound=Keyed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchTimes:
+class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
     """`watch_seconds`: the shortest and the longest requested duration of a watch. `silence_seconds`: how much later the watch may end.
 
     `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
@@ -140,8 +138,7 @@ class ExpiredError(GpumgrError):
     """The resource version is too old (410), or the stream is malformed: list again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched(Generic[T]):
+class Watched(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """The objects of a path that the query selects, and what is kept of each.
 
     `decode` takes the JSON of an object, and `parse` takes its result. If `decode` returns None, nothing is kept of the object. For long
@@ -149,7 +146,7 @@ class Watched(Generic[T]):
     """
 
     path: str
-    query: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = msgspec.field(default_factory=dict)
     parse: Callable[[Any], T]
     decode: Callable[[msgspec.Raw], Any] = decode_stored
     write_events: bool = True

@@ -6,7 +6,9 @@ It depends on the allocation alone, not on the pod. As in gpu-manager, the respo
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, Amounts, GpuName
@@ -14,8 +16,7 @@ from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import Allocation, MigDevice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
+class Mount(msgspec.Struct, frozen=True, kw_only=True):
     """A path of the host that the container sees at `container_path`."""
 
     container_path: str
@@ -23,8 +24,7 @@ class Mount:
     read_only: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceNode:
+class DeviceNode(msgspec.Struct, frozen=True, kw_only=True):
     """A device node of the host that the container may open. `permissions`: some of the letters "rwm" (read, write, mknod)."""
 
     container_path: str
@@ -32,17 +32,16 @@ class DeviceNode:
     permissions: str = "rwm"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerResponse:
+class ContainerResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name".
 
     The kubelet merges the responses of a container's resources; if they have different values for one key, it uses the first.
     """
 
-    envs: Mapping[str, str] = field(default_factory=dict)
+    envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     devices: tuple[DeviceNode, ...] = ()
-    annotations: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     cdi_devices: tuple[str, ...] = ()
 
 
@@ -85,8 +84,7 @@ VCUDA = "vcuda"
 NO_DEVICES = "void"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverAccess:
+class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
     """How containers get the driver's files. `mounted`: they are mounted from the host; otherwise NVIDIA's container toolkit adds them.
     `toolkit`: the toolkit is, or may be, one of the node's runtimes. `why` is a clause."""
 
@@ -95,8 +93,7 @@ class DriverAccess:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPaths:
+class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response. `mig_minors` returns the
     driver's list of the capabilities of MIG devices, empty if it has none. `machine`: the value of platform.machine()."""
 
@@ -111,14 +108,13 @@ class HostPaths:
     extra_devices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrantedGpu:
+class GrantedGpu(msgspec.Struct, frozen=True, kw_only=True):
     """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no node of its own. `instances`:
     UUID of a MIG device -> ids of its GPU instance and compute instance."""
 
     uuid: str
     minor: int | None
-    instances: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    instances: Mapping[str, tuple[int, int]] = msgspec.field(default_factory=dict)
 
 
 def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:

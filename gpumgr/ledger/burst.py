@@ -5,8 +5,9 @@ stays guaranteed, although memory in use can't be taken back.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, TypeVar
+
+import msgspec
 
 from gpumgr.common.units import BLOCK_MEBIBYTES, Amounts, GpuName
 from gpumgr.ledger.ledger import Allocation
@@ -16,8 +17,7 @@ _MEBIBYTE: Final = 1 << 20
 _K = TypeVar("_K")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerMemory:
+class ContainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A container's memory on one GPU. `limit_bytes`: the most that it may use; equal to the request without a burst.
     `used_bytes` None: not known."""
 

@@ -6,7 +6,9 @@ first container that lacks ids requests exactly this number of this resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, RESOURCE_NAMES, GpuName, Resource, other_resource
@@ -17,8 +19,7 @@ from gpumgr.placement.pods import ContainerSpec, Listing, PodKey, PodView
 FindPod = Callable[[PodKey], PodView | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The container for which the kubelet calls; what is not known is None.
 
     `unconfirmed`: `List` did not show the pod, but no other known pod waits for such ids. `continues`: an allocation that this call

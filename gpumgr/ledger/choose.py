@@ -5,7 +5,9 @@ resource gets the same GPUs: the first grant fixes them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
@@ -18,8 +20,7 @@ from gpumgr.placement.evaluators.capacity import GpuCapacity, chain_needs
 from gpumgr.placement.evaluators.select import check_request, place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One GetPreferredAllocation call: `size` ids of `resource` out of `available`, including all of `must`."""
 
     resource: Resource
@@ -36,8 +37,7 @@ class Request:
         return minus(union(self.available, self.must), self.foreign(ledger))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The ids to prefer, the GPUs chosen for the container, and the reason of the choice (for the log)."""
 
     masks: Masks
@@ -46,8 +46,7 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
+class _Room(msgspec.Struct, frozen=True, kw_only=True):
     """`free`: resource -> the ids that are free for this caller. `blocked`: the GPUs on which other pods hold ids (the masks only say so).
     `pinned`: the GPUs that the result must contain."""
 
@@ -56,8 +55,7 @@ class _Room:
     pinned: frozenset[GpuName]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Needs:
+class _Needs(msgspec.Struct, frozen=True, kw_only=True):
     """What must fit on the chosen GPUs. `whole_gpus`: how many entirely free GPUs the container, and the containers that take over its ids,
     need in total."""
 

@@ -5,8 +5,9 @@ are checked again here: kube-scheduler has granted devices twice before (kuberne
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+
+import msgspec
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, GpuName
@@ -24,8 +25,7 @@ ClaimPod = tuple[PodKey, str, PodView | None]
 _DEVICE_PREFIX = "gpu-"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimShare:
+class ClaimShare(msgspec.Struct, frozen=True, kw_only=True):
     """One device that a claim was allocated: `request` is the name of the main request, `device` a name of `device_name`, `share_id` the
     UUID of its share (None: not a shared device), the amounts are as kube-scheduler counts them. `admin`: with admin access."""
 
@@ -37,8 +37,7 @@ class ClaimShare:
     admin: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatedClaim:
+class AllocatedClaim(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an allocated claim in the API server that concerns this node and gpumgr's driver.
 
     `pods`: name and UID of the pods that the claim is reserved for. `enforcement`: the mechanism that the configuration of the

@@ -2,7 +2,8 @@
 annotations. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, GpuName

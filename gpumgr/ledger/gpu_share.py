@@ -9,9 +9,10 @@ it; gpumgr reports that. none: no limit.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
+
+import msgspec
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, RESOURCES, GpuName, Resource
@@ -37,8 +38,7 @@ _NOT_WITH_MIG: Final = ("limiter", "mps", "nvml-memory")
 _VOLTA: Final = (7, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLimits:
+class GpuLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How cores and memory of new shares are limited on a GPU.
 
     `cores_by` and `memory_by`: the mechanism that new shares get ("": none). If `cores_by` is set and `cores` is "none", that mechanism
@@ -99,8 +99,7 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
             first = following or 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnforcementTerms:
+class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
     """How a container is limited. This is decided at the grant and kept with the allocation: see Allocation."""
 
     mechanisms: tuple[str, ...] = ()
@@ -108,8 +107,7 @@ class EnforcementTerms:
     cdi: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedGpu:
+class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU of a share, and the amounts granted on it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
 
     The kubelet asks for cores and memory in two calls, in either order: each is 0 until its call, and both are known when the
@@ -141,8 +139,7 @@ class SharedGpu:
         return self.cores >= CORES_PER_GPU
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuShare:
+class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     """A container that has a part of at least one GPU. A container that has only whole GPUs is not limited, so it has no share.
 
     `gpus` are in the order of their PCI bus ids, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. The names and UIDs of the pod are

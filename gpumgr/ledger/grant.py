@@ -12,7 +12,8 @@ Rules:
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, GpuName, Resource, other_resource

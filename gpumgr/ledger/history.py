@@ -1,8 +1,9 @@
 """Entries of the node's history, which the checkpoint stores and every front end shows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final, Literal
+
+import msgspec
 
 from gpumgr.common.units import Amounts, GpuName, Resource
 from gpumgr.placement.pods import PodKey
@@ -23,8 +24,7 @@ What = Literal["granted", "refused", "freed", "event", "gpu", "config"]
 Call = Literal["prefer", "allocate", "pre_start", "prepare"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The amounts that were available on a GPU at a decision. `note`: why it accepted no new containers (None: it could be chosen).
 
     `index` is NVML's, None if the driver did not report it.
@@ -37,8 +37,7 @@ class Candidate:
     note: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryEntry:
+class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One entry. `at`: its time (unix seconds). `number` grows from entry to entry, with gaps, also across restarts. Both are 0 until the
     history sets them.
 
@@ -59,7 +58,7 @@ class HistoryEntry:
     kind: Resource | None = None
     size: int = 0
     gpus: tuple[GpuName, ...] = ()
-    amounts: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    amounts: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
     evaluator: str | None = None
     why: str = ""
     code: str | None = None

@@ -8,8 +8,10 @@ A set of ids of one resource is `Masks`: for each GPU an integer in which bit n 
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
@@ -65,8 +67,7 @@ def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
     return f"{gpu}-c{number:02d}" if resource == "core" else f"{gpu}-m{number}"
 
 
-@dataclass(frozen=True, slots=True)
-class RegisteredInstance:
+class RegisteredInstance(msgspec.Struct, frozen=True):
     """A MIG device that this node has offered at some time. `memory_mebibytes` is its part of the memory of its GPU instance."""
 
     uuid: str
@@ -74,8 +75,7 @@ class RegisteredInstance:
     memory_mebibytes: int
 
 
-@dataclass(frozen=True)
-class RegisteredGpu:
+class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
     """A GPU that this node has offered at some time. Its name and UUID never change, and its memory and the number of its replicas never
     decrease (ids turn Unhealthy, never vanish). The position of a MIG device in `instances` never changes."""
 
@@ -98,8 +98,7 @@ class RegisteredGpu:
         return [self.instances[n] for n in indices(mask)]
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(msgspec.Struct, frozen=True, dict=True):
     """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end.
 
     Large requests have thousands of ids, so these are marked in one array of digits, which is converted to a number for each GPU.
@@ -127,8 +126,7 @@ class _Table:
         return {gpu: int(piece[::-1], 2) for gpu, piece in pieces if b"1" in piece}
 
 
-@dataclass(frozen=True)
-class GpuRegistry:
+class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
     """All GPUs that this node ever offered, in a fixed order, with the conversion of ids to masks and back."""
 
     gpus: tuple[RegisteredGpu, ...] = ()

@@ -8,8 +8,9 @@ A container that requests `nvidia.com/gpu` on GPUs with MIG profiles gets MIG de
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final, Literal
+
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import MIG_PREFIX, Amounts, GpuName

@@ -18,8 +18,10 @@ Unhealthy for the difference. If it may use less, resizes and bursts of others m
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource
 from gpumgr.ledger.history import HistoryEntry
@@ -30,8 +32,7 @@ from gpumgr.placement.pods import PodKey, ResizeRequest
 AllocationId = str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRef:
+class ClaimRef(msgspec.Struct, frozen=True, kw_only=True):
     """A ResourceClaim as the kubelet names it."""
 
     namespace: str
@@ -42,8 +43,7 @@ class ClaimRef:
         return f"{self.namespace}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRequest(ClaimRef):
+class ClaimRequest(ClaimRef, frozen=True, kw_only=True):
     """The request of a ResourceClaim that an allocation serves. `share_ids`: GPU -> the UUID of the claim's share of it (None: not a shared
     device).
 
@@ -51,12 +51,11 @@ class ClaimRequest(ClaimRef):
     """
 
     request: str
-    share_ids: Mapping[GpuName, str | None] = field(default_factory=dict)
+    share_ids: Mapping[GpuName, str | None] = msgspec.field(default_factory=dict)
     admin: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigDevice:
+class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A MIG device that is created for one container. `memory_slices` are its place on the GPU, slice n as bit n; 0: not known. The UUID is
     empty, and the driver's ids are -1, until it exists."""
 
@@ -77,20 +76,18 @@ class MigDevice:
         return f"{self.profile}{place}" + (f" ({self.uuid})" if self.uuid else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resize:
+class Resize(msgspec.Struct, frozen=True, kw_only=True):
     """The last request to resize a container, which was decided once. `amounts`: what it may use on each of its GPUs now; empty: what it
     was granted. `refused`: why the request was refused; empty if it was not. `lent_mebibytes`: the part of `amounts` that suspended
     containers hold. It is used like a burst, and given back when they are resumed."""
 
     asked: ResizeRequest
-    amounts: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    amounts: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
     refused: str = ""
-    lent_mebibytes: Mapping[GpuName, int] = field(default_factory=dict)
+    lent_mebibytes: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """What one container holds, or what all containers hold together that use one request of a ResourceClaim.
 
     `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was granted, with the amounts on each; a GPU
@@ -109,8 +106,8 @@ class Allocation:
     uid: str | None = None
     container: str | None = None
     init: bool = False
-    gpus: Mapping[GpuName, Amounts] = field(default_factory=dict)
-    device_ids: Mapping[Resource, Masks] = field(default_factory=dict)
+    gpus: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
+    device_ids: Mapping[Resource, Masks] = msgspec.field(default_factory=dict)
     granted_at: float = 0.0
     why: str = ""
     anonymous: bool = False
@@ -118,7 +115,7 @@ class Allocation:
     exemption: str | None = None
     cdi: bool = False
     claim: ClaimRequest | None = None
-    limits: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    limits: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
     mig_devices: tuple[MigDevice, ...] = ()
     resize: Resize | None = None
 
@@ -230,8 +227,7 @@ def describe_container(pod: PodKey | None, uid: str | None, container: str | Non
     return f"{name} ({container})" if container else name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Difference between two ledgers, as the checkpoint stores it, and history entries to store with it."""
 
     put: tuple[Allocation, ...] = ()
@@ -243,12 +239,11 @@ class Change:
         return bool(self.put or self.drop or self.gpu_registry is not None or self.entries)
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(msgspec.Struct, frozen=True, dict=True):
     """All allocations of the node, by id, and the registered GPUs."""
 
-    gpu_registry: GpuRegistry = field(default_factory=GpuRegistry)
-    allocations: Mapping[AllocationId, Allocation] = field(default_factory=dict)
+    gpu_registry: GpuRegistry = msgspec.field(default_factory=GpuRegistry)
+    allocations: Mapping[AllocationId, Allocation] = msgspec.field(default_factory=dict)
 
     # -- queries -----------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ The rules of ListAndWatch:
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName, Resource
 from gpumgr.ledger.burst import blocks_of_burst
@@ -25,8 +26,7 @@ from gpumgr.placement.topology.devices import Gpu, MigProfile, Topology
 NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_mebibytes for shares"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeView:
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing in it was listed earlier. `indices` are
     NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new containers (unhealthy,
     MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: it allocates no
@@ -37,17 +37,17 @@ class NodeView:
     counts as used."""
 
     topology: Topology
-    rows: Mapping[GpuName, int] = field(default_factory=dict)
-    indices: Mapping[GpuName, int] = field(default_factory=dict)
-    unschedulable: Mapping[GpuName, str] = field(default_factory=dict)
-    visible_blocks: Masks = field(default_factory=lambda: NO_IDS)
+    rows: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
+    indices: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
+    unschedulable: Mapping[GpuName, str] = msgspec.field(default_factory=dict)
+    visible_blocks: Masks = msgspec.field(default_factory=lambda: NO_IDS)
     policy: Policy = "binpack"
-    instances: Masks = field(default_factory=lambda: NO_IDS)
-    failed_instances: Mapping[str, str] = field(default_factory=dict)
+    instances: Masks = msgspec.field(default_factory=lambda: NO_IDS)
+    failed_instances: Mapping[str, str] = msgspec.field(default_factory=dict)
     in_mig_mode: Collection[GpuName] = ()
-    shown: Mapping[GpuName, Gpu] = field(default_factory=dict)
-    mig_profiles: Mapping[GpuName, tuple[MigProfile, ...]] = field(default_factory=dict)
-    burst_mebibytes: Mapping[GpuName, int] = field(default_factory=dict)
+    shown: Mapping[GpuName, Gpu] = msgspec.field(default_factory=dict)
+    mig_profiles: Mapping[GpuName, tuple[MigProfile, ...]] = msgspec.field(default_factory=dict)
+    burst_mebibytes: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
 
     @property
     def gpu_of_row(self) -> Mapping[int, GpuName]:
@@ -69,8 +69,7 @@ class NodeView:
         return f"GPU {gpu}" if index is None else f"GPU{index} ({gpu})"
 
 
-@dataclass(frozen=True)
-class GpuDevices:
+class GpuDevices(msgspec.Struct, frozen=True, dict=True):
     """One GPU's Healthy ids, as masks; all its other ids are Unhealthy. `numa_node` None: no preference."""
 
     gpu: RegisteredGpu

@@ -8,8 +8,10 @@ processes of an ended container are reported only after EXPECTED_SECONDS.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 
@@ -17,14 +19,13 @@ from gpumgr.common.units import GpuName, Process
 EXPECTED_SECONDS: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quarantine:
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
     """GPU -> processes. `tenants`: first sampled while the GPU was allocated. `unattributed`: first sampled while it was not. `held`: GPU
     -> the processes that keep it in quarantine."""
 
-    tenants: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
-    unattributed: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
-    held: Mapping[GpuName, frozenset[Process]] = field(default_factory=dict)
+    tenants: Mapping[GpuName, frozenset[Process]] = msgspec.field(default_factory=dict)
+    unattributed: Mapping[GpuName, frozenset[Process]] = msgspec.field(default_factory=dict)
+    held: Mapping[GpuName, frozenset[Process]] = msgspec.field(default_factory=dict)
 
     def reason(self, gpu: GpuName) -> str | None:
         if gpu not in self.held:

@@ -6,8 +6,10 @@ containers, and the responses (with the allocation's id in a mount path).
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName, Resource
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
@@ -26,8 +28,7 @@ _REPLICA: Final = re.compile("(.+)-(0|[1-9][0-9]{0,2})")
 Holders = Mapping[tuple[str, str], frozenset[str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubeletEntry:
+class KubeletEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One container's ids of one resource in the kubelet's checkpoint. The stored response has `allocation_id`, `mechanisms` (of the
     limits), `cdi` (whether it names a CDI device), `amounts` (amounts and limits of a container with replicas) and `mig_devices`."""
 
@@ -38,12 +39,11 @@ class KubeletEntry:
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
     cdi: bool = False
-    amounts: tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]] = field(default_factory=lambda: ({}, {}))
+    amounts: tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]] = msgspec.field(default_factory=lambda: ({}, {}))
     mig_devices: tuple[MigDevice, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnonymousRecord:
+class AnonymousRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One container in gpu-manager's checkpoint. The container's ids name no GPU; `minors` are the device minor numbers of its GPUs."""
 
     uid: str
@@ -53,8 +53,7 @@ class AnonymousRecord:
     memory_blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rebuilt:
+class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     ledger: Ledger
     added: tuple[Allocation, ...] = ()
     problems: tuple[str, ...] = ()

@@ -14,7 +14,8 @@ that is not known is refused.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName

@@ -6,7 +6,9 @@ like a burst, so their resume gets it back as far as it is not in use.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts, GpuName, Resource
 from gpumgr.ledger.burst import above_requests
@@ -14,8 +16,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, Resize
 from gpumgr.placement.pods import ResizeRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision depends on, in addition to the ledger. `used_bytes`: what containers use on their GPUs; None: not known.
     `memory_mebibytes`: the memory that each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why these
     mechanisms can't change the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is
@@ -26,7 +27,7 @@ class Surroundings:
     memory_mebibytes: Mapping[GpuName, int]
     most: Amounts
     obstacle: Callable[[tuple[str, ...], Resource], str | None]
-    lowered: Mapping[GpuName, str] = field(default_factory=dict)
+    lowered: Mapping[GpuName, str] = msgspec.field(default_factory=dict)
     away: Collection[AllocationId] = ()
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:

@@ -5,8 +5,10 @@ that it names, so that the agent can repeat the step after a restart. A step tha
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.ledger import Allocation, AllocationId
@@ -38,8 +40,7 @@ AGAIN_SECONDS: Final = 60.0
 _NAMED: Final = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspension:
+class Suspension(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one allocation; an allocation without one runs. `processes`: the container's processes when its suspension began.
     `memory_bytes`: what they had on each GPU. `since`: when the state began, `asked_at`: when the resume was asked for; both in unix
     seconds. `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed. `required`: the pids
@@ -49,7 +50,7 @@ class Suspension:
     demanded: bool = False
     processes: tuple[Process, ...] = ()
     required: tuple[int, ...] = ()
-    memory_bytes: Mapping[GpuName, int] = field(default_factory=dict)
+    memory_bytes: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
     since: float = 0.0
     asked_at: float | None = None
     reason: str = ""
@@ -78,8 +79,7 @@ class Suspension:
         return replace(self, reason=reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
     """What an operation did. `pids`: the container's processes that use CUDA; `held`: the processes that do not run now, or have an
     unknown state; `failed`: the ones that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory.
     `untouched`: it changed no process."""
@@ -95,8 +95,7 @@ class Moved:
 SuspensionsById = Mapping[AllocationId, Suspension]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that is left, in bytes: on the node, and in the container's cgroup and those above it. None: not known, or no limit."""
 
     node_bytes: int | None = None
@@ -144,8 +143,7 @@ def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, defa
     return max(AGAIN_SECONDS, seconds) if seconds else None
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(msgspec.Struct, frozen=True):
     """When a container last worked. `launches`: the number of its kernel launches in the last sample; `at`: in monotonic seconds."""
 
     launches: int

@@ -14,7 +14,9 @@ without ids until it is deleted: then an init container's ids are freed together
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import ALL_RESOURCES, RESOURCE_BY_NAME, RESOURCES, Resource
 from gpumgr.ledger.callers import FindPod
@@ -26,15 +28,14 @@ from gpumgr.placement.pods import Listing, PodKey, PodView
 Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class Swept(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one sweep. `renamed`: allocations that had a wrong name, but not allocations that had no name before. `absent`:
     allocation -> how many times in a row it was missing."""
 
     ledger: Ledger
     freed: tuple[Allocation, ...] = ()
     renamed: tuple[Allocation, ...] = ()
-    absent: Mapping[AllocationId, int] = field(default_factory=dict)
+    absent: Mapping[AllocationId, int] = msgspec.field(default_factory=dict)
 
 
 def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | None = None) -> Shown:

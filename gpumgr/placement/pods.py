@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Self
+
+import msgspec
 
 from gpumgr.common.units import ALL_RESOURCES, Amounts, Resource
 from gpumgr.placement.evaluators.capacity import ContainerKind
@@ -31,16 +32,14 @@ def is_static_uid(uid: str) -> bool:
     return _FILE_HASH.fullmatch(uid) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodSandbox:
+class PodSandbox(msgspec.Struct, frozen=True, kw_only=True):
     """A pod that runs in the container runtime, also while none of its containers runs."""
 
     pod: PodKey
     uid: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerSpec:
+class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices. `priority`: a lower number
     has precedence."""
 
@@ -62,8 +61,7 @@ class ContainerSpec:
         return any(self.wants(resource) for resource in ALL_RESOURCES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimUse:
+class ClaimUse(msgspec.Struct, frozen=True, kw_only=True):
     """The use of a ResourceClaim by a container. The claim is in the pod's namespace. `request`: the main request that the container names;
     None: all requests."""
 
@@ -76,8 +74,7 @@ class ClaimUse:
         return self.claim == claim and self.request in (None, request)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizeRequest:
+class ResizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the annotation `gpumgr.io/resize` demands for a container, on each of its GPUs. `cores` or `memory_mebibytes` None: what the
     container requests. `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
 
@@ -90,8 +87,7 @@ class ResizeRequest:
 NO_RESIZE: Final = ResizeRequest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodView:
+class PodView(msgspec.Struct, frozen=True, kw_only=True):
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init containers and sidecars, then app
     containers.
 

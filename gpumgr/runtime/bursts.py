@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import is_share
 from gpumgr.agent.pods import find_pod, users
@@ -35,13 +36,12 @@ Shares = Mapping[AllocationId, GpuShare]
 _Place = tuple[AllocationId, User | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Enforced:
+class Enforced(msgspec.Struct, frozen=True):
     """The limits of the evaluation with this number are in force, except for the containers in `obstacles`; the value is the reason. (An
     evaluation computes and sets all limits, once for each sample of the driver.)"""
 
     number: int = 0
-    obstacles: Mapping[AllocationId, str] = field(default_factory=dict)
+    obstacles: Mapping[AllocationId, str] = msgspec.field(default_factory=dict)
 
 
 class Bursts:

@@ -17,9 +17,10 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
+
+import msgspec
 
 from gpumgr.common.errors import CriError
 
@@ -34,8 +35,7 @@ _CONTAINER: Final = re.compile(rf"(?:{_RUNTIME}-)?{_ID}(?:\.scope)?")
 _NSPID: Final = re.compile(r"^NSpid:[ \t0-9]*[ \t](?P<pid>[0-9]{1,10})[ \t]*$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerCgroup:
+class ContainerCgroup(msgspec.Struct, frozen=True, kw_only=True):
     """A container that the path of a cgroup names. `cgroup` is the path of the container's own cgroup, with a leading slash."""
 
     pod_uid: str
@@ -152,8 +152,7 @@ _MEMORY_FILES: Final = {
 _NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hierarchy:
+class Hierarchy(msgspec.Struct, frozen=True, kw_only=True):
     """The cgroup hierarchy of a node. `root`: the mount point of the hierarchy that counts memory; `Container.cgroup` is a path below it.
     v2 has one hierarchy for all controllers, and v1 has one for each controller. hybrid is v1 with an additional v2 hierarchy, which has
     few controllers or none.

@@ -2,10 +2,10 @@
 enforcement backends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import Inventory

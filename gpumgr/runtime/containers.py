@@ -7,10 +7,10 @@ list such a container (yet), the names in the cgroup's path count.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import Runs
 from gpumgr.common.errors import CriError

@@ -7,11 +7,12 @@ While nothing is allocated there is no limit to enforce, and an evaluation every
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import is_share, tenant_of
 from gpumgr.agent.pods import find_pod, undecided_resize
@@ -71,8 +72,7 @@ class LimitMeter(SuspendMeter, Protocol):
     def found(self, backend: str, code: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverLimit:
+class OverLimit(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the section enforcement. A container is over its limit after `samples` samples in a row above the limit plus
     `slack_bytes`. `evict`: its pod is then evicted. `burst`: the annotation gpumgr.io/memory-limit counts. `most`: how much a pod may have
     above its requests. `suspend_when_idle_seconds`: after which idle time a container is suspended (0.0: never)."""
@@ -82,7 +82,7 @@ class OverLimit:
     evict: bool = False
     burst: bool = False
     suspend_when_idle_seconds: float = 0.0
-    most: Amounts = field(default_factory=Amounts)
+    most: Amounts = msgspec.field(default_factory=Amounts)
 
 
 class MemoryLimitWatcher:

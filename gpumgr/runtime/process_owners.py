@@ -7,9 +7,9 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
 import structlog
 
 from gpumgr.common.errors import CriError
@@ -53,17 +53,16 @@ class RunningContainers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessOwnership:
+class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):
     """`owners`: pid -> its container, None if it is in no container; a pid that is not known yet is missing.
 
     `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all
     processes of these containers, ascending.
     """
 
-    owners: Mapping[int, Container | None] = field(default_factory=dict)
-    containers: Mapping[AllocationId, Sequence[Container]] = field(default_factory=dict)
-    pids: Mapping[AllocationId, tuple[int, ...]] = field(default_factory=dict)
+    owners: Mapping[int, Container | None] = msgspec.field(default_factory=dict)
+    containers: Mapping[AllocationId, Sequence[Container]] = msgspec.field(default_factory=dict)
+    pids: Mapping[AllocationId, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class ProcessOwners:

@@ -6,10 +6,10 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
 import structlog
 
 from gpumgr.agent.pods import find_pod
@@ -135,8 +135,7 @@ class SuspendMeter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
     host: Host
     mover: Mover
     pages: Pages

@@ -6,7 +6,6 @@ containers of gpumgr name none. Source: NVIDIA Container Toolkit, architecture o
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,13 +18,12 @@ from gpumgr.ledger.answer import DriverAccess
 _TOOLKIT: Final = re.compile("nvidia", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runtimes:
+class Runtimes(msgspec.Struct, frozen=True, kw_only=True):
     """The low-level runtimes. `programs`: name -> program, "" if it is not reported. `default`: the name of the runtime for pods without a
     runtime class; None: not reported."""
 
     default: str | None = None
-    programs: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def of_toolkit(self) -> tuple[str, ...]:
         """The names of the toolkit's runtimes."""

@@ -41,8 +41,7 @@ REJECTED: Final = "rejected"
 RELOADED: Final = "reloaded"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reload:
+class Reload(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a reload. `settings`: the previous settings with the changed live keys (keys that take effect without a restart).
     `applied`, `needs_restart`: the dotted keys that differ, in the order of the sections."""
 

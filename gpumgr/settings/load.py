@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +30,7 @@ _OUR_SOCKET_BYTES: Final = 24
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One error. `source` is the file, or a description of the layer; `key` is dotted, None if the error concerns no key."""
 
     source: str
@@ -53,8 +51,7 @@ class InvalidSettingsError(SettingsError):
         super().__init__("\n".join(map(str, self.problems)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
+class _Given(msgspec.Struct, frozen=True):
     """The value of a key in one layer. `text`: all values of the layer are texts."""
 
     key: str

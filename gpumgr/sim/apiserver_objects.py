@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from gpumgr.common.aio import LatestValue
@@ -185,8 +185,7 @@ def failure(code: int, reason: str, message: str, headers: Mapping[str, str] | N
     return web.json_response(status(code, reason, message), status=code, headers=headers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Event:
+class _Event(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     kind: str
     item: Document

@@ -32,9 +32,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.files import replace_file
 from gpumgr.placement.topology.devices import MemoryLimit, MigInstance
@@ -60,8 +61,7 @@ Key = tuple[str, ...]
 Facts = dict[Key, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimProcess:
+class SimProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process on a simulated GPU. `memory_bytes` None = the driver does not report it. `sm_percent` is its utilisation of the
     GPU; at 0 the driver has no sample of it. `mig_uuid`: the MIG device of the GPU on which it runs."""
 
@@ -71,8 +71,7 @@ class SimProcess:
     mig_uuid: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimWork:
+class SimWork(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one simulated GPU does: its processes and its own readings."""
 
     processes: tuple[SimProcess, ...]

@@ -15,10 +15,11 @@ used, while the kubelet uses the hint with the width closest to the widest minim
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from itertools import combinations, product
 from random import Random
 from typing import Literal
+
+import msgspec
 
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient
 from gpumgr.sim.kubelet_pods import V1_35, Holding, KubeletVersion, PodDevices, SimContainer, SimKubeletError, SimPod, without_cdi
@@ -26,8 +27,7 @@ from gpumgr.sim.kubelet_pods import V1_35, Holding, KubeletVersion, PodDevices, 
 ResourceOrder = Literal["random", "core_first", "memory_first"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimCall:
+class SimCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call to a plugin, as recorded for scripts and tests. `available` is the number of ids that a GetPreferredAllocation offers."""
 
     rpc: Literal["GetPreferredAllocation", "Allocate", "PreStartContainer"]
@@ -304,8 +304,7 @@ class DeviceManager:
 Devices = Mapping[str, frozenset[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(msgspec.Struct, frozen=True):
     """A set of NUMA nodes that could serve a request. None = any."""
 
     nodes: frozenset[int] | None

@@ -14,9 +14,11 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
 from gpumgr.common.files import replace_file
@@ -27,8 +29,7 @@ from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 Call = Literal["List", "Get"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubeletVersion:
+class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of one version; the defaults are the facts of 1.35."""
 
     version: str = "1.35"
@@ -100,8 +101,7 @@ SUPPORTED: Final[Mapping[str, KubeletVersion]] = {
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimContainer:
+class SimContainer(msgspec.Struct, frozen=True, kw_only=True):
     """One container. "init" ends before the app containers start; a "sidecar" is an init container that keeps running. `others`: requests
     of other resources, by name."""
 
@@ -118,8 +118,7 @@ class SimContainer:
         return {resource: count for resource, count in wanted.items() if count}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimPod:
+class SimPod(msgspec.Struct, frozen=True, kw_only=True):
     """A pod bound to the node."""
 
     namespace: str
@@ -143,8 +142,7 @@ class SimPod:
         raise KeyError(name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodStatus:
+class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the API server would show; `message` is also the text of the event (there without "Pod was rejected: ")."""
 
     phase: Phase
@@ -152,8 +150,7 @@ class PodStatus:
     message: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceStatus:
+class ResourceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A resource in the node's status: all devices, and the healthy ones."""
 
     capacity: int
@@ -164,8 +161,7 @@ class SimKubeletError(Exception):
     """An error of the kubelet, with the kubelet's text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """The ids of one resource that a container holds. `ids_by_node`: NUMA node (-1 = none) -> ids; `answer` is a
     ContainerAllocateResponse."""
 

@@ -14,9 +14,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.compiler import compiled
 from gpumgr.common.errors import InputError
@@ -105,8 +107,7 @@ _WITH_MEDIA: Final = (7, 20)
 _MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimNode:
+class SimNode(msgspec.Struct, frozen=True, kw_only=True):
     """A prepared node: the paths for the agent (`library_path`, `sysfs_root`, `proc_root`), and the control of its faults."""
 
     description: NodeDescription

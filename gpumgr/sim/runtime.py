@@ -9,12 +9,12 @@ import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import GRPCError
+from msgspec.structs import replace
 
 from gpumgr._pb.runtime import v1 as cri
 from gpumgr.common.rpc.server import DrainingServer

@@ -12,9 +12,10 @@ import hmac
 import re
 import socket
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, Literal
+
+import msgspec
 
 #: "probe": the kubelet's probes; "metrics": for scrapers; "page": everything else that can be read; "maintenance": requests that change
 #: something.
@@ -27,8 +28,7 @@ CHALLENGE: Final = 'Bearer realm="gpumgr"'
 _HOST: Final = re.compile(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpClient:
+class HttpClient(msgspec.Struct, frozen=True, kw_only=True):
     """`certified`: the client has a certificate that the client CA signed. `authorization` and `hosts` are the request's headers; a
     request may have no `Host` (HTTP/1.0) or, wrongly, several."""
 
@@ -38,8 +38,7 @@ class HttpClient:
     hosts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuthPolicy:
+class AuthPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What remote clients must present. `takes_token` with `token` None: the token file cannot be read now, so no token is valid."""
 
     takes_token: bool = False
@@ -51,8 +50,7 @@ class AuthPolicy:
 CurrentPolicy = Callable[[], Awaitable[AuthPolicy]]
 
 
-@dataclass(frozen=True, slots=True)
-class Denial:
+class Denial(msgspec.Struct, frozen=True):
     """An HTTP status, the reason with its remedy, and the WWW-Authenticate header (None: none)."""
 
     status: Literal[401, 403]

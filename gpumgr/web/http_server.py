@@ -10,12 +10,12 @@ import logging
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -42,8 +42,7 @@ _AIOHTTP_LOG: Final = logging.getLogger("gpumgr.web.aiohttp")
 _AIOHTTP_LOG.disabled = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """`connections`: the most connections; further TCP connections are closed at once. Unix connections count, but are never refused.
 
     A connection ends if its handshake, and then the headers of its first request, take more than `request_seconds`; if it is idle for

@@ -9,11 +9,11 @@ mirror pod's UID; the kubelet's own UID means the same pod.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 import gpumgr
 from gpumgr.agent.api import (

@@ -7,6 +7,7 @@ from typing import Final
 
 from packaging.utils import canonicalize_name
 
+import gpumgr
 from gpumgr.sim.demo.process import AgentProcess
 from tools.sbom import at_run_time
 
@@ -67,6 +68,13 @@ def imported(agent: AgentProcess) -> set[str]:
     """All modules that it asked for, those of the interpreter's start among them."""
     lines = (line["text"] for line in agent.agent_log.lines if line["event"] == "text")
     return {found[1] for found in map(_TOLD.match, lines) if found}
+
+
+def test_values_are_structs() -> None:
+    """A dataclass takes half a millisecond of each start to define, a msgspec.Struct a twentieth of it."""
+    sources = [path for path in Path(gpumgr.__file__).parent.rglob("*.py") if "_pb" not in path.parts]
+    assert len(sources) > 200
+    assert [path for path in sources if "@dataclass(frozen=True" in path.read_text()] == []
 
 
 async def test_the_agent_imports_what_it_needs_and_no_more(folder: Path) -> None:

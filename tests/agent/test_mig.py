@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import REPLICA_RESOURCE
 from gpumgr.sim.demo.node import SimulatedNode, open_node

@@ -2,10 +2,10 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.ledger.ledger import Ledger

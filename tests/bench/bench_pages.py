@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import HistoryEntry

@@ -12,9 +12,10 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.kube.publisher.hami import RegisterReporter

@@ -11,10 +11,10 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from gpumgr.kubelet.dra.claim_reader import RETRY_ANNOTATION
 from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name

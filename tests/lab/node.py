@@ -6,9 +6,11 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.usage import node_use as cri

@@ -6,8 +6,10 @@ the driver's operations, and the checkpoint, as the text that is on disk. `Agent
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
+
+from msgspec.structs import replace
 
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.ports import Finding, RunningContainer
@@ -318,7 +320,7 @@ def container_of(name: str) -> Container:
 
 
 def view_of(name: str, blocks: int, **fields: object) -> PodView:
-    return replace(pod(name, app(1, blocks)), phase="Running", **fields)  # type: ignore[arg-type]
+    return replace(pod(name, app(1, blocks)), phase="Running", **fields)
 
 
 __all__ = ["BLOCK_BYTES", "BLOCK_MEBIBYTES", "GPU", "MEMORY", "Agent", "Gpu", "Killed", "Tenant", "view_of"]

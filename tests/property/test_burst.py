@@ -5,11 +5,10 @@ suspended one finds its memory again once the others end.
 What containers use changes between two evaluations, so grants and limits are decided with figures of the last one.
 """
 
-from dataclasses import replace
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, RESOURCES, Amounts, Resource

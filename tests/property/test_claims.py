@@ -4,13 +4,13 @@ grants nothing, no claim in use is reclaimed, and it ends empty."""
 
 import asyncio
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
 from gpumgr.common.errors import Refusal

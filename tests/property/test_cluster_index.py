@@ -1,7 +1,6 @@
 """Any order of filter, bind, deletion, expiry and change of a node, also with constraints: no GPU is given beyond its capacity, only GPUs
 that a pod may have are chosen for it, and the index equals one that is filled from the nodes and the bound pods alone."""
 
-from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import get_args
@@ -9,6 +8,7 @@ from typing import get_args
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares

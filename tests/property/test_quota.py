@@ -1,10 +1,9 @@
 """Any order of filter, bind, deletion, expiry, change of a node: no namespace exceeds its quota, and what is counted equals a new count."""
 
-from dataclasses import replace
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.common.errors import Refusal

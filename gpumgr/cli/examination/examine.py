@@ -3,8 +3,9 @@
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
+
+import msgspec
 
 from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import GpumgrError
@@ -18,8 +19,7 @@ T = TypeVar("T")
 State = Literal["ok", "warning", "error", "skipped"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """`message` states the fact, `remedy` what to do about it (None: nothing)."""
 
     state: State
@@ -30,8 +30,7 @@ class CheckResult:
 Look = Callable[[], Coroutine[Any, Any, CheckResult]]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """One check of one thing. `if_hung`: the remedy when `look` does not return in time.
 
     `look` may raise GpumgrError or OSError; the result is then an error with the exception's text.
@@ -65,8 +64,7 @@ def error_of(exception: Exception, remedy: str, state: State = "error") -> Check
     return CheckResult(state=state, message=message, remedy=said or remedy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """`findings`: name of a check -> its result, in the order of the checks. `hung`: a check did not end and may delay the exit of the
     process."""
 

@@ -6,7 +6,8 @@ get, so that no limit is exceeded wherever it is allocated.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gpumgr.cluster.claims.objects import UnboundPod
 from gpumgr.cluster.core.quota import NONE_HELD, GpuKind, Held, Quotas, on_equal_gpus
@@ -16,8 +17,7 @@ from gpumgr.cluster.core.request import ContainerRequest
 Kinds = Set[tuple[GpuKind, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """The requests of the claims that are not allocated yet, by UID of the claim. A claim of several pods is in the demand of each pod."""
 
     namespace: str
@@ -25,12 +25,11 @@ class Demand:
     kinds: Kinds
 
 
-@dataclass(slots=True)
-class Decision:
+class Decision(msgspec.Struct):
     """`refused`: pods with the reason, in words."""
 
-    allowed: list[UnboundPod] = field(default_factory=list)
-    refused: list[tuple[UnboundPod, str]] = field(default_factory=list)
+    allowed: list[UnboundPod] = msgspec.field(default_factory=list)
+    refused: list[tuple[UnboundPod, str]] = msgspec.field(default_factory=list)
 
 
 def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:

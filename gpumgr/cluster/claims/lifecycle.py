@@ -4,11 +4,11 @@ set of values."""
 import asyncio
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from gpumgr.cluster.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.cluster.claims.watches import ClaimWatches

@@ -1,8 +1,10 @@
 """Claims, their templates, pods without a node, and GPUs of ResourceSlices, as the controller needs them. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.claims.shapes import DEVICE_CLASS, DRIVER, MANAGED_BY, MAX_DEVICES, TEMPLATE_ANNOTATION
 from gpumgr.cluster.core.index import PlacedPod
@@ -18,8 +20,7 @@ _MEBIBYTE: Final = 1 << 20
 Key = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedClaim:
+class WatchedClaim(msgspec.Struct, frozen=True, kw_only=True):
     """`containers`: what the claim requests. `placed`: what it holds, as if each device were a container of a pod. `owner`: the
     UID of the pod that it was made for. `template`: the name of the template that it was made from."""
 
@@ -32,15 +33,13 @@ class WatchedClaim:
     placed: PlacedPod | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedTemplate:
+class WatchedTemplate(msgspec.Struct, frozen=True, kw_only=True):
     uid: str
     key: Key
     managed: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnboundPod:
+class UnboundPod(msgspec.Struct, frozen=True, kw_only=True):
     """A pod without a node. `gate`: the index of the quota's gate. `templates`, `claims`: the names that it refers to. `complete`: all
     its claims have names. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
 
@@ -55,8 +54,7 @@ class UnboundPod:
     pool: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedSlice:
+class WatchedSlice(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs of a node's only ResourceSlice; the name of a device replaces the UUID. `key`: the node's name."""
 
     uid: str

@@ -6,8 +6,9 @@ spec.containers[0], `i1` is spec.initContainers[1]), its cores and its blocks of
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU
@@ -32,8 +33,7 @@ _REQUEST: Final = re.compile(f"-([ci]){_NUMBER}-{_NUMBER}-{_NUMBER}")
 _TOGETHER: Final = (("island", f"{DRIVER}/island"), ("numa", "resource.kubernetes.io/numaNode"))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ShapeRequest:
+class ShapeRequest(msgspec.Struct, frozen=True, order=True):
     """What one container requests. `place`: its index in spec.initContainers (`init`) or spec.containers. If whole GPUs are requested with
     `blocks`, they have at least that much memory together."""
 

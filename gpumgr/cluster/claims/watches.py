@@ -8,11 +8,11 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.claims import objects
 from gpumgr.cluster.claims.gates import Demand, kinds_for
@@ -38,8 +38,7 @@ _API = "/apis/resource.k8s.io/v1"
 _BOUND_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _ClusterPod:
+class _ClusterPod(msgspec.Struct, frozen=True):
     """`counted`: the pod for the index. `unbound`: the pod for the controller, until the pod is bound. None: not needed there."""
 
     counted: Any = None

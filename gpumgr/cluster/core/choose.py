@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.node import GpuState, NodeState, Used
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, PodUse, Policy, SameGpus, Shares
@@ -21,8 +23,7 @@ from gpumgr.placement.topology.devices import MigProfile
 _NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, entirely_free=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeChoice:
+class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
     """`shares` has the GPUs of each container of the request, `taken` what the pod takes of each GPU. `score`: how well the GPUs of
     containers with several GPUs are connected."""
 
@@ -31,8 +32,7 @@ class NodeChoice:
     score: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class Misfit(msgspec.Struct, frozen=True, kw_only=True):
     """Why a node can't take the pod: `container` finds no room on GPUs that are offered and that the `constraints` allow.
 
     `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.

@@ -6,9 +6,12 @@ nodes and bound pods in any order gives the same answers.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain_counted
@@ -24,8 +27,7 @@ from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 NamedShares = tuple[tuple[str | int, Amounts], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedPod:
+class PlacedPod(msgspec.Struct, frozen=True, kw_only=True):
     """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice.
     `priority` is Kubernetes' priority."""
 
@@ -63,8 +65,7 @@ class Listener(Protocol):
 _KEPT_NODE_SETS: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSet:
+class NodeSet(msgspec.Struct, frozen=True):
     """Nodes that are offered. `nodes`: the nodes of the index, as the bits of a number (see `gpumgr.cluster.core.profiles`), which is
     small; `others`: names of other nodes. It is valid for one `numbering`."""
 

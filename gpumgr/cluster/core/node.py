@@ -1,8 +1,9 @@
 """A node's GPUs as the scheduler sees them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from gpumgr.cluster.core.request import Shares
 from gpumgr.common.units import CORES_PER_GPU, Amounts
@@ -15,8 +16,7 @@ Naming = Literal["uuid", "index", "none"]
 Used = tuple[Amounts, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuState:
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
     known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `scaling`:
     the node's factors for such containers; None: the factors in the scheduler's settings apply, and each request contains them. `mig`: if
@@ -47,8 +47,7 @@ class GpuState:
         return self.offered and after.cores <= CORES_PER_GPU and after.memory_mebibytes <= self.memory_mebibytes and replicas
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeState:
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices, without the GPUs that the driver can't describe; row i of `topology` belongs to gpus[i].
 
     `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `reported_shares`: UID of a pod -> the
@@ -58,9 +57,9 @@ class NodeState:
 
     name: str
     gpus: tuple[GpuState, ...] = ()
-    topology: Topology = field(default_factory=lambda: Topology(levels=(), nvlinks=()))
+    topology: Topology = msgspec.field(default_factory=lambda: Topology(levels=(), nvlinks=()))
     naming: Naming = "uuid"
-    reported_shares: Mapping[str, Shares] = field(default_factory=dict)
+    reported_shares: Mapping[str, Shares] = msgspec.field(default_factory=dict)
     model_label: str = ""
     pool: str = ""
     cpu_milli: int | None = None

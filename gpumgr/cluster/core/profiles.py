@@ -7,12 +7,15 @@ integers: bit n is the node with the slot n.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from heapq import merge
 from itertools import compress
 from operator import attrgetter, itemgetter, or_
 from typing import Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Used
@@ -145,8 +148,7 @@ class _Kind:
     idle: dict[Used, Profile] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Place:
+class Place(msgspec.Struct):
     """A node. `cpu_free` is in thousandths, None if it is not known."""
 
     name: str

@@ -5,9 +5,12 @@ number of pods. It is recorded by namespace and kind of GPU, not by limit: new l
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import memory_text
@@ -19,8 +22,7 @@ from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.replicas import Scaling
 
 
-@dataclass(frozen=True, slots=True)
-class GpuKind:
+class GpuKind(msgspec.Struct, frozen=True):
     """GPUs that limits do not distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known."""
 
     model: str = ""
@@ -28,8 +30,7 @@ class GpuKind:
     pool: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """What pods hold. `gpus` counts the GPUs of containers that request whole GPUs."""
 
     cores: int = 0
@@ -54,8 +55,7 @@ Holding = Mapping[GpuKind, Held]
 NO_HOLDING: Final[Holding] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """What a namespace may hold of the GPUs that match all given texts. An amount that is None is not limited.
 
     `model` is a part of the name that the driver or the node's label has, in any case. `label` is the node's whole label; None: any.
@@ -94,8 +94,7 @@ class Limit:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceQuota:
+class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
     """All `limits` hold. `labels`, `pools`: the only values of the nodes' labels that are allowed; None: any."""
 
     limits: tuple[Limit, ...] = ()

@@ -1,10 +1,12 @@
 """The request of a pod: amounts per GPU for each container that wants GPUs, and what the pod takes of each GPU."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from hashlib import blake2b
 from typing import Final, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
@@ -25,8 +27,7 @@ NOTHING: Final = Amounts()
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerRequest:
+class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A container requests `gpus` GPUs, and `cores_per_gpu` on each; 100 cores are a whole GPU. `memory_mebibytes` is the sum on all of
     them. `replica`: the request on each GPU by HAMi's resources, which may be shares of several GPUs; `memory_mebibytes` is then 0."""
 
@@ -82,8 +83,7 @@ class SameGpus:
         return self._most[key]
 
 
-@dataclass(frozen=True)
-class PodRequest:
+class PodRequest(msgspec.Struct, frozen=True, dict=True):
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
     `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy that chooses the node, if it differs from the

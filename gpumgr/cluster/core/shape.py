@@ -18,12 +18,14 @@ compared by the lowest rank that a node of the group can have; only nodes that m
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from heapq import nlargest, nsmallest
 from itertools import count, groupby, islice
 from operator import itemgetter, or_
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose, lack_of
 from gpumgr.cluster.core.node import NodeState, Used, plus_taken
@@ -55,8 +57,7 @@ _LAST: Final = 1 << 60
 Found = tuple[Rank, str, Room | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(msgspec.Struct, frozen=True):
     """No node that was offered fits. `text` has the reasons."""
 
     text: str

@@ -5,10 +5,11 @@ priorities. With few pods all sets are tried. With more pods the search frees on
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, islice
 from typing import Final
+
+import msgspec
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.index import PlacedPod, used_on
@@ -29,8 +30,7 @@ Cost = tuple[int, int, int]
 _NO_PRIORITY: Final = -(1 << 31)
 
 
-@dataclass(frozen=True, slots=True)
-class Evictable:
+class Evictable(msgspec.Struct, frozen=True):
     """A pod that may be evicted. `gpus`: positions of its GPUs; `cores`: the sum of its cores on all of them."""
 
     uid: str
@@ -39,8 +39,7 @@ class Evictable:
     cores: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eviction:
+class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     """`victims` are UIDs; `choice`: the GPUs that the preemptor gets once the victims have ended."""
 
     victims: frozenset[str]
@@ -48,8 +47,7 @@ class Eviction:
     cost: Cost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preemptor:
+class Preemptor(msgspec.Struct, frozen=True, kw_only=True):
     """The pod that needs room. `within_quota` returns its choice within the quota, given the node's use and the pods that will have ended;
     None: it has no quota. `evicts`: the pods that it may evict, and pods that end anyway; None: all pods."""
 

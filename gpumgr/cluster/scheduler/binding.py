@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from math import ceil
 from typing import Final
+
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import GpuState, NodeState

@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -19,11 +19,10 @@ _LOG_SECONDS: Final = 60.0
 _YOUNG_SECONDS: Final = 0.01
 
 
-@dataclass(eq=False, slots=True)
-class _Body:
+class _Body(msgspec.Struct, eq=False):
     request: web.BaseRequest
     began: float
-    chunks: list[bytes] = field(default_factory=list)
+    chunks: list[bytes] = msgspec.field(default_factory=list)
     size: int = 0
 
 

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
 from typing import Any, Final, NoReturn
@@ -55,8 +54,7 @@ _LOOK_AGAIN_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 60.0
 
 
-@dataclass(slots=True)
-class _Assumed:
+class _Assumed(msgspec.Struct):
     """A pod with assumed GPUs. `due`: when the API server is asked about it."""
 
     pod: WatchedPod

@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, NoReturn
 
+import msgspec
 import structlog
 
 from gpumgr.cluster.scheduler.lease import Action, Candidate, Lease, LeaseTimes, lease_spec, parse_lease
@@ -21,8 +21,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 _FAILED = (*API_FAILURES, *UNREADABLE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """`identity` differs for each process. `pod`: the name of its pod, for the label; None: the process runs outside of a pod."""
 
     namespace: str

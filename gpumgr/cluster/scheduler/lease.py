@@ -9,14 +9,15 @@ has the version that it saw as a precondition, so it fails if the Lease has chan
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 Action = Literal["create", "take", "renew", "wait"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTimes:
+class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A leader stops answering `lead_seconds` after its last write of the Lease, and stops sending bindings `bind_seconds` before that.
 
     With these times another replica takes over within 12 s.
@@ -31,8 +32,7 @@ class LeaseTimes:
     bind_seconds: float = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The Lease as the API server has it. `version` is its resource version. `holder` is empty if the Lease was released. `renewed`
     differs for each write."""
 
@@ -43,8 +43,7 @@ class Lease:
     seconds: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One replica's view. `seen` is the Lease as last read (None: there is none), `seen_at` the time when it was first seen with this
     content, `until` the time when this replica ceases to lead."""
 

@@ -4,13 +4,13 @@ Texts that users and agents write are checked; a bad one becomes a `problem`, no
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import nlargest
 from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import NamedShares, PlacedPod
 from gpumgr.cluster.core.node import GpuState, NodeState, node_of_equal_gpus
@@ -53,8 +53,7 @@ from gpumgr.settings.hami_resources import ReplicaResources
 _Amounts = dict[str, Any] | None
 
 
-@dataclass(frozen=True, slots=True)
-class CpuPod:
+class CpuPod(msgspec.Struct, frozen=True):
     """A pod without GPU requests on its node. `cpu_milli` is in thousandths."""
 
     uid: str
@@ -153,8 +152,7 @@ _INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
 Inventory = Literal["used", "outdated", "unusable", "none"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedNode:
+class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
     """`inventory`: how the scheduler sees the node's GPUs. "outdated": the inventory has more GPUs than the kubelet of this Ready node,
     so the agent was removed, or can't write. "none": the GPUs are known by capacity (gpu-manager's nodes), or there are none. `problem`:
     why its inventory or capacity is not used."""
@@ -166,8 +164,7 @@ class WatchedNode:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedPod:
+class WatchedPod(msgspec.Struct, frozen=True, kw_only=True):
     """`containers` are the names of the containers that want GPUs, in the request's order; `places` their index in spec.containers (None:
     an init container). `every_container`: the names of all containers of a pod with HAMi's resources, otherwise empty. `policy` None: the
     setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size
@@ -206,15 +203,17 @@ class WatchedPod:
         return PlacedPod(**named, node=self.node, request=self.request, shares=self.shares, priority=self.priority)
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaLabels:
+class QuotaLabels(msgspec.Struct, frozen=True):
     """The labels of nodes that quotas refer to."""
 
     model: str = ""
     pool: str = ""
 
 
-def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels(), hami: ReplicaResources | None = None) -> WatchedNode:
+_LABELS: Final = QuotaLabels()
+
+
+def parse_node(item: Mapping[str, Any], labels: QuotaLabels = _LABELS, hami: ReplicaResources | None = None) -> WatchedNode:
     """`hami`: HAMi's resources, if pods may request them. Raises ValueError, KeyError, TypeError or AttributeError for an object that is
     not a node."""
     metadata = item["metadata"]

@@ -9,12 +9,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, placed_pod

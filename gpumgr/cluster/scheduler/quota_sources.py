@@ -8,12 +8,12 @@ both keys apply together.
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NoReturn
 
 import msgspec
 import structlog
 from msgspec import Meta
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.common.foreign_text import convert, decode_json, decode_yaml
@@ -34,8 +34,7 @@ _Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 _Text = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedQuotas:
+class WatchedQuotas(msgspec.Struct, frozen=True, kw_only=True):
     """`problem`: why `limits` can't be used."""
 
     limits: Mapping[str, NamespaceQuota]
@@ -97,8 +96,7 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
     return WatchedQuotas(limits=found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedResourceQuota:
+class WatchedResourceQuota(msgspec.Struct, frozen=True, kw_only=True):
     """A ResourceQuota of Kubernetes with HAMi's keys: `limits.<memory resource>` and `limits.<core resource>` of all GPUs of a namespace.
     Each object applies by itself. Scopes and other keys are ignored. Source: HAMi 2.10, pkg/device/quota.go.
 
@@ -123,8 +121,7 @@ def parse_resource_quota(item: Mapping[str, Any], hami: ReplicaResources) -> Wat
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotaTexts:
+class QuotaTexts(msgspec.Struct, frozen=True, kw_only=True):
     """The ConfigMap, not decoded."""
 
     uid: str

@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
 from operator import or_
 from typing import Final, NoReturn
 
+import msgspec
 import structlog
 
 from gpumgr.cluster.core.index import ClusterIndex, Largest, NodeSet
@@ -42,8 +42,7 @@ _LOOK_SECONDS: Final = 0.4
 _REMEMBERED: Final = 100
 
 
-@dataclass(slots=True)
-class _Rejected:
+class _Rejected(msgspec.Struct):
     """`offered`: the nodes that kube-scheduler offered. The pod did not fit at the look with number `look`, when its quota had the state
     `quota`."""
 

@@ -6,8 +6,9 @@ tried twice.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Final
+
+import msgspec
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Random
@@ -23,8 +24,7 @@ KINDS: Final = ("none", "share", "1", "2", "4", "8")
 MAX_PODS: Final = 1_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Two measures, each by the percentage of arrived demand: the percentage of all GPU-milli that is granted, and the percentage of idle
     GPU-milli that is fragmented."""
 

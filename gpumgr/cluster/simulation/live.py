@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import islice
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.explain import explain
@@ -14,26 +16,23 @@ from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.simulation.node_filters import Json, Resources, refusal, short, shortage_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveNode:
+class LiveNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node of the cluster. `taints` includes the taints that Kubernetes derives from the node's state."""
 
     state: NodeState
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     taints: tuple[Json, ...] = ()
     allocatable: Resources
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(msgspec.Struct, frozen=True):
     """`shares`: the GPUs of each container of the request; None: not known."""
 
     node: str
     shares: tuple[NamedShares, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LivePod:
+class LivePod(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """`name` includes the namespace. `rules` is equal for pods with equal demands on nodes. `home`: its place in the snapshot; None: it
     waits. `policy` None: the setting counts. `why_not_movable`: why it may not be moved, or ""; `unchecked`: its demands that nothing here
     models."""

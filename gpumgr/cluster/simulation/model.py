@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, MutableSequence, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
 
 GPU_MILLI: Final = 1000
 #: A policy keeps the state of all nodes only for this many requests, which it used last: a trace with many different requests would fill
@@ -23,8 +24,7 @@ class Random(Protocol):
     def shuffle(self, x: MutableSequence[Any], /) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSpec:
+class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A node that is empty. `memory_blocks` is the number of blocks (256 MiB) of each GPU; 0 = the file does not have it."""
 
     name: str
@@ -35,8 +35,7 @@ class NodeSpec:
     ram_mebibytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """A request. `gpu_milli` is on each of the `gpus`; `memory_blocks` on all of them together.
 
     `use_models` and `avoid_models`: parts of the model's name without regard to case, as in the scheduler's constraints.
@@ -71,8 +70,7 @@ class Shape:
         return bool(folded) and used and not any(each.casefold() in folded for each in self.avoid_models)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
+class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the trace. `duration_seconds` None: the pod does not end."""
 
     name: str
@@ -141,8 +139,7 @@ class Node:
         self.kinds[shape.kind] -= sign
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """Where a pod is: the position of the node in the cluster, and its GPUs there."""
 
     node: int

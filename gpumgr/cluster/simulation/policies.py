@@ -7,12 +7,13 @@ are relative to 128 CPUs and 8 GPUs. The class DraPolicy models kube-scheduler w
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, reduce
 from heapq import heapify, heappop, heappush
 from math import exp
 from operator import or_
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod
 from gpumgr.cluster.core.node import GpuState, NodeState, node_of_equal_gpus

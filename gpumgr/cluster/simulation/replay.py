@@ -8,11 +8,12 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import pairwise
 from statistics import fmean, quantiles
 from typing import ClassVar, Final, Literal
+
+import msgspec
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.inflate import by_kind
@@ -24,8 +25,7 @@ from gpumgr.common.errors import InputError
 _POINTS: Final = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """What happens to a pod, by its position in the trace. `where` is None for an arrival."""
 
     seconds: float
@@ -34,8 +34,7 @@ class Event:
     where: Placement | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayResult:
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """`allocated_percent` of all GPU-milli and `queue_length` (mean, max) are over the time from the first arrival to the last arrival or
     start. `waiting_seconds` (mean, p50, p99) are of the pods that started; `failed_pods` never started. `over_time`: seconds since the
     first arrival, allocated percent, length of the queue; in equal steps."""

@@ -6,10 +6,10 @@ import errno
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import GRPCError
 
@@ -31,8 +31,7 @@ _STATUS: Final[dict[RefusalCode, Status]] = {
 Observe = Callable[[str, str, float], None]
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct):
     """A running call. `outcome` is a bounded label: "ok", a RefusalCode, or "cancelled" until another outcome is set."""
 
     outcome: str = "cancelled"
@@ -152,8 +151,7 @@ class UnixServer:
         await self._server.drain(grace_seconds, self._end_streams)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkState:
+class LinkState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a registration with the kubelet. `registrations` counts the successful attempts. `error`: the present problem; None if
     there is none."""
 

@@ -28,7 +28,6 @@ flag                          here
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -42,11 +41,10 @@ from gpumgr.settings.schema import Settings
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuManagerFlags:
+class GpuManagerFlags(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a gpu-manager command line. `notes` are sentences for the log about flags without effect."""
 
-    overrides: Mapping[str, object] = field(default_factory=dict)
+    overrides: Mapping[str, object] = msgspec.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

@@ -10,10 +10,11 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.errors import InputError
 from gpumgr.common.units import blocks_of
@@ -37,17 +38,15 @@ _SHELL: Final = re.compile(r"[;&|\n]|\s[0-9]?>")
 _FILES: Final = ("extra-config", "volume-config")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonSet:
+class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
     """The DaemonSet of gpu-manager. `selector`: labels that a node needs for it."""
 
     namespace: str = "kube-system"
     name: str = "gpu-manager-daemonset"
-    selector: Mapping[str, str] = field(default_factory=lambda: {"nvidia-device-enable": "enable"})
+    selector: Mapping[str, str] = msgspec.field(default_factory=lambda: {"nvidia-device-enable": "enable"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuManagerCommand:
+class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
     """`flags` are (name, text); later ones override earlier ones. `root`: the folder where gpu-manager's file system is visible from
     here. `daemon_set` None: gpu-manager runs as a service of the host, or this is not known. `pid`: of the running process; None: it was
     not looked for, or not found."""
@@ -165,8 +164,7 @@ _IN_THE_CHART: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuManagerState:
+class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint; None if the checkpoint names no pod (see
     gpumgr.kubelet.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager, according to the
     kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`: resource -> number of ids
@@ -176,7 +174,7 @@ class GpuManagerState:
     checkpoint: Path
     records: Sequence[GpuManagerRecord] = ()
     live: Collection[str] | None = None
-    holders: Holders = field(default_factory=dict)
+    holders: Holders = msgspec.field(default_factory=dict)
     names: Mapping[str, str]
     answering: Sequence[Path] = ()
     registered: Mapping[str, int]

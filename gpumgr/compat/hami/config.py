@@ -7,7 +7,6 @@ its DaemonSet, the flags of its scheduler.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,8 +89,7 @@ class _File(msgspec.Struct):
     nodeconfig: list[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class Config(msgspec.Struct, frozen=True, kw_only=True):
     """`settings` by dotted keys; `replica_settings`: the settings for pods that keep HAMi's resources. `selector`: the labels that a node
     needs for HAMi's plugin, empty if they are not known. `library_dir`: the folder of HAMi's library on the host."""
 

@@ -6,10 +6,12 @@ The pods keep HAMi's resources. The agent adopts them at its start, with the GPU
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config
@@ -40,8 +42,7 @@ _LABEL: Final = {"gpu": "on"}
 _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HamiState:
+class HamiState(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs. `objects`: of the API server. `answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's folders
     on this host. `library`: path and SHA-256 of HAMi's library. `kubelet`: the containers (pod's UID, name) with GPUs of HAMi according
     to the kubelet; None if not known."""

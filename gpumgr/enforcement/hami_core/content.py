@@ -7,8 +7,9 @@ reads a region. The container may have written any of its bytes, so every value 
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.enforcement.hami_core import layout
@@ -28,8 +29,7 @@ _NO_MEMORY_LIMIT: Final = 0
 _FREE_SEMAPHORE: Final = struct.pack("<QI20x", 1, 128)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionLimits:
+class RegionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits in a region: bytes (0 = unlimited) and percent (100 = unlimited) for each of 16 devices, the container's GPUs first."""
 
     memory_bytes: tuple[int, ...]
@@ -78,8 +78,7 @@ ProblemCode = Literal["header", "process_count", "uuid"]
 RegionProblem = tuple[ProblemCode, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSlot:
+class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
     """One process. `pid`: its id in the container; `hostpid`: its id on the host (0: unknown). `seqlock` is odd while the slot is
     written."""
 
@@ -100,8 +99,7 @@ class ProcessSlot:
         return self.seqlock % 2 == 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionView:
+class RegionView(msgspec.Struct, frozen=True, kw_only=True):
     """One region at one time. `slots` has the live and the stuck ones. `postinit`: a semaphore; 0 while a process looks for its host pid.
     `postinit_waiters`: the processes that wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below
     0 while launches must wait.

@@ -8,8 +8,9 @@ rate_limiter.
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from gpumgr.enforcement.container_processes import HostsOf
 from gpumgr.enforcement.hami_core import layout
@@ -36,8 +37,7 @@ RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpi
 TAMPERING: Final[frozenset[RepairCode]] = frozenset({"memory_limit", "core_limit", "priority"})
 
 
-@dataclass(frozen=True, slots=True)
-class Repair:
+class Repair(msgspec.Struct, frozen=True):
     """One word to write; `message` describes what was found there."""
 
     code: RepairCode

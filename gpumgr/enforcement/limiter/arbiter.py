@@ -3,8 +3,9 @@
 import ctypes
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from gpumgr.common.errors import GpumgrError
 
@@ -17,8 +18,7 @@ class _Figures(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("held_ns", "overruns", "spoiled", "waited_ns"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantFigures:
+class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What one tenant did on one GPU since it was added. `held_ns`: the GPU time that was charged to it. `waited_ns`: the time without a
     turn in which at least one of its threads waited for one, measured in steps of at most 5 ms. `overruns`: how many of its turns the
     arbiter ended, and gave to the next tenant, while the tenant's work still ran. `spoiled`: how often its turn page (a file that the

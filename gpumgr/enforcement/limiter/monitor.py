@@ -6,8 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.units import GpuName

@@ -6,8 +6,9 @@ The container writes `use` and `turn`: their bytes can be anything, so limits ar
 import ctypes
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 #: Also a part of the files' names: a container that restarts after an update of the agent gets pages of its library's version.
 VERSION: Final = 1
@@ -101,8 +102,7 @@ SIZES: Final = {
 HEAD: Final = MAGIC.to_bytes(4, "little") + VERSION.to_bytes(4, "little")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageLimits:
+class PageLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits on one GPU. `memory_bytes` and `share_percent`: 0 is no limit. `context_bytes`: the memory that a context takes there;
     0: not known. `uncounted_bytes`: what the driver uses for the container beyond the library's count."""
 
@@ -115,8 +115,7 @@ class PageLimits:
     uncounted_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotOnGpu:
+class SlotOnGpu(msgspec.Struct, frozen=True, kw_only=True):
     """What one process has on one GPU. `bytes_by_kind` is in the order of KINDS. `unknown`: how often it got a version of a CUDA function
     that the library does not know, and does not limit; all are counted on the first GPU."""
 
@@ -125,8 +124,7 @@ class SlotOnGpu:
     unknown: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """One process. `pid` is its pid in its own pid namespace, `namespace` the inode of that namespace (0: not known). `fault`: why the
     library no longer limits the process; None: it does."""
 
@@ -137,8 +135,7 @@ class Slot:
     gpus: tuple[SlotOnGpu, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountedOnGpu:
+class CountedOnGpu(msgspec.Struct, frozen=True, kw_only=True):
     """The container's count on one GPU. `changes` counts the changes of `reserved_bytes`."""
 
     reserved_bytes: int

@@ -3,10 +3,10 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
@@ -47,8 +47,7 @@ _ALL_MEMORY_BYTES: Final = 1 << 40
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trials:
+class Trials(msgspec.Struct, frozen=True, kw_only=True):
     """`idle_gpu` returns the UUID of a GPU without allocations and processes, on which a trial daemon may run, or None. `on_ended` is
     called after a trial."""
 

@@ -7,9 +7,10 @@ answers that NVIDIA's guide "Per-GPU Compute and Memory Limits with MPS" shows.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+import msgspec
 
 from gpumgr.common.errors import MpsError
 
@@ -37,8 +38,7 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the program: `words` are its arguments, `text` its standard input."""
 
     words: tuple[str, ...] = ()

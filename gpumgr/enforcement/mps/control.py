@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
 from gpumgr.common.proc import mount_of, start_time_ticks
@@ -101,8 +102,7 @@ class ControlProgram:
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonClient:
+class DaemonClient(msgspec.Struct, frozen=True):
     """Sends commands to one GPU's daemon, which `environment` names."""
 
     control: ControlProgram
@@ -201,8 +201,7 @@ echo folder "$(stat -c %d:%i "$1")"
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnView:
+class OwnView(msgspec.Struct, frozen=True, kw_only=True):
     """How the agent sees the daemons' folder. `mounts`: its mount namespace; `folder`: device and inode of the folder, None if it is
     missing; `receives_mounts`: later mounts of the host below the folder propagate to the agent."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
@@ -41,8 +42,7 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonConfig:
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration that all daemons of the node share. `exclusive`: a shared GPU is in EXCLUSIVE_PROCESS mode. `clock` is monotonic,
     in seconds."""
 

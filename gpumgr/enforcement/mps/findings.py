@@ -1,7 +1,8 @@
 """The findings about one container of MPS. Pure."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.mps.commands import MpsProtocol
@@ -9,8 +10,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 
 
-@dataclass(frozen=True, slots=True)
-class Tampering:
+class Tampering(msgspec.Struct, frozen=True):
     """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
     changed limits. `root_only`: only a process of root can do that."""
 
@@ -19,8 +19,7 @@ class Tampering:
     root_only: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU's daemon at its last check. `clients`: pid -> namespace. `server_user`: the user of the running server; None: none runs.
 
     `multiuser`: the server serves clients of all users. `suspects`: the containers that may have caused `tampering`.
@@ -32,7 +31,7 @@ class View:
     tampering: Tampering | None = None
     suspects: Sequence[GpuShare] = ()
     server_user: int | None = None
-    clients: Mapping[int, AllocationId | None] = field(default_factory=dict)
+    clients: Mapping[int, AllocationId | None] = msgspec.field(default_factory=dict)
 
 
 def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:

@@ -14,12 +14,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.common.files import replace_file
 from gpumgr.common.foreign_text import UnreadableText, decode_json
@@ -35,8 +35,7 @@ _ALLOCATION = re.compile(r"[0-9A-Za-z_]+\Z")
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(msgspec.Struct, frozen=True, kw_only=True):
     """What a container was granted; `cores` in percent. `older`: its processes that started with a larger limit of
     memory, and keep that."""
 
@@ -134,8 +133,7 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _PROTOCOL_NAME: Final = "mps_protocol"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, kw_only=True):
     """`former_mode`: NVML's number; None while gpumgr has not changed the mode."""
 
     boot: str

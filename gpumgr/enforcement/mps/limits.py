@@ -7,8 +7,9 @@ were set. They are compared as text: drivers differ in how they print a number.
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.errors import MpsError, MpsTransientError
 from gpumgr.enforcement.mps import commands
@@ -22,12 +23,11 @@ Shares = Mapping[AllocationId, Share]
 _DELETED_AT_ONCE: Final = 8
 
 
-@dataclass(slots=True)
-class Bounds:
+class Bounds(msgspec.Struct):
     """Protocol 2: the bound that was set at one process of the daemon; a restarted daemon needs a new object. `_answers`: server (None:
     future servers) -> the daemon's answer after the bound was set."""
 
-    _answers: Mapping[int | None, str] = field(default_factory=dict)
+    _answers: Mapping[int | None, str] = msgspec.field(default_factory=dict)
     _bound: Share | None = None
 
     async def put(self, daemon: DaemonClient, shares: Shares, _: Collection[AllocationId], *, anew: bool) -> None:
@@ -90,12 +90,11 @@ async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mappi
         return {}
 
 
-@dataclass(slots=True)
-class Namespaces:
+class Namespaces(msgspec.Struct):
     """Protocol 3: the namespaces that were made at one process of the daemon; a restarted daemon needs a new object. `_set`: the share that
     was set last for each container, and the daemon's answer after that (limits of memory and cores)."""
 
-    _set: dict[AllocationId, tuple[Share, tuple[str, str]]] = field(default_factory=dict)
+    _set: dict[AllocationId, tuple[Share, tuple[str, str]]] = msgspec.field(default_factory=dict)
 
     async def put(self, daemon: DaemonClient, shares: Shares, names: Collection[AllocationId], *, anew: bool) -> None:
         """Creates missing namespaces of `names`, sets their limits and checks them: a namespace without limits gets the whole GPU.

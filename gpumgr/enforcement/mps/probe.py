@@ -6,12 +6,12 @@ boot the former result counts until the next trial has ended.
 """
 
 import asyncio
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.common.errors import MpsError, MpsTransientError
 from gpumgr.common.files import replace_file
@@ -31,8 +31,7 @@ _SHARE: Final = Share(cores=50, memory_bytes=1 << 30)
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeResult:
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """`program`: what was tried, see `identify`. `failure`: None if it works."""
 
     program: str

@@ -13,9 +13,12 @@ The rules of `EventRecorder` are those of client-go's EventCorrelator (k8s.io/cl
 
 import hashlib
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.desired import Desired, TokenBucket
@@ -44,8 +47,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectRef:
+class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
     """The object that an event is about; `kubectl describe` finds its events by name and `uid`. `namespace` is "" for an
     object without one, such as a node."""
 
@@ -56,8 +58,7 @@ class ObjectRef:
     api_version: str = "v1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One occurrence. `allocations` are the ids of the allocations that it is about."""
 
     about: ObjectRef
@@ -177,12 +178,11 @@ def timestamp(unix_seconds: float) -> str:
 _Group = tuple[ObjectRef, bool, str]
 
 
-@dataclass(slots=True)
-class _Similar:
+class _Similar(msgspec.Struct):
     """The different messages of a group, and the time of its last event in monotonic seconds."""
 
     at: float
-    texts: dict[str, None] = field(default_factory=dict)
+    texts: dict[str, None] = msgspec.field(default_factory=dict)
 
 
 class EventRecorder:

@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Final, NoReturn, Protocol
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.pods import find_pod

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from gpumgr.agent.ports import Eviction
@@ -162,8 +163,7 @@ class NodeLabels(NodePart):
                     _log.info("node_description_removed", what="labels")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
     """`reason` is one CamelCase word."""
 
     trouble: bool

@@ -3,8 +3,9 @@ a node has up to 13,888 ids, and generated code would take half of the time of a
 ms). Every decoder checks bounds, skips unknown fields, and raises gpumgr.common.rpc.wire.WireError."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
 from gpumgr.common.rpc import wire
@@ -17,8 +18,7 @@ _HEALTHY = wire.field(2, b"Healthy")
 _UNHEALTHY = wire.field(2, b"Unhealthy")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceRequest:
+class PreferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One container of a GetPreferredAllocation call. `size` is the total including `must_include`; it is signed on the wire."""
 
     available: list[str]

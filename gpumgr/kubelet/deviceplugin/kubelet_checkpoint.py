@@ -8,12 +8,12 @@ verified here. The kubelet writes the file after Allocate has returned, so it ca
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.common.errors import KubeletError
@@ -29,8 +29,7 @@ FILE_NAME = "kubelet_internal_checkpoint"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEntry:
+class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The devices of one resource that a container holds. `encoded` is the recorded response of Allocate."""
 
     pod_uid: str

@@ -20,12 +20,13 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions, RegisterRequest
 from gpumgr.common.aio import LatestValue, forever, until_tick
@@ -58,8 +59,7 @@ _REMEDY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTiming:
+class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.25

@@ -18,7 +18,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn, get_args
 
 import msgspec
@@ -225,8 +224,7 @@ _HELD_RETRIES: Final = 3
 #: Time limit for all requests about one pod.
 
 
-@dataclass(slots=True)
-class _Wait:
+class _Wait(msgspec.Struct):
     """A pod, and the claims that it waits for. `ours` is None until it is known whether one of them is for this driver. `tried`: claim
     that the ledger holds -> retries of the pod since the last registration."""
 
@@ -235,7 +233,7 @@ class _Wait:
     retries: int = 0
     missing: Collection[str] = ()
     ours: bool | None = None
-    tried: Counter[str] = field(default_factory=Counter)
+    tried: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class WaitingPods:

@@ -20,10 +20,10 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 from grpclib.const import Handler as Method
 
@@ -49,8 +49,7 @@ _REFUSED_REMEDY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTiming:
+class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals of the link, in seconds."""
 
     poll_seconds: float = 1.0

@@ -4,10 +4,11 @@ ResourceSlice. After a change to mode plugin it deletes the slice, and keeps cla
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.container_starts import ContainerStarts
@@ -52,8 +53,7 @@ UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimParts:
+class ClaimParts(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of the agent that decide what claims get, and start their containers."""
 
     agent_state: AgentState

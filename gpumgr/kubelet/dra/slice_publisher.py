@@ -17,10 +17,11 @@ Invariants:
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final, NoReturn
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.common.aio import LatestValue, forever, wait_at_most
 from gpumgr.common.errors import GpumgrError
@@ -36,8 +37,7 @@ _FAILED: Final = (*API_FAILURES, *UNREADABLE)
 _NEVER: Final = float("-inf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishTimes:
+class PublishTimes(msgspec.Struct, frozen=True, kw_only=True):
     """`change_seconds`: the shortest time between two writes of changes. `notify_seconds`: how long to wait for a registration after a
     deletion, and how long a registration counts as recent. Pauses after failures grow from the first to the longest of `retry_seconds`.
     `probe_seconds`: the interval of the requests that show whether a server still drops fields."""
@@ -48,8 +48,7 @@ class PublishTimes:
     probe_seconds: float = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublisherState:
+class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
     """`published`: the API server has the slice with the present devices. `devices`: how many devices the slice contains. `error`: the last
     failure since the slice was published. `dropped`: what the API server does not store, and what to do."""
 

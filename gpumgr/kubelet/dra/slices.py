@@ -15,9 +15,11 @@ Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, since C
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
 from gpumgr.kube.client import UNREADABLE
@@ -47,16 +49,14 @@ _EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taint:
+class Taint(msgspec.Struct, frozen=True, kw_only=True):
     """NoSchedule: the device is not allocated to new claims. NoExecute: pods that use it are deleted, too."""
 
     key: str
     effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceDevice:
+class SliceDevice(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps. `shared`:
     several claims can be allocated on it."""
 
@@ -146,8 +146,7 @@ def probe_slice(node: str) -> Json:
     return {**probe, "metadata": {"name": f"probe-{slice_name(node)}"}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSlice:
+class StoredSlice(msgspec.Struct, frozen=True, kw_only=True):
     """A slice in the API server. `content` is what `same` compares; None: it has values that can't be read, and must be replaced."""
 
     uid: str
@@ -178,8 +177,7 @@ def comparable(item: Mapping[str, Any]) -> Json:
     return {"owners": owners, **_normalized(item["spec"])}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class Dropped(msgspec.Struct, frozen=True, kw_only=True):
     """What the API server did not store. `sharing` true: the fields for sharing, so no device can be shared. False: the taints, so
     tainted devices would be allocated."""
 

@@ -5,7 +5,6 @@ Its form: {"PodGPUMapping": {"<pod uid>": {"<container>": {"Devices": ["/dev/nvi
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -18,8 +17,7 @@ _DEVICE: Final = re.compile(r"/dev/nvidia([0-9]{1,9})")
 _Amount = Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuManagerRecord:
+class GpuManagerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What gpu-manager granted to one container: GPUs by minor number, `cores` in 1/100 GPU."""
 
     pod_uid: str

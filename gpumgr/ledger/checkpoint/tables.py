@@ -3,11 +3,11 @@
 import sqlite3
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.foreign_text import convert, decode_json
@@ -22,7 +22,7 @@ class CorruptRowError(CorruptError):
     """A row differs from what was written."""
 
 
-_FIELDS: Final = {field.name for field in fields(Allocation)} - {"id", "device_ids"}
+_FIELDS: Final = {*Allocation.__struct_fields__} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
 _UNSET: Final = Allocation(id="")
 
@@ -106,8 +106,7 @@ _PRUNE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a checkpoint.
 
     `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state: at a first start, after the file was deleted, or
@@ -115,8 +114,8 @@ class Loaded:
     readable; `notes_lost`: some of them may be missing. `history` is in order of time; `unreadable` counts its entries that were skipped.
     """
 
-    ledger: Ledger = field(default_factory=Ledger)
-    notes: Mapping[str, str] = field(default_factory=dict)
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    notes: Mapping[str, str] = msgspec.field(default_factory=dict)
     notes_lost: bool = False
     history: tuple[HistoryEntry, ...] = ()
     unreadable: int = 0

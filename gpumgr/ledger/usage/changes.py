@@ -12,8 +12,10 @@ if it was hidden for a while.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.ledger import Allocation, AllocationId
@@ -22,8 +24,7 @@ from gpumgr.ledger.usage.join import AllocationIndex
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUse, NodeUse, UnattributedProcess
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Streak:
+class _Streak(msgspec.Struct, frozen=True, kw_only=True):
     """`against` counts the readings in a row that contradict `over`."""
 
     over: bool = False
@@ -33,19 +34,17 @@ class _Streak:
 _WITHIN: Final = _Streak()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverLimitState:
+class OverLimitState(msgspec.Struct, frozen=True, kw_only=True):
     """The state between two samples."""
 
-    streaks: Mapping[AllocationOnGpu, _Streak] = field(default_factory=dict)
+    streaks: Mapping[AllocationOnGpu, _Streak] = msgspec.field(default_factory=dict)
 
     @property
     def over(self) -> frozenset[AllocationOnGpu]:
         return frozenset(place for place, streak in self.streaks.items() if streak.over)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverLimitChange:
+class OverLimitChange(msgspec.Struct, frozen=True, kw_only=True):
     """The state after a sample, and the uses that went over their limit or back within it."""
 
     state: OverLimitState
@@ -82,12 +81,11 @@ def _after_reading(streak: _Streak, above: bool, samples: int) -> _Streak:
 KnownProcesses = Mapping[Process, frozenset[GpuName]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnattributedChange:
+class UnattributedChange(msgspec.Struct, frozen=True, kw_only=True):
     """`new`: each process with its use of each GPU, ordered by pid. `gone`: ended, or attributed now."""
 
-    known: KnownProcesses = field(default_factory=dict)
-    new: Mapping[Process, tuple[UnattributedProcess, ...]] = field(default_factory=dict)
+    known: KnownProcesses = msgspec.field(default_factory=dict)
+    new: Mapping[Process, tuple[UnattributedProcess, ...]] = msgspec.field(default_factory=dict)
     gone: frozenset[Process] = frozenset()
 
 
@@ -118,14 +116,13 @@ def update_unattributed(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedContainers:
+class EndedContainers(msgspec.Struct, frozen=True, kw_only=True):
     """`ended`: the allocations that were freed in the last EXPECTED_SECONDS, with the time in monotonic seconds. `live`: the
     allocations at the last sample. `processes`: the processes that samples attributed to either."""
 
-    live: Mapping[AllocationId, Allocation] = field(default_factory=dict)
-    ended: Mapping[AllocationId, tuple[Allocation, float]] = field(default_factory=dict)
-    processes: Mapping[Process, AllocationId] = field(default_factory=dict)
+    live: Mapping[AllocationId, Allocation] = msgspec.field(default_factory=dict)
+    ended: Mapping[AllocationId, tuple[Allocation, float]] = msgspec.field(default_factory=dict)
+    processes: Mapping[Process, AllocationId] = msgspec.field(default_factory=dict)
 
     def with_allocations(self, allocations: Mapping[AllocationId, Allocation], now: float) -> "EndedContainers":
         """A copy with the allocations of this time."""

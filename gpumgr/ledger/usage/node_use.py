@@ -1,7 +1,9 @@
 """The use of the node's GPUs in one sample, as values that `join` makes."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import AllocationId, describe_container
@@ -11,8 +13,7 @@ from gpumgr.placement.pods import PodKey, is_static_uid
 AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnUse:
+class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
     """How a container used its turns on one GPU, as the limiter has counted since the agent knows the container. `held_seconds`: the GPU
     time that was charged to it. `waited_seconds`: how long it had no turn while at least one of its threads waited for one. `overruns`: how
     many of its turns the arbiter ended while its work still ran. `memory_bytes_by_kind`: kind of CUDA allocation -> what its processes
@@ -23,13 +24,12 @@ class TurnUse:
     waited_seconds: float
     launches: int
     overruns: int
-    memory_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes_by_kind: Mapping[str, int] = msgspec.field(default_factory=dict)
     held_ratio: float | None = None
     waited_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerUse:
+class ContainerUse(msgspec.Struct, frozen=True, kw_only=True):
     """A container's grant on one GPU, and the use of the GPU by its processes.
 
     `cores` are hundredths of this GPU. `memory_request_bytes` was granted; `memory_limit_bytes` is the most that the container may use,
@@ -49,7 +49,7 @@ class ContainerUse:
     memory_bytes: int | None = None
     #: The part of the last period in which its kernels ran, 0..1; None = not sampled, or not reported.
     utilization_ratio: float | None = None
-    processes: Mapping[int, int | None] = field(default_factory=dict)
+    processes: Mapping[int, int | None] = msgspec.field(default_factory=dict)
     #: None: the limiter does not limit the container.
     turns: TurnUse | None = None
 
@@ -67,8 +67,7 @@ class ContainerUse:
         return describe_container(self.pod, self.pod_uid, self.container, self.allocation)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnattributedProcess:
+class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process that uses a GPU without an allocation of it. `container`: the container where it runs; None = it runs in no container of
     the kubelet."""
 
@@ -79,8 +78,7 @@ class UnattributedProcess:
     container: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuUse:
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over the unattributed processes of one GPU. The memory is None if the driver reports it for no process."""
 
     uuid: str
@@ -88,8 +86,7 @@ class GpuUse:
     unattributed_processes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUse:
+class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
     """The whole node at one instant; `taken_at` is in monotonic seconds.
 
     `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` lacks GPUs without a readable
@@ -97,9 +94,9 @@ class NodeUse:
     """
 
     taken_at: float
-    containers: Mapping[AllocationOnGpu, ContainerUse] = field(default_factory=dict)
-    unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = field(default_factory=dict)
-    gpus: Mapping[GpuName, GpuUse] = field(default_factory=dict)
+    containers: Mapping[AllocationOnGpu, ContainerUse] = msgspec.field(default_factory=dict)
+    unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = msgspec.field(default_factory=dict)
+    gpus: Mapping[GpuName, GpuUse] = msgspec.field(default_factory=dict)
     unknown: frozenset[int] = frozenset()
 
     def of(self, allocations: Collection[AllocationId]) -> "NodeUse":
@@ -109,8 +106,7 @@ class NodeUse:
         return replace(self, containers={place: use for place, use in self.containers.items() if place[0] in allocations})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
+class Container(msgspec.Struct, frozen=True, kw_only=True):
     """One started container. `attempt` counts its restarts from 0.
 
     `cgroup` is the path of its cgroup below the root of the hierarchy that counts its memory (v2: the unified one), with a leading slash;

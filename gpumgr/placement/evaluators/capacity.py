@@ -2,12 +2,12 @@
 passes an init container's ids on to later containers."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuCapacity:
+
+class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU's free capacity for one request.
 
     `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are free. A GPU with `healthy` False can't be
@@ -43,8 +43,7 @@ class ContainerNeeds(Protocol):
     def memory_blocks(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainNeeds:
+class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What must be free on the GPUs of a chain's first container. A chain is an init container and the later containers that get its ids
     from the kubelet. `cores` and `memory_blocks` count all ids of the chain; `most_cores` is the largest request of one container."""
 

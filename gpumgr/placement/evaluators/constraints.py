@@ -3,8 +3,9 @@
 The scheduler applies the constraints when it chooses GPUs, the agent before a container gets them.
 """
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 _MAX_CHARACTERS: Final = 64
 #: HAMi's modes of a GPU: it is shared, or containers get MIG devices of it.
@@ -16,8 +17,7 @@ def device_type(model: str | None) -> str:
     return model if model and model.startswith("NVIDIA") else f"NVIDIA-{model or 'GPU'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraints:
+class Constraints(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU matches a model if that text is, without regard to case, a part of the GPU's model as HAMi registers it: with "NVIDIA-" before
     it, unless it begins with "NVIDIA". UUIDs are exact. Empty "use": any. `same_numa_node` concerns each container with several GPUs.
     `unused`: only GPUs without containers. `modes`: some of MODES; None: any.

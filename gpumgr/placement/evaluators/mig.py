@@ -5,8 +5,10 @@ profile with that part of the compute.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
@@ -16,8 +18,7 @@ from gpumgr.placement.topology.devices import MigProfile
 _FROM_THE_END: Final = ("1g.", "3g.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigPlace:
+class MigPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A MIG device to create: `start` is its first memory slice."""
 
     profile: MigProfile

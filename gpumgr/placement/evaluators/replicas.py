@@ -1,8 +1,10 @@
 """The request of a container that uses HAMi's resources. Pure."""
 
-from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
@@ -16,8 +18,7 @@ _ALL_PERCENT: Final = 100
 Scaling = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaRequest:
+class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as in HAMi: `count` GPUs, and the same amounts of each. `cores` 0: no limit of cores.
 
     `memory_mebibytes` None: `memory_percent` of the GPU's memory. The memory that the container may use counts on a GPU divided by

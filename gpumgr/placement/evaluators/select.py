@@ -9,8 +9,9 @@ blocks, then the lowest index. spread: the most free cores, then the most free b
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
@@ -27,8 +28,7 @@ Policy = Literal["binpack", "spread"]
 _LISTED_GPUS: Final = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs chosen for a request. `gpus` are ascending indices, `score` is the score of the set (link only), `why` a short sentence
     for the log."""
 

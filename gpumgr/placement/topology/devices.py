@@ -1,11 +1,12 @@
 """The GPUs of a node, their topology and their use, as frozen values. gpumgr.driver reads them from the driver."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from itertools import combinations
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.units import BLOCK_MEBIBYTES
 
@@ -25,8 +26,7 @@ class Level(IntEnum):
     __hash__ = int.__hash__
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, kw_only=True):
     """The connection of two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks: direct links; with NVSwitch, the links to switches
     of the one of the two GPUs that has fewer."""
 
@@ -34,8 +34,7 @@ class Link:
     nvlinks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(msgspec.Struct, frozen=True):
     """The links between the n GPUs with the indices 0..n-1. `levels` and `nvlinks` are symmetric n x n matrices; their diagonals (PSB, 0)
     have no meaning."""
 
@@ -49,8 +48,7 @@ class Topology:
         return Link(level=self.levels[a][b], nvlinks=self.nvlinks[a][b])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigProfile:
+class MigProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of MIG device that a GPU can have: `slices` of the GPU's compute, and `size` adjacent slices of its memory. `starts`: the
     memory slices at which such a device may begin, ascending. `number` is the driver's id of the profile.
 
@@ -65,8 +63,7 @@ class MigProfile:
     starts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigInstance:
+class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
     """A MIG device: one compute instance of a GPU instance. `profile` as `nvidia-smi -L` shows it (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
 
     `gpu_instance` and `compute_instance` are the driver's ids. The driver derives the UUID from the place, so an instance that is created
@@ -82,8 +79,7 @@ class MigInstance:
     memory_slices: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One physical GPU as NVML describes it. None = the driver does not report it.
 
     `index` is NVML's index and the GPU's row in the topology. It may change at a reboot, so lasting data has `uuid` as its key.
@@ -102,19 +98,18 @@ class Gpu:
     pcie_chain: tuple[str, ...] = ()
     mig_instances: tuple[MigInstance, ...] = ()
     mig_profiles: tuple[MigProfile, ...] = ()
-    #: 0: the driver reports none.
-    memory_mebibytes: int = field(init=False)
+    #: Computed; 0: the driver reports none.
+    memory_mebibytes: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "memory_mebibytes", (self.memory_bytes or 0) >> 20)
+        msgspec.structs.force_setattr(self, "memory_mebibytes", (self.memory_bytes or 0) >> 20)
 
     @property
     def memory_blocks(self) -> int:
         return self.memory_mebibytes // BLOCK_MEBIBYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFailure:
+class GpuFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU that NVML lists but can't describe. `uuid` is known if the GPU was seen before or still answers."""
 
     index: int
@@ -126,8 +121,7 @@ class GpuFailure:
         return f"GPU{self.index} can't be described: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSnapshot:
+class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`.
 
     `failures`: the GPUs that NVML lists but can't describe. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that
@@ -160,8 +154,7 @@ class NodeSnapshot:
         return f"the driver lists {listed} of the {len(self.pci_gpus)} NVIDIA GPUs on the PCI bus{named}: see `dmesg`"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuProcess:
+class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process with a context on a GPU. `memory_bytes` None = not reported; `pid` is the pid on the host.
 
     `utilization_ratio` is the share of the last period in which its kernels ran, 0..1; None = not sampled, or not
@@ -173,8 +166,7 @@ class GpuProcess:
     utilization_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimit:
+class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU memory of all processes of one cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail
     (None = no limit)."""
 
@@ -182,8 +174,7 @@ class MemoryLimit:
     hard_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSample:
+class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     """The current use of one GPU. Ratios are 0..1; None = not reported. `processes` None = the list is not readable."""
 
     uuid: str
@@ -196,12 +187,11 @@ class GpuSample:
     processes: tuple[GpuProcess, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSample:
+class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of all GPUs, keyed by UUID; `failures` maps a GPU's UUID to why it could not be sampled."""
 
-    gpus: Mapping[str, GpuSample] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)
+    gpus: Mapping[str, GpuSample] = msgspec.field(default_factory=dict)
+    failures: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 #: The score of a link is the value of its `Level` (SYS 10 to PSB 60), plus this for each NVLink. Source: docs/user-guide.md, "Placement".

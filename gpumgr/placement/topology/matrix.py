@@ -7,9 +7,10 @@ know the level) also counts as SYS, the farthest one. Columns of NICs are read, 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.errors import TopologyError
 from gpumgr.placement.topology.devices import Level, Link, Topology
@@ -27,16 +28,14 @@ _GLUED_NAMES: Final = re.compile(r"(?:GPU|NIC)[0-9]+|mlx[0-9]+_(?:bond_?)?[0-9]+
 _GLUED_CELLS: Final = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV[0-9]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nic:
+class Nic(msgspec.Struct, frozen=True, kw_only=True):
     """A network card's column: `nearest` holds the GPU indices at its closest level (empty: not reported)."""
 
     name: str
     nearest: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedTopology:
+class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
     """What was read. `labels`, `cpu_affinity` and `numa_affinity` have one entry for each GPU; None = not reported, or several nodes."""
 
     topology: Topology
@@ -97,15 +96,13 @@ def read_cell(cell: str, where: str, itself: bool = False) -> Link:
     return Link(level=_LEVELS[found[2] or "SYS"], nvlinks=int(found[1]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...]
     nics: tuple[str, ...]
     affinity: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _Row(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     links: list[Link]
     nics: list[Level | None]

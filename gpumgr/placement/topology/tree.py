@@ -5,16 +5,16 @@ level that joins its GPUs. ROOT always exists, even above one group. NVLink affe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from gpumgr.placement.topology.devices import Level, Topology
 from gpumgr.placement.topology.matrix import cell_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs that are joined at `level` or closer (None: the root). A child is a smaller group, or the index of a GPU.
 
     `mask` has a bit set for each GPU index in the group. Children are in the order of their lowest index.

@@ -3,11 +3,11 @@
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,8 +37,7 @@ Sections = Mapping[str, Mapping[str, object]]
 Metrics = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class Use(msgspec.Struct, frozen=True, kw_only=True):
     """What one container's process uses on each GPU of the container."""
 
     pod: SimPod

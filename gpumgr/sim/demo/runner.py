@@ -10,12 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 import click
+import msgspec
 
 from gpumgr.common.aio import run_until
 from gpumgr.common.errors import GpumgrError
@@ -50,8 +50,7 @@ _PAUSE_SECONDS: Final = 0.5
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a step; `detail` says what happened or what is wrong."""
 
     name: str

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, VCUDA_NAMES, GpuName
 from gpumgr.ledger.ledger import Allocation
@@ -28,8 +29,7 @@ class UnexpectedResultError(Exception):
     """A step had another result than expected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """`play` returns a description of the result, or raises UnexpectedResultError."""
 
     name: str

@@ -1,8 +1,9 @@
 """A checkpoint as an agent leaves it: one pod that sits on a GPU, one that was refused and has a hostile name."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, encode_cordons
 from gpumgr.common.units import BLOCK_MEBIBYTES

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.common.proc import HostProcesses

@@ -1,11 +1,11 @@
 """What the GPUs do and how they are, through the real binding and the simulated library."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import DoubleBitError, Failed, HealthReading, Observation, Xid

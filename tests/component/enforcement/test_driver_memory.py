@@ -4,11 +4,11 @@ import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog.testing
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.errors import Refusal

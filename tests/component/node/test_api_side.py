@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods

@@ -1,10 +1,11 @@
 """The annotations by which HAMi's scheduler knows the node: their content, and when they are written."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport

@@ -1,12 +1,13 @@
 """The annotation gpumgr.io/inventory of the node: its content, and when it is written."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport

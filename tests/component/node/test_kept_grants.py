@@ -1,7 +1,8 @@
 """A pod that runs for months: the decision on its GPU is kept after any number of later events, over restarts too."""
 
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpumgr.agent.history import History
 from gpumgr.agent.node_report import NodeReport

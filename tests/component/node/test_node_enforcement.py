@@ -1,12 +1,12 @@
 """The choice of the backends on a node with an old driver, and the reports for a container that runs without limits."""
 
 from collections.abc import AsyncIterator, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.driver.hardware import Hardware

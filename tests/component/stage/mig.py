@@ -1,7 +1,9 @@
 """MIG devices in memory, by NVML's rules, for tests with one event loop. The simulated driver behind the real binding has the same ones."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.common.errors import NvmlError

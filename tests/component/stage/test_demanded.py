@@ -1,10 +1,10 @@
 """GPUs that a pod demands by its annotations: the agent gives no others, also to pods of another scheduler."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCE_NAMES, Amounts, Resource

@@ -1,10 +1,10 @@
 """The GPUs of a node as pods get them: numbers, unlike memory, loss, and how they are shown."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.common.units import BLOCK_BYTES

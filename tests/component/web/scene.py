@@ -4,12 +4,12 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from msgspec.structs import fields
 
 from gpumgr.agent.api import PodDetails
 from gpumgr.agent.maintenance import MaintenanceRequest

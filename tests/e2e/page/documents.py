@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from playwright.async_api import Browser, Page, expect
 
 from gpumgr.agent.api import to_json_data

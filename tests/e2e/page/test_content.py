@@ -1,9 +1,9 @@
 """The contents of the page: containers per GPU, errors, and the links between GPUs."""
 
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from playwright.async_api import Browser, expect
 
 from gpumgr.agent.api import to_json_data

@@ -1,9 +1,9 @@
 """How the page follows the agent: state by state, over a stream that may break, and not while the page is hidden."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from playwright.async_api import Browser, expect
 
 from tests.e2e.browser import Stage, visit

@@ -5,11 +5,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device

@@ -1,9 +1,9 @@
 """What is remembered of decisions: one name from the preference to the end, candidates, refusals, and a bound."""
 
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from msgspec.structs import fields, replace
 
 from gpumgr.agent.history import History, about
 from gpumgr.common.errors import CheckpointError, Refusal

@@ -3,10 +3,10 @@
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.cordons import Cordon, decode_cordons
 from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus

@@ -1,10 +1,10 @@
 """Shares carry the names of what limits them, from the grant to every start of their containers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, Resource

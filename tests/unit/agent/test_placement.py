@@ -1,9 +1,9 @@
 """Pods that the scheduler placed (annotation gpumgr.io/placement), from the kubelet's calls to the ledger."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.sim.kubelet_pods import SimContainer

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.pods import REPEAT_SECONDS, RUNTIME_SECONDS, PodEnds

@@ -1,9 +1,9 @@
 """PreStartContainer: the last look before a container runs, at every start."""
 
 import os
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import EMPTY, HardwareHealth

@@ -1,10 +1,10 @@
 """Between the kubelet's calls: when to look, whom to free, what to learn."""
 
 import asyncio
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent import reconciler

@@ -1,8 +1,7 @@
 """The ledger between driver, disk and kubelet: new GPUs, memory calls of whole GPUs, quarantine."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE

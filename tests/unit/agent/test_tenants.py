@@ -1,6 +1,6 @@
 """What enforcement gets of an allocation."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import tenant_of
 from gpumgr.common.units import Amounts

@@ -3,13 +3,15 @@
 import asyncio
 import selectors
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.container_starts import ContainerStarts

@@ -3,11 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final, get_args
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from gpumgr.cli import group
 from gpumgr.cluster.claims.lifecycle import FAMILIES as CLAIMS

@@ -1,10 +1,10 @@
-from dataclasses import replace
 from functools import reduce
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.driver.health import (
     APPLICATION_XIDS,

@@ -1,8 +1,7 @@
 """Entries of the history and placements as events."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.kube.publisher.event_texts import gpu_event, placement, pod_event, refusal
 from gpumgr.kube.publisher.events import pod_ref

@@ -1,12 +1,12 @@
 """HAMi's annotation of the MIG devices of a pod, both ways."""
 
 import contextlib
-from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.kube.hami_formats import (
     MigAllocation,

@@ -1,10 +1,10 @@
 """The annotations of a pod: gpu-manager's keys as gpu-admission reads them, and gpumgr's list, for any names."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.kube.pod_annotations import MAX_ALLOCATIONS_BYTES, is_ours, pod_annotations
 from gpumgr.ledger.ledger import Allocation

@@ -1,8 +1,7 @@
 """Bursts: what a pod may demand, how far its containers may go now, and what that leaves for others."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts

@@ -1,8 +1,7 @@
 """GetPreferredAllocation: whole containers are placed, one call at a time. The evaluators have their own tests."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Resource

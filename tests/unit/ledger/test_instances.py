@@ -1,8 +1,7 @@
 """MIG devices: what is offered, choice, grant and the answer."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.common.errors import Refusal

@@ -1,10 +1,10 @@
 """What counts on a GPU and what containers may use of it: ids, amounts without ids, resizes, claims, MIG devices."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.ledger.history import HistoryEntry

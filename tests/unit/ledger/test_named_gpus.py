@@ -1,8 +1,7 @@
 """GPUs that the scheduler named for a container: exactly these, or a refusal with the reason."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts, Resource

@@ -1,9 +1,9 @@
 """Which containers can be suspended, when, and in which order they are resumed."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.ledger import Allocation

@@ -1,10 +1,10 @@
 """Freeing and naming by PodResources, case by case; whole histories are in tests/unit/agent and tests/property."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES, Amounts
 from gpumgr.ledger import sweep as sweeping

@@ -1,11 +1,11 @@
 """The document behind the page: the fields of GPUs and containers, and null where a value is unknown."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import gpumgr
 from gpumgr.agent.cordons import Cordon

@@ -1,8 +1,9 @@
 """Pod details from sources that differ: a static pod, a deleted pod, two pods of one name, a name that was found late."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpumgr.agent.api import to_json_data
 from gpumgr.agent.cordons import Cordon

@@ -11,9 +11,10 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
+
+import msgspec
 
 from gpumgr.common.elf import ElfError, read_elf
 from gpumgr.common.errors import DriverFilesError
@@ -88,8 +89,7 @@ _BINARY_FOLDERS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/us
 _LIBRARY_NAME: Final = re.compile(r"[^/]+\.so(\.[^/]+)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEntry:
+class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a cache. `path` is relative to the root; `machine` is None if only the file itself shows it."""
 
     name: str
@@ -97,8 +97,7 @@ class CacheEntry:
     machine: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedLibrary:
+class SharedLibrary(msgspec.Struct, frozen=True, kw_only=True):
     """One file, as a path without links, and all names by which the loader finds it."""
 
     path: Path
@@ -187,8 +186,7 @@ def _scan(root: Path) -> list[CacheEntry]:
 _LIBCUDA = "libcuda.so"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumeSources:
+class VolumeSources(msgspec.Struct, frozen=True, kw_only=True):
     """The files of one volume's lists. `missing`: entries without a file."""
 
     libraries: tuple[Source, ...]
@@ -196,8 +194,7 @@ class VolumeSources:
     missing: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverInstallation:
+class DriverInstallation(msgspec.Struct, frozen=True, kw_only=True):
     """The driver's files below one root, so that all files of a mirror belong to the same driver."""
 
     root: Path

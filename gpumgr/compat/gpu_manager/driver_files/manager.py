@@ -6,11 +6,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.common.errors import DriverFilesError, SettingsError
 from gpumgr.common.proc import mount_tables, mounted_root
@@ -39,8 +40,7 @@ _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverFiles:
+class DriverFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Folders that containers get at /usr/local/nvidia. Both are links, which stay valid when the driver is replaced.
 
     share_dir: has the limiting library in the place of libcuda and libnvidia-ml; None if it can't be made, for the reason in the sentence

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.common.errors import CriError, DriverFilesError, InputError
 from gpumgr.compat.gpu_manager.driver_files.manager import DriverFiles, DriverMirror, is_supplied

@@ -7,7 +7,6 @@
 volumes that have folders in the settings (`nvidia` and `origin`). Without a file the built-in lists apply.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -67,8 +66,7 @@ class _File(msgspec.Struct):
     volume: Annotated[list[_Volume], Meta(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Volume:
+class Volume(msgspec.Struct, frozen=True, kw_only=True):
     """One volume, which containers see at /usr/local/nvidia. Its path on the host is `base`/`name`, unless a setting names another.
     `libraries` are prefixes of names."""
 
@@ -78,8 +76,7 @@ class Volume:
     libraries: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumeConf:
+class VolumeConf(msgspec.Struct, frozen=True, kw_only=True):
     """All volumes. `source` None: the built-in lists. They name files of many drivers, so missing files are not reported."""
 
     volumes: tuple[Volume, ...]

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from gpumgr.common.elf import Elf
 from gpumgr.common.files import FileIdentity
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHIM
@@ -39,8 +41,7 @@ _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdis
 _TLS_ABI: Final = (2, 3, 99)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, kw_only=True):
     """One file of the host. `name`: its name in the mirror. `elf` None: not an ELF file, with the reason in `not_elf`.
 
     `sha256` is known for files that the operator supplies; None for the driver's files.
@@ -55,24 +56,21 @@ class Source:
     sha256: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class File:
+class File(msgspec.Struct, frozen=True, kw_only=True):
     """`copied`: never a hard link, so that writing to the source has no effect."""
 
     source: Source
     copied: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overlay:
+class Overlay(msgspec.Struct, frozen=True, kw_only=True):
     """The files that turn the driver's files into a share volume."""
 
     shim: Source
     client: Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumePlan:
+class VolumePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `skipped`: file that
     matches the lists but is not mirrored, or link that is not made -> the reason. `version` depends only on what the volume contains."""
 

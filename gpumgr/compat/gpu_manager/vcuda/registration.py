@@ -12,10 +12,10 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import structlog
 from grpclib.const import Cardinality, Status
 from grpclib.const import Handler as Method
@@ -53,8 +53,7 @@ ContainerOf = Callable[[int], Awaitable[Container | None]]
 HasMounted = Callable[[int, AllocationId], bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """The client of one allocation's socket. `pid` is the process's id in the agent's pid namespace; 0 if that namespace does not show
     the process."""
 

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
 from grpclib.config import Configuration
 from grpclib.protocol import H2Protocol
 from h2.config import H2Configuration
@@ -207,8 +207,7 @@ class ContainerSlot:
         files.replace(self.folder, files.PIDS, pack_pids(pids, first=self._registered | self._on_gpu))
 
 
-@dataclass(slots=True)
-class _Registration:
+class _Registration(msgspec.Struct):
     """The clients of one allocation that wait for a batch. The result of `done` is the error, or None."""
 
     containers: dict[str, Container]

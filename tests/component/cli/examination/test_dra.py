@@ -1,12 +1,12 @@
 """The checks of a node in mode dra, at the stand-in API server."""
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from gpumgr.cli.doctor import checks_for
 from gpumgr.cli.examination.api_server import look_at_claims, look_at_mode, look_at_slice, look_at_sockets, needed

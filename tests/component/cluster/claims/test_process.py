@@ -1,11 +1,11 @@
 """The whole process on the simulated API server, its metrics and probes."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.cluster.claims.lifecycle import FAMILIES, ClaimsPages, run_claims
 from gpumgr.cluster.scheduler.pages import page_server

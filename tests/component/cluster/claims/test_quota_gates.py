@@ -1,9 +1,9 @@
 """Gates of pods: removed in order as the quota of both modes allows, refused with one event for each reason."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.component.cluster.scheduler import conftest as plugin
 from tests.component.cluster.scheduler.conftest import until

@@ -2,10 +2,10 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.node import GpuState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -10,6 +9,7 @@ from typing import cast
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.pages import make_pages, page_server

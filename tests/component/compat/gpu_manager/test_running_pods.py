@@ -1,12 +1,13 @@
 """Takeover of gpu-manager's running pods, with its file, without its file, and without any record."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.admission import Admission

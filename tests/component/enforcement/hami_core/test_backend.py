@@ -8,11 +8,11 @@ import stat
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import closing
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import Refusal

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.enforcement.mps.grace_periods import GracePeriods
 from gpumgr.placement.pods import PodView

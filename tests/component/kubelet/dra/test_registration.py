@@ -3,12 +3,12 @@
 import asyncio
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr._pb.pluginregistration import RegistrationStatus

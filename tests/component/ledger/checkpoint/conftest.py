@@ -1,11 +1,11 @@
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint

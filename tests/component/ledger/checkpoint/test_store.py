@@ -8,11 +8,11 @@ import stat
 import subprocess
 import sys
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import BLOCK_MEBIBYTES

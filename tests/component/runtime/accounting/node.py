@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory

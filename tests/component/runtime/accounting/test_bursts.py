@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, Amounts

@@ -1,9 +1,9 @@
 """The watcher's sample once a second: its reports, their frequency, and the effect of a slow runtime or a slow mechanism."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import Finding, FindingCode

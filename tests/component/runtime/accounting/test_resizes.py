@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts
@@ -44,7 +44,7 @@ def node_with(*allocations: Allocation, most: Amounts = MOST, burst: bool = Fals
 
 def ask(node: Node, letter: str, pod: PodKey, asked: ResizeRequest = NO_RESIZE, **others: object) -> None:
     view = PodView(namespace=pod[0], name=pod[1], uid=f"uid-{letter}", resizes=(("main", asked),) if asked != NO_RESIZE else ())
-    node.pods.views[pod] = replace(view, **others)  # type: ignore[arg-type]
+    node.pods.views[pod] = replace(view, **others)
 
 
 def wants(cores: int | None = None, mebibytes: int | None = None, at: str = "") -> ResizeRequest:

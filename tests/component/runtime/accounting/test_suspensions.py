@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.ledger import Allocation, MigDevice
@@ -35,7 +35,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def demanding(node: Node, **fields: object) -> None:
-    node.pods.views[WEB] = replace(PodView(namespace="team", name="web", uid="uid-a"), **fields)  # type: ignore[arg-type]
+    node.pods.views[WEB] = replace(PodView(namespace="team", name="web", uid="uid-a"), **fields)
 
 
 def with_driver(node: Node, version: str = "580.95.05") -> Node:
@@ -168,7 +168,7 @@ def two(*, a: Allocation = A, t: Allocation = T, **fields: object) -> Node:
 
 
 def demanding_train(node: Node, **fields: object) -> None:
-    node.pods.views[TRAIN] = replace(PodView(namespace="team", name="train", uid="uid-t"), **fields)  # type: ignore[arg-type]
+    node.pods.views[TRAIN] = replace(PodView(namespace="team", name="train", uid="uid-t"), **fields)
 
 
 @pytest.mark.parametrize("began", [False, True])

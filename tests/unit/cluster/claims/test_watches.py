@@ -1,7 +1,9 @@
 """What the watches of `gpumgr claims` keep."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from gpumgr.cluster.claims.objects import UnboundPod, WatchedClaim, WatchedSlice
 from gpumgr.cluster.claims.watches import ClaimWatches

@@ -1,12 +1,12 @@
 """The choice of GPUs on one node, and which node comes first."""
 
-from dataclasses import fields, replace
 from typing import Final
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from gpumgr.cluster.core import request as request_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
@@ -149,7 +149,7 @@ def test_a_pod_with_too_many_containers_is_refused_before_it_is_examined(count: 
             replica_request(replicas)
 
 
-class Unlike(ContainerRequest):
+class Unlike(ContainerRequest, frozen=True):
     """Is equal to no other request, so that nothing is taken over from an equal one."""
 
 

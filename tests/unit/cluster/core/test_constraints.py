@@ -1,9 +1,9 @@
 """Which GPUs a pod may have, by model, UUID and NUMA node, and how a rejection names the constraint."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain

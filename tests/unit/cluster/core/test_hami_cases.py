@@ -20,10 +20,10 @@ why. The other cases of that suite:
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.core.node import NodeState

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from random import Random
 from typing import get_args
 from unittest.mock import patch
@@ -10,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.cluster.core import index as index_module
 from gpumgr.cluster.core import shape

@@ -1,8 +1,7 @@
 """The policy least-fragmentation on clusters that are computed by hand. An average pod requests 8 CPUs beside a GPU."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.core.node import NodeState

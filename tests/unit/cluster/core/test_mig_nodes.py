@@ -1,10 +1,9 @@
 """GPUs with dynamic MIG: which device a container gets, on which GPU, and the reason if none fits."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain

@@ -1,11 +1,11 @@
 """Quotas: what pods hold, which limits cover it, which nodes are denied, and the text."""
 
 import weakref
-from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.cluster.core import within_quota
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod

@@ -1,12 +1,12 @@
 """Which pods are evicted from a node so that another pod fits on its GPUs."""
 
 from collections.abc import Set
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.index import PlacedPod, used_on

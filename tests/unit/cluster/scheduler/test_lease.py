@@ -1,10 +1,11 @@
 """The election of a leader: two replicas, an API server that delays and loses requests and answers, in any order of events."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.cluster.scheduler.lease import Candidate, Lease, LeaseTimes, lease_spec, parse_lease
 

@@ -1,9 +1,9 @@
 """The two formats of the quota's ConfigMap, and texts that can't be used."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler.quota_sources import WatchedQuotas, parse_quotas

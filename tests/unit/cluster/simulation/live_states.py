@@ -1,8 +1,9 @@
 """Small clusters for tests of what-if questions."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.simulation.live import LiveCluster, LiveNode, LivePod, Spot

@@ -1,8 +1,7 @@
 """gpu-manager's four gauges: names, helps, labels and units, and which containers have which series."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.ids import ALL_CORES

@@ -1,10 +1,10 @@
 """The plan of a node that had gpu-manager."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import SettingsError
 from gpumgr.compat.gpu_manager.takeover import DaemonSet, GpuManagerCommand, GpuManagerState, from_text, plan_gpu_manager

@@ -1,10 +1,10 @@
 """The plan for a node on which pods keep running, and the comparison afterwards."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.units import Amounts

@@ -1,9 +1,9 @@
 """What a pod needs so that MPS daemons can be started on its host."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.enforcement.mps.control import OwnView, obstacle
 

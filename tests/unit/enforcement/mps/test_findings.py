@@ -1,9 +1,9 @@
 """Findings of checks of running containers."""
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.mps.findings import Tampering, View, judge, lost, processes_outside, unserved

@@ -1,9 +1,9 @@
 """What containers are given for MPS."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCES, Resource

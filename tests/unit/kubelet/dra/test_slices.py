@@ -3,12 +3,12 @@
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.cli.examination.api_server import differences
 from gpumgr.kube.pods import parse_quantity

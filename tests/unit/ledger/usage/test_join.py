@@ -1,8 +1,7 @@
 """Every process on a GPU has an allocation, or is unattributed, or is not clear yet."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES

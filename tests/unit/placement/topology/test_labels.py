@@ -1,8 +1,7 @@
 """Labels of the node: gpu-manager's model, gpu-feature-discovery's common subset, and what Kubernetes takes as a value."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.placement.topology.labels import MODEL, capability_of, clean, gpu_labels, model_label

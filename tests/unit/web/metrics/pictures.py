@@ -1,7 +1,8 @@
 """A small node for metrics and web pages: two A10s joined by NVLink, with given allocations."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.writer import AgentView

@@ -1,8 +1,7 @@
 """Metrics of the agent itself: driver, API server, readers, mechanisms, and clocks that jump."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.ledger.ledger import Allocation

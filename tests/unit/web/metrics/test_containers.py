@@ -1,9 +1,9 @@
 """What containers hold and use: series, absent facts, names that recur, hostile names, and what vanishes."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES

@@ -8,11 +8,11 @@ import re
 import stat
 import threading
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.errors import CriError, GpumgrError, Refusal

@@ -4,12 +4,12 @@ import asyncio
 import os
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import RunningContainer

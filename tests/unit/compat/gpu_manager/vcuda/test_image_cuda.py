@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.compat.gpu_manager.vcuda.backend import ImageCheck, newer_cuda

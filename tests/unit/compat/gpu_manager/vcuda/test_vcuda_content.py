@@ -1,10 +1,9 @@
 """vcuda.config: names, and what does not fit; pids.config. A C program reads the numbers in the component tests."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.compat.gpu_manager.vcuda.files import MOST_PIDS, pack_config, pack_pids, unpack_pids

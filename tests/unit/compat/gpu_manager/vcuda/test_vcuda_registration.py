@@ -4,13 +4,14 @@ import asyncio
 import struct
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
+from msgspec.structs import replace
 
 from gpumgr.common.errors import CriError
 from gpumgr.compat.gpu_manager.vcuda import registration
