@@ -224,6 +224,8 @@ class _ResourceLink:
             first_watch_seconds = self._timing.first_watch_seconds if was_watched else min(2 * first_watch_seconds, 60.0)
             self._log.warning("registration_lost", reason=reason)
             self._become(replace(self.state, registered=False))
+            # A kubelet that starts removes its former socket before it makes the new one.
+            await self._pause(self._timing.unwatched_seconds, None)
 
     def hold_back(self, reason: str) -> None:
         self._become(replace(self.state, error=reason))

@@ -161,6 +161,18 @@ async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet, watched_po
         assert link.registered
 
 
+async def test_a_socket_that_a_starting_kubelet_has_not_made_yet_is_no_failure(kubelet: SimKubelet) -> None:
+    with capture_logs() as logs:
+        async with linked(kubelet.plugin_folder, replace(QUICK, unwatched_seconds=30)) as link:
+            await offered(kubelet)
+            kubelet.registration_socket.unlink()
+            await link.until(lambda: not any(state.registered for state in link.link.states.values()))
+            await asyncio.sleep(0.1)  # time for attempts that must not be made
+            await kubelet.restart()
+            await link.until_registrations(2)
+    assert [line["event"] for line in logs if line["log_level"] != "info"] == ["registration_lost"] * 2
+
+
 async def test_a_kubelet_that_comes_back_late_is_not_waited_for_with_the_full_back_off(kubelet: SimKubelet) -> None:
     patient = LinkTiming(
         poll_seconds=0.01, first_retry_seconds=60, last_retry_seconds=60, unwatched_seconds=0.05, first_watch_seconds=0.5
