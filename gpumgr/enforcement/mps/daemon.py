@@ -8,12 +8,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
 from gpumgr.common.proc import is_running, start_time_ticks
