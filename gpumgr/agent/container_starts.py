@@ -85,7 +85,7 @@ def tenants(ledger: Ledger, inventory: Inventory, pods: Pods) -> Iterator[tuple[
             yield tenant, allocation.mechanisms
 
 
-def neighbours(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
+def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Other pods' shares on the tenant's GPUs, with their mechanisms."""
     own = ledger.allocations.get(tenant.allocation)
     for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:

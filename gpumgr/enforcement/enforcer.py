@@ -40,14 +40,14 @@ _ALLOW_TRACING: Final = (
 #: What to do if the files of a mechanism, or the CDI specs, can't be listed.
 _MAKE_READABLE: Final = "files of containers that are gone stay until the agent can list the folder: make it readable"
 #: The other containers on a container's GPU: their descriptions, and their mechanisms.
-Neighbours = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
+OthersOnGpus = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
 
 
 class Enforcer:
     """CDI specs are written for allocations with `cdi`; new allocations have it if the settings choose injection by CDI.
 
     `in_use` returns which allocations are mounted in a process; it is called on a thread. `on_start` is called before each start of a
-    container. `neighbours` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
+    container. `others_on_gpus` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Enforcer:
         *,
         in_use: Callable[[Collection[str]], Collection[str]] = mounted_names,
         on_start: Callable[[GpuShare | None, Mechanisms], None] = lambda _tenant, _mechanisms: None,
-        neighbours: Neighbours = lambda _: (),
+        others_on_gpus: OthersOnGpus = lambda _: (),
         clock: Callable[[], float],
     ) -> None:
         self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
@@ -68,7 +68,7 @@ class Enforcer:
         self._settings = settings
         self._cdi_dir, self._inject_by_cdi = settings.cdi_dir, settings.injection == "cdi"
         self._in_use, self._clock = in_use, clock
-        self._on_start, self._neighbours = on_start, neighbours
+        self._on_start, self._others_on_gpus = on_start, others_on_gpus
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
         #: The CDI specs that this process wrote.
@@ -155,7 +155,7 @@ class Enforcer:
     def _refuse_mixture(self, tenant: GpuShare, mechanisms: Mechanisms) -> None:
         """Raises Refusal if only one of two containers on a GPU is limited by MPS. MPS sets the GPU to exclusive mode: containers that
         use it without MPS would lose it, or prevent the daemon's start."""
-        for holder, others in self._neighbours(tenant):
+        for holder, others in self._others_on_gpus(tenant):
             if _by_mps(mechanisms) != _by_mps(others):
                 mine, theirs = ("MPS", "another mechanism") if _by_mps(mechanisms) else ("+".join(mechanisms), "MPS")
                 raise Refusal(

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from gpumgr.agent.container_starts import neighbours, tenants
+from gpumgr.agent.container_starts import others_on_gpus, tenants
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
@@ -132,7 +132,7 @@ class NodeEnforcement:
             # Simulated GPUs have no enforcement by default.
             msgspec.structs.replace(chosen, backend="none") if simulated and chosen.backend == "auto" else chosen,
             on_start=self._on_start,
-            neighbours=lambda tenant: neighbours(self.agent_state.ledger, tenant),
+            others_on_gpus=lambda tenant: others_on_gpus(self.agent_state.ledger, tenant),
             clock=time.monotonic,
         )
         self._snapshot = EMPTY

@@ -104,7 +104,7 @@ class Made:
     clock: Clock
     told: list[str]
     used: set[str]
-    neighbours: list[tuple[str, tuple[str, ...]]]
+    others_on_gpus: list[tuple[str, tuple[str, ...]]]
     #: Why the host's processes can't be looked at.
     blind: list[OSError]
 
@@ -124,7 +124,7 @@ def make(
     mechanism: BackendName = "mps",
 ) -> Made:
     clock, told, used = Clock(), list[str](), set[str]()
-    neighbours = list[tuple[str, tuple[str, ...]]]()
+    others_on_gpus = list[tuple[str, tuple[str, ...]]]()
     files, blind = Files(folder / "mps", name=mechanism), list[OSError]()
 
     def in_use(names: Collection[str]) -> Collection[str]:
@@ -138,10 +138,10 @@ def make(
             backend=setting, overrides=tuple(overrides), cdi_dir=folder / "cdi", injection="cdi" if with_cdi else "mounts"
         ),
         in_use=in_use,
-        neighbours=lambda _: neighbours,
+        others_on_gpus=lambda _: others_on_gpus,
         clock=clock,
     )
-    return Made(limits, files, clock, told, used, neighbours, blind)
+    return Made(limits, files, clock, told, used, others_on_gpus, blind)
 
 
 async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
@@ -338,11 +338,11 @@ async def test_an_unreadable_cdi_folder_is_reported_once_and_the_rest_goes_on(fo
 
 async def test_mps_shares_no_gpu_with_another_mechanism(folder: Path) -> None:
     made = make(folder)
-    made.neighbours.append(("team/old (main)", ("none",)))
+    made.others_on_gpus.append(("team/old (main)", ("none",)))
     with pytest.raises(Refusal, match=r"limited by MPS, and team/old \(main\) uses the same GPU through another mechanism"):
         await made.limits.start(BASE, granted("mps"), tenant())
     await made.limits.start(BASE, granted("none"), tenant())
-    made.neighbours[:] = [("team/old (main)", ("nvml-memory", "mps"))]
+    made.others_on_gpus[:] = [("team/old (main)", ("nvml-memory", "mps"))]
     await made.limits.start(BASE, granted("mps"), tenant())
     with pytest.raises(Refusal, match=r"limited by none, and .* through MPS"):
         await made.limits.start(BASE, granted("none"), tenant())
