@@ -38,8 +38,8 @@ _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 
 
 class AgentState:
-    """All state of the agent. Each change needs `lock`. Only freed allocations and reservations may be in `ledger` before they are on disk;
-    the next grant commits them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are offered.
+    """All state of the agent. Each change needs `lock`. Only removals and reservations may be in `ledger` before they are on disk; the next
+    grant commits them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are offered.
     `on_freed` gets the id of each allocation that was removed from the ledger. `inventory` has no GPUs yet, only the settings that decide
     what is offered of them."""
 
@@ -78,7 +78,7 @@ class AgentState:
         return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks())
 
     async def node_with_pending_blocks(self) -> NodeView | None:
-        """Sends all memory blocks that can be offered to the kubelet at once, and returns the node with them; None if the kubelet has them
+        """Sends the kubelet at once all memory blocks that can be offered, and returns the node with them; None if the kubelet has them
         all already. Use it for a request that fits nowhere else: if the kubelet does not receive the blocks in time, it refuses the pod
         itself."""
         self.publish()

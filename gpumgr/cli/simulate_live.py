@@ -149,7 +149,7 @@ def _question(*params: click.Parameter) -> Callable[[Callable[..., Answer]], cli
 
 @_question(_POD, _POLICY, CPUS_PER_GPU)
 def fit(cluster: LiveCluster, pod: LivePod) -> Answer:
-    """Print the node and the GPUs that a pod would get, or the reason of every node.
+    """Print the node and the GPUs that a pod would get, or why each node does not fit.
 
     \b
     Examples:

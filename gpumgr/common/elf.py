@@ -1,5 +1,5 @@
-"""Reads ELF files: the facts that the mirror of the driver's libraries needs, and the symbols that a library exports. Every offset and
-count is checked.
+"""Reads ELF files: the facts that decide which driver files are copied for containers, and the symbols that a library exports. Every
+offset and count is checked.
 
 Sources: System V ABI, chapters 4 and 5 (the layouts); Linux Standard Base, "Note Sections" (the ABI note).
 """
@@ -236,7 +236,8 @@ def _name(read: Read, start: int, size: int, index: int) -> str:
 
 
 def _abi(read: Read, order: str, segments: list[_Segment]) -> tuple[int, int, int] | None:
-    """The GNU ABI note; None if there is none. A malformed note ends the search without an error, since notes do not affect loading."""
+    """The GNU ABI note; None if there is none. A malformed note ends the search in its segment without an error, since notes do not affect
+    loading."""
     head = struct.Struct(f"{order}III")
     for segment in segments:
         if segment.kind != _PT_NOTE:

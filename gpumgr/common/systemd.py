@@ -1,5 +1,5 @@
-"""Talks to systemd: sends log entries to the journal in its native protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds the log of a
-pod; and sends notifications to the service manager.
+"""Talks to systemd: sends log entries to the journal in its native protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds the entries
+about a pod; and sends notifications to the service manager.
 
 Source of the journal: systemd's "Native Journal Protocol". One datagram is one entry, a line FIELD=value for each field. A value with
 newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. An entry that is too long for a datagram

@@ -37,7 +37,7 @@ DEPRECATED: Final = 26
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
-#: Codes that mean "there is none", which is no failure. (Without a list, the binding raises an error even with the code of success.)
+#: Codes that mean "there is none", which is no failure. (If a list is empty, the binding raises an error with the code SUCCESS.)
 _NONE_YET: Final = frozenset(
     {
         *(
@@ -112,7 +112,7 @@ class Binding:
                 self.call("nvmlShutdown")
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The binding's answer. Raises CallError, DriverDown or DriverMismatchError, depending on the code."""
+        """The binding's answer. Raises CallError, NvmlAbsent (DriverDown is one) or DriverMismatchError, depending on the code."""
         try:
             answer = _known(function)(*arguments)
         except pynvml.NVMLError as exc:
@@ -185,7 +185,7 @@ class Binding:
             return DriverDown(f"the NVIDIA driver is not loaded ({function}: NVML error {code})")
         if code == LIB_RM_VERSION_MISMATCH:
             return DriverMismatchError(
-                "the NVIDIA driver was replaced by another version; this process has still loaded the library of the former one"
+                "the NVIDIA driver was replaced by another version; this process still uses the library of the earlier version"
             )
         return CallError(function, code, str(error))
 

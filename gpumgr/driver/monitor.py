@@ -50,7 +50,7 @@ class NodeListener(Protocol):
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
         """Called with the health of all GPUs, by UUID, whenever a state, a reason or a message has changed. `health` has a new GPU before
-        its snapshot, and each MIG device with a fault that concerns only its GPU instance."""
+        the snapshot does, and a MIG device only while the device has a fault that concerns no other GPU instance."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
         """Called with one sample in each period."""

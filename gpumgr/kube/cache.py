@@ -1,4 +1,4 @@
-"""In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners, deletion of pods that the kubelet failed."""
+"""In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners, deletion of failed pods."""
 
 import asyncio
 import contextlib
@@ -202,7 +202,7 @@ class NoPods:
 
 
 class FailedPods:
-    """Deletes pods that the kubelet failed because the agent refused them (setting kubernetes.delete_failed_pods).
+    """Deletes pods that the kubelet marked Failed because the agent refused them (setting kubernetes.delete_failed_pods).
 
     Their owner then creates new ones at once instead of after its back-off. A deletion that fails is tried again until the pod has gone,
     after pauses that grow from the first to the second number of `pause_seconds`."""

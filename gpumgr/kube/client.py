@@ -1,4 +1,4 @@
-"""The connection to the API server: sends requests, renews credentials, detects a dead peer, and asks for the rights of an account."""
+"""The connection to the API server: sends requests, renews credentials, detects a dead peer, and asks which rights an account has."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
 #: What reading an object of the API server raises if it has another structure, or is nested too deeply.
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
-#: Longer than ten seconds, for which the API server itself retries an eviction before it refuses it because of the UID.
+#: The API server retries an eviction with a wrong UID for ten seconds before it refuses it, so the time limit is longer.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: The shortest time between two reads of refused credentials: a read may run a program, and may not help.
 _RENEW_SECONDS: Final = 5.0

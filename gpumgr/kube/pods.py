@@ -99,7 +99,7 @@ def _deletion(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
-    """`constraints` or `unreadable`."""
+    """The field `constraints` or `unreadable` of a PodView."""
     try:
         return {"constraints": constraints_of(annotations)}
     except Refusal as refusal:
@@ -121,8 +121,8 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
 
 
 def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
-    """The container with the memory that HAMi's scheduler counts for a percentage. HAMi's scheduler computes it from the registered memory,
-    without what other pods held there at that time."""
+    """The container with the memory that HAMi's scheduler counts for a percentage. HAMi's scheduler computes it from the registered memory:
+    the agent had subtracted what other pods held there at that time."""
     if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
         return container
     memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
@@ -142,7 +142,8 @@ def _placement(text: object, node: str) -> dict[str, Any]:
 
 
 def parse_quantity(text: str) -> int:
-    """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
+    """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative numbers and
+    other texts."""
     if len(text) <= 18 and text.isascii() and text.isdecimal():  # as the API server writes these resources
         return int(text)
     value = _decimal(text)
@@ -160,13 +161,13 @@ def quantity_or_0(text: str) -> int:
 
 
 def parse_rounded_up(text: str) -> int:
-    """A quantity as a whole number, rounded up as Quantity.Value of Kubernetes does: 10 for "9500m". Raises ValueError for negative and
-    other texts."""
+    """A quantity as a whole number, rounded up as Quantity.Value of Kubernetes does: 10 for "9500m". Raises ValueError for negative
+    numbers and other texts."""
     return ceil(_decimal(text))
 
 
 def parse_milli(text: str) -> int:
-    """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative and other texts."""
+    """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative numbers and other texts."""
     return ceil(_decimal(text) * 1000)
 
 
@@ -175,7 +176,7 @@ def _decimal(text: str) -> Decimal:
     try:
         value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
         if not 0 <= value < _MAX_QUANTITY:
-            raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
+            raise ValueError(f"quantity {text!r} is negative or too large")
     except ArithmeticError as error:
         raise ValueError(f"quantity {text!r} can't be read") from error
     return value
@@ -273,7 +274,7 @@ class _Resize(
 
 
 def _resizes(text: object, containers: Collection[str]) -> tuple[tuple[str, ResizeRequest], ...]:
-    """The request for each container that the annotation names; one that can't be used is a problem of all containers."""
+    """The request for each container that the annotation names. If the annotation can't be used, each container gets the problem."""
     if text is None:
         return ()
     try:

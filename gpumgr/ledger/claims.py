@@ -1,7 +1,7 @@
 """Grants a ResourceClaim (DRA): kube-scheduler has chosen GPUs and amounts, and the claim's status names them.
 
 A claim gets one allocation for each of its requests, since the limits of a container apply to all GPUs of a request together. The amounts
-are checked again here: kube-scheduler has granted devices twice before (kubernetes PR 136269), and a claim's status can be forged.
+are checked again here: kube-scheduler has granted a device to two claims (kubernetes PR 136269), and a claim's status can be forged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -62,7 +62,7 @@ def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
     """The id of the allocation for these shares of one request. It is the same after a loss of the ledger, since the kubelet keeps names of
-    CDI devices that contain it. It differs when the same claim is allocated again, since a CDI name may have only one content."""
+    CDI devices that contain it. It differs when the same claim gets other shares, since a CDI name may have only one content."""
     key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
     return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 
@@ -76,8 +76,8 @@ def grant_claim(
     terms: Callable[[PodView | None, bool], EnforcementTerms],
     now: float,
 ) -> Sequence[Allocation]:
-    """The allocations of the claim, for `ledger.occupy`. `terms` returns mechanisms and exemption, given a pod that uses the request, and
-    whether the request is a share. Raises Refusal."""
+    """The allocations of the claim, for `ledger.occupy`. `terms` gets a pod that uses the request (None: it is not known) and whether the
+    request is a share; it returns how the containers are limited. Raises Refusal."""
     after, granted = ledger, list[Allocation]()
     for request in dict.fromkeys(share.request for share in claim.shares):
         shares = [share for share in claim.shares if share.request == request]

@@ -1,5 +1,5 @@
-"""Restricts a pod to the GPUs that its annotations demand. The agent checks this too, since the pod's scheduler may not have read the
-annotations. Pure."""
+"""Restricts a pod to the GPUs that its annotations demand. The agent does this itself, since the pod's scheduler may not have read
+the annotations. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -27,7 +27,7 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
     wanted = (
         caller.spec.cores // CORES_PER_GPU or (caller.spec.replicas.count if caller.spec.replicas else 1) if caller.spec else 1
     )
-    last = Refusal("no_fit", f"the pod demands {wanted} GPUs of one NUMA node, and the driver reports it for no GPU")
+    last = Refusal("no_fit", f"the pod demands {wanted} GPUs of one NUMA node, and the driver reports no GPU's NUMA node")
     for numa in _numa_nodes(node, node.rows) if view.constraints.same_numa_node and wanted > 1 else [None]:
         far = {gpu: "is on another NUMA node" for gpu in node.rows if numa is not None and _numa_nodes(node, [gpu]) != [numa]}
         undemanded = {**far, **closed}

@@ -1,7 +1,7 @@
 """Rebuilds a ledger from the kubelet's checkpoint, PodResources, and gpu-manager's own checkpoint.
 
-Ids name their GPU, so the kubelet's lists are sufficient. The kubelet's checkpoint has priority: only it has pod UIDs, ordinary init
-containers, and the responses (with the allocation's id in a mount path).
+gpumgr's ids name their GPU, so the kubelet's lists are sufficient. The kubelet's checkpoint has priority: only it has pod UIDs, ordinary
+init containers, and the responses (with the allocation's id in a mount path).
 """
 
 import re
@@ -70,7 +70,7 @@ def adopt(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """Adds the allocations that only the kubelet has to `ledger`. Allocations that contradict the ledger, and replicas of unknown GPUs,
+    """Adds to `ledger` the allocations that only the kubelet has. Allocations that contradict the ledger, and replicas of unknown GPUs,
     are skipped and reported in `problems`."""
     entries = tuple(entries)
     ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
@@ -165,7 +165,7 @@ def _with_entry(claim: Allocation, entry: KubeletEntry, masks: Masks, gpu_regist
 def _with_listed(
     claims: dict[tuple[str, str], Allocation], visible: Shown, uids: Mapping[PodKey, str]
 ) -> dict[tuple[str, str], Allocation]:
-    """Adds the pods that `List` names to the claims, and the containers that only `List` has. `uids`: known pod -> its UID."""
+    """Adds the pods that `List` names, and the containers that only `List` has. `uids`: known pod -> its UID."""
     for (pod, container), held in visible.items():
         if (uids.get(pod, ""), container) in claims:
             continue

@@ -1,8 +1,8 @@
 """A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
 
 Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a file, a name, the seconds that submitted work may take.
-Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids that must have a state with the
-driver while they run. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the ones that do not run, or have an
+Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the driver must
+report a state while they run. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the ones that do not run, or have an
 unknown state; `failed`: the ones that can't go on; `error` with `code` (a CUresult) if something failed; `untouched`: it changed no
 process. A process that has ended, or does not use CUDA and is not required, is left out.
 

@@ -54,7 +54,7 @@ POLL_SECONDS: Final = 0.1
 #: The pauses before another try: of a suspension that failed, and of a resume that the driver refused (each doubles with every failure, up
 #: to the second value); and of saving a state.
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 60.0, 3600.0
-#: The pause that a resume leaves on record, so that the first failure after it has the usual pause.
+#: Each failure doubles the pause, so a resume sets half the usual one: then the first failure after it has the usual pause.
 _AFTER_RESUME: Final = _AGAIN_SECONDS / 2
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
 _SAVE_AGAIN_SECONDS = 1.0
@@ -104,7 +104,7 @@ class Mover(Protocol):
     async def suspend(
         self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
     ) -> Moved:
-        """`required`: the processes that must have a state with the driver while they run."""
+        """`required`: the processes for which the driver must report a state while they run."""
         ...
 
     async def resume(
@@ -117,7 +117,7 @@ class Pages(Protocol):
     (gpumgr.enforcement.enforcer.Enforcer)."""
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
-        """Whether the container's calls are held outside of the driver from now on. False: its mechanisms can't do that."""
+        """Holds the container's calls outside of the driver, or releases them. False: its mechanisms can't do that."""
         ...
 
     def holds_calls(self, allocation: AllocationId) -> bool: ...
@@ -221,7 +221,7 @@ class Suspensions:
             await wait_at_most(self._changed, POLL_SECONDS if away else None)
 
     async def close(self) -> None:
-        """After its restart the agent continues the operations in progress."""
+        """Cancels the operations in progress. After its restart the agent continues them."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -335,7 +335,7 @@ class Suspensions:
             message = f"the container is suspended: {size >> 20} MiB of its GPU memory are in the host's memory"
             self._events.add(name, SUSPENDED, message)
             await self._bursts.measured()  # a resume needs to know what is free now
-        elif moved.held and not (fresh and moved.untouched):  # they may not run, so a resume tries that again
+        elif moved.held and not (fresh and moved.untouched):  # some processes may be stopped, so a resume is tried
             await self._save(name, begun.to("suspended", now, reason=moved.error, asked_at=now))
         else:
             self._pages.hold_calls(name, hold=False)
@@ -428,8 +428,8 @@ class Suspensions:
         return False
 
     async def _say_why(self, allocation: Allocation, known: Suspension, why: str, said: set[str]) -> None:
-        """Reports each reason of a resume that waits once, since figures and the order of names change with every sample. `said`: what was
-        reported."""
+        """Reports only once each reason for which a resume waits, although figures and the order of names change with every sample. `said`:
+        what was reported."""
         kind, saved = _kind(why), self._records.suspensions.get(allocation.id)
         if saved is None or _kind(saved.reason) != kind:
             await self._save(allocation.id, known.waiting(why))
@@ -438,7 +438,7 @@ class Suspensions:
         said.add(kind)
         self._events.add_once(allocation.id, WAITS, f"the container asks to be resumed: {why}")
         if allocation.limits:  # its memory is oversubscribed
-            text = f"the containers that work on it do not fit at once: {allocation.describe()} waits ({why})"
+            text = f"the containers that work on the GPU do not fit at once: {allocation.describe()} waits ({why})"
             entry = HistoryEntry(what="gpu", code="overcommitted", gpus=tuple(known.memory_bytes), why=text)
             self._records.history.add_unless_repeated(entry)
 
@@ -458,7 +458,7 @@ class Suspensions:
             await asyncio.sleep(_SAVE_AGAIN_SECONDS)
 
     async def _save_once(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Saves a state that a later call would save again."""
+        """Saves a state. An error is only logged, since a later call saves the state again."""
         try:
             await self._records.set_suspension(name, suspension)
             self._changed.set()

@@ -21,7 +21,7 @@ LEAST_UNREPORTED_MEBIBYTES: Final = 512
 MOST_UNREPORTED_MEBIBYTES: Final = 1 << 24
 
 #: Marks a setting that takes effect without a restart: it counts for later decisions, samples and writes; existing grants do not change.
-#: All other settings concern sockets, files, processes or containers that exist already.
+#: All other settings need a restart.
 LIVE: Final = Meta(extra={"live": True})
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -60,7 +60,7 @@ MigProfileName = Annotated[
 ]
 HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
 
-#: If other containers on the GPU may burst, the start of a container waits for two samples. The kubelet waits 30 s for the start.
+#: The longest sample period with memory_burst: the start of a container waits for two samples, and the kubelet at most 30 s for the start.
 MOST_BURST_PERIOD_SECONDS: Final = 4.0
 
 
@@ -70,7 +70,7 @@ def _this_host() -> str:
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Name of the Node object. $NODE_NAME (set by DaemonSets) counts as an environment variable of this key.
+    #: Name of the Node object. $NODE_NAME (set by DaemonSets) overrides the file.
     name: NodeName = msgspec.field(default_factory=_this_host)
     #: How the node offers its GPUs: by the device plugin API, or by Dynamic Resource Allocation (Kubernetes 1.36 or later).
     mode: Literal["plugin", "dra"] = "plugin"
@@ -127,7 +127,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     enabled: bool = True
     #: Null: the service account of the pod that the agent runs in.
     kubeconfig: Path | None = None
-    #: Delete pods that the kubelet failed because gpumgr refused them.
+    #: Delete pods that the kubelet marked Failed because gpumgr refused them.
     delete_failed_pods: bool = False
     #: How long GetPreferredAllocation may wait for a pod that the kubelet has and the agent's cache does not have yet.
     pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000), LIVE] = 50
@@ -355,9 +355,9 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
     runtime_class: Annotated[str, Meta(pattern="^[a-z0-9.-]*$", max_length=253)] = ""
     #: The GPUs of a container that requests an amount without a number of GPUs (HAMi's defaultGPUNum).
     default_gpus: Annotated[int, Meta(ge=1, le=64)] = 1
-    #: Unless it is default, the webhook sets GPU_CORE_UTILIZATION_POLICY to it in their containers (HAMi's gpuCorePolicy).
+    #: Unless it is default, the webhook sets GPU_CORE_UTILIZATION_POLICY to it in these pods' containers (HAMi's gpuCorePolicy).
     core_policy: Literal["default", "force", "disable"] = "default"
-    #: Set NVIDIA_VISIBLE_DEVICES=none in their containers without a GPU request (HAMi's overwriteEnv, for these pods).
+    #: Set NVIDIA_VISIBLE_DEVICES=none in these pods' containers without a GPU request (as HAMi's overwriteEnv).
     hide_gpus: bool = False
 
 

@@ -109,7 +109,7 @@ class TokenFile:
         return await self._files.current()
 
     def _unusable(self, error: SettingsError, _earlier: bytes | None) -> None:
-        _log.error("token_unusable", error=str(error), consequence="no token is accepted until it is")
+        _log.error("token_unusable", error=str(error), consequence="no token is accepted until the file can be used")
 
 
 class Certificates:

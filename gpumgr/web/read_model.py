@@ -1,6 +1,6 @@
 """Answers Prometheus, the web page, scripts and gpu-manager's clients from memory.
 
-No request makes the agent call the driver, the kubelet or the API server. Documents with readers are rendered once a sample period.
+No read request makes the agent call the driver, the kubelet or the API server. Documents with readers are rendered once a sample period.
 """
 
 import asyncio
@@ -170,7 +170,7 @@ class ReadModel:
         return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
-        """What is wrong with the node's ResourceSlice; `offered` selects whether it still offers GPUs."""
+        """What is wrong with the node's ResourceSlice. `offered`: only if it still offers GPUs; else only if it offers none."""
         if self._components.dra is None:
             return ()
         state = self._components.dra.publisher.state
@@ -204,7 +204,7 @@ class ReadModel:
 
     @property
     def states(self) -> LatestValue[bytes]:
-        """/api/state as JSON, published once per sample period while there are subscribers; b"" before the first."""
+        """/api/state as JSON, published once per sample period while there are subscribers; b"" before the first rendering."""
         return self._states
 
     async def state(self) -> bytes:

@@ -38,8 +38,8 @@ async def on_response_prepare(_request: web.Request, response: web.StreamRespons
 
 
 def add_common_headers(response: web.StreamResponse) -> None:
-    """Sets headers against caching, framing, content sniffing, referrers and a shown version. A page may set its own Cache-Control and
-    Content-Security-Policy."""
+    """Sets headers against caching, framing, content sniffing and referrers, and hides the server's version. A page may set its own
+    Cache-Control and Content-Security-Policy."""
     response.headers["Server"] = "gpumgr"
     response.headers.setdefault("Cache-Control", "no-store")
     response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
@@ -134,8 +134,8 @@ async def _respond(request: web.Request, handler: _Handler) -> web.StreamRespons
 
 
 async def _read_body(request: web.Request) -> None:
-    """Raises HTTPRequestEntityTooLarge before more than the limit is in memory, HTTPRequestTimeout if the body takes too long, and
-    ConnectionError if the client has disconnected."""
+    """Raises HTTPRequestEntityTooLarge before more than the limit is in memory, HTTPRequestTimeout if the body takes too long,
+    HTTPBadRequest if it can't be read, and ConnectionError if the client has disconnected."""
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES)
     try:

@@ -11,9 +11,9 @@ the CPU, or the GPU lacks the memory, that pods need beside them. On a node, and
 A pod may have one policy for nodes and another for the GPUs of a node. Then nodes are compared as HAMi's scheduler does: by the part of
 all their GPUs that is in use.
 
-A share of one GPU is ranked by the room that it gets, and needs no further choice of GPUs. For other requests only the ranks of profiles
-(`gpumgr.cluster.core.profiles`) are kept, so the costs do not depend on how many different requests there are. Groups of nodes are
-compared by the lowest rank that a node of the group can have; only nodes that may be among the best are examined.
+A share of one GPU is ranked by the room that it gets (equal GPUs with equal use), and needs no choice of GPUs. For other requests only the
+ranks of profiles (`gpumgr.cluster.core.profiles`) are kept, so the costs do not depend on how many different requests there are. Groups of
+nodes are compared by the lowest rank that a node of the group can have; only nodes that may be among the best are examined.
 """
 
 from bisect import bisect_left
@@ -48,7 +48,7 @@ from gpumgr.placement.evaluators.replicas import Scaling
 
 _numbers: Final = count()
 #: A pod is compared on _MOST_CHOICES profiles that fit, divided by the number of its containers, but on at least _FEWEST_PROFILES. If none
-#: fits, the reasons on so many are named.
+#: fits, the rejection has the reasons of that many profiles.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
 #: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers such a node.
@@ -115,7 +115,7 @@ class Shape:
     def fitting(self, offered: int, most: int | None, *, enough: int | None = None) -> list[Found]:
         """The nodes that fit, the best one first. `enough`: see `examine`."""
         best = _Best(most)
-        if not self.request.constraints.use_uuids:  # then the nodes with these GPUs are the only ones
+        if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and ClusterIndex ranks them
             apart = self._apart
             if self._share is not None:
                 self._in_rooms(self._share, offered & ~apart, best)
@@ -141,7 +141,7 @@ class Shape:
 
     def examine(self, offered: int, most: int | None, *, enough: int | None = None, reasons: bool) -> Iterator[None]:
         """Computes what `fitting` needs, one choice per step, and with `reasons` also what `misfits` needs. With `most` it ends after
-        `enough` profiles that fit, in the order of their nodes' names. `enough` None: a number that makes the best of them good."""
+        `enough` profiles that fit, in the order of their nodes' names. `enough` None: the number from `_MOST_CHOICES`, at least `most`."""
         if self.request.constraints.use_uuids:
             return
         offered &= -1 if self._share is None else self._apart
@@ -205,8 +205,8 @@ class Shape:
         return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
 
     def _key(self, profile: Profile) -> int:
-        """A number for all that decides the choice in a profile: the request, the policy, and the GPUs that the constraints allow, not
-        their texts."""
+        """A number for all that decides the choice in a profile: the request, the policy, and which GPUs the constraints allow (not the
+        constraints' text)."""
         return self._on_state(profile.state)[1]
 
     def _on_state(self, state: NodeState) -> tuple[NodeState, int, Amounts]:
@@ -304,7 +304,7 @@ class Shape:
                     self._add(nodes, room, least, Ranked(rank, taken if self._by_cpu else None), best)
 
     def _add(self, nodes: int, room: Room | None, least: Rank, ranked: Ranked, best: _Best) -> None:
-        """Adds nodes that have one rank, except for what the pod strands on each of them. No node has a rank below `least`."""
+        """Adds nodes of the same rank, except for what the pod strands on each of them. No node has a rank below `least`."""
         rank, taken = ranked
         places = self._profiles.places_of(nodes) if best.most is None else self._profiles.in_order(nodes)
         if taken is None:
@@ -356,7 +356,7 @@ class Shape:
 
     def misfits(self, offered: int) -> Iterator[tuple[int, str, Misfit | None]]:
         """For each kind of misfit the number of nodes, the name of the node that lacks least, and what it lacks, which may be unknown.
-        None of the nodes may fit."""
+        The caller has checked that no node fits."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -511,7 +511,7 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def _tier(room: Room) -> tuple[int, int]:
-    """Among rooms that are equal for a share in blocks, the first one on the node is taken."""
+    """Rooms with the same result are equal for a share without replicas: it takes the node's first one."""
     return room.cores_free, room.blocks_free
 
 

@@ -1,4 +1,5 @@
-"""Completes pods with HAMi's resources, in clusters without MutatingAdmissionPolicies: the rules of config/hami/admission-policies.yaml.
+"""Completes pods that request HAMi's resources, in clusters without MutatingAdmissionPolicies: the rules of
+config/hami/admission-policies.yaml.
 
 config/hami/webhook.yaml selects the pods. Source: HAMi 2.10, pkg/scheduler/webhook.go, and MutateAdmission in
 pkg/device/nvidia/device.go.
@@ -28,7 +29,7 @@ _OTHER_GPUS: Final = ("nvidia.com/", "tencent.com/vcuda-")
 
 
 def refusal(pod: Mapping[str, Any], hami: ReplicaResources) -> str | None:
-    """Why no node can grant the pod: amounts outside 0 to 100 %, or too many containers. Raises what `patches` raises."""
+    """Why no node can grant the pod: amounts above 100 %, or too many containers. Raises what `patches` raises."""
     spec, asking = pod["spec"], 0
     for container in [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]:
         limits = (container.get("resources") or {}).get("limits") or {}

@@ -1,6 +1,6 @@
 """The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sets the authority that the kubelet's own clients send.
 
-`PeerConnection` is the base of the client's and of the server's connections.
+`PeerConnection` is the client's connection, and the base of the server's connections.
 """
 
 import asyncio

@@ -114,7 +114,7 @@ def _device(use: ContainerUse, gpu: Gpu) -> Message:
 
 
 def _short(number: float) -> float:
-    """Rounded to 4 digits; a whole number as an int."""
+    """Rounded to 4 decimal places; a whole number as an int."""
     rounded = round(number, 4)
     return int(rounded) if rounded == int(rounded) else rounded
 
@@ -151,7 +151,7 @@ class GpuDisplay:
 
 
 def answer_of(message_type: type[Answer], message: Mapping[str, Any]) -> Answer:
-    """The generated message from plain data (see `messages`)."""
+    """The generated message from plain data, such as the result of `usage_message`."""
     answer: Answer = message_type().from_dict(_as_utf8(message))
     return answer
 

@@ -74,7 +74,7 @@ def seed(wanted: RegionLimits) -> bytes:
 
 _UUID: Final = re.compile(rb"(GPU|MIG)-[0-9A-Fa-f-]{36}")
 ProblemCode = Literal["header", "process_count", "uuid"]
-#: (kind of a value that only the container can have written, since the library never does; a message that names the value)
+#: (kind, message) of a value that the library never writes, so the container wrote it. The message names the value.
 RegionProblem = tuple[ProblemCode, str]
 
 

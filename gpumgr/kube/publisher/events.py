@@ -7,8 +7,8 @@ The rules of `EventRecorder` are those of client-go's EventCorrelator (k8s.io/cl
 1. Aggregation: from the tenth different message on, within 10 minutes of the last one, events of the same object, type and reason share
    one Event object, which has the latest message with a prefix.
 2. Counting: an event with the same message again increments the count of its object.
-3. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; what exceeds that is dropped. The type is part of the
-   key (client-go's SpamKeyFunc), so that many Normal events about the node drop no Warning.
+3. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; what exceeds that is dropped. Unlike client-go's
+   default, the key has the type (its option SpamKeyFunc), so that many Normal events about the node drop no Warning.
 """
 
 import hashlib
@@ -138,8 +138,8 @@ class EventSeries(Desired):
     async def write(self, server: ApiServer, node: str) -> None:
         """Creates the object, or increments its count. Raises what `ApiServer.send` raises.
 
-        404: the API server has removed the event, which it does after an hour. 409: an earlier request created it, but its response was
-        lost; the count may have been smaller.
+        404: the API server has removed the event, which it does after an hour. 409: an earlier request created it and its response was
+        lost, so its count may be outdated.
         """
         path = f"{self.path}/{self.name}"
         if self.created and await server.send("PATCH", path, self.patch(), but=(404,)):

@@ -44,7 +44,7 @@ WITHDRAWAL_PAUSES: Final = (1.0, 600.0)
 SLOW_DRIVER_SECONDS: Final = 10.0
 CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
-#: The pause between two tries to adopt claims while the API server does not answer.
+#: The pause between two tries to adopt claims, and the longest wait for the first check of the pods.
 ADOPT_SECONDS: Final = 2.0
 #: Why no claim is prepared in mode plugin.
 _CLOSED: Final = "node.mode of this node is plugin, so it serves no new claims: delete the pod, so that it is scheduled again"
@@ -54,7 +54,7 @@ CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 
 
 class ClaimParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of the agent that decide what claims get, and start their containers."""
+    """The parts of the agent that decide what claims get and how their containers start."""
 
     agent_state: AgentState
     starts: ContainerStarts
@@ -231,7 +231,9 @@ class DraSide:
                 uid, shares = await find_shares(self._server, self._settings.node.name, namespace, name)
             except API_FAILURES as error:
                 if isinstance(error, AnswerError) and error.status == 403 and not self._had_claims:
-                    log.warning("claims_not_adopted", error=str(error), consequence="claims of mode dra would not be known")
+                    log.warning(
+                        "claims_not_adopted", error=str(error), consequence="claims of an earlier mode dra, if any, are not known"
+                    )
                     return None
                 return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
             except UNREADABLE as error:
@@ -267,7 +269,7 @@ class DraSide:
             except (*API_FAILURES, *UNREADABLE) as error:
                 failed["the kubelet's list"] = repr(error)
             if failed and failed != logged:
-                log.warning("leaked_claims_not_examined", errors=dict(failed), consequence="it is tried again")
+                log.warning("leaked_claims_not_examined", errors=dict(failed), consequence="they are examined again later")
             logged = dict(failed)
 
     async def _keep_specs(self) -> None:

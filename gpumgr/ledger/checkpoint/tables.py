@@ -110,8 +110,9 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a checkpoint.
 
     `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state: at a first start, after the file was deleted, or
-    after a corrupt file was renamed to `set_aside`. `why` gives the cause. After a corrupt file `notes` has the notes to keep that are
-    readable; `notes_lost`: some of them may be missing. `history` is in order of time; `unreadable` counts its entries that were skipped.
+    after a corrupt file was renamed to `set_aside`. `why` gives the cause. After a corrupt file `notes` has only the readable ones of the
+    notes that outlive the ledger; `notes_lost`: some of them may be missing. `history` is in order of time; `unreadable` counts its
+    entries that were skipped.
     """
 
     ledger: Ledger = msgspec.field(default_factory=Ledger)
@@ -152,7 +153,7 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
     if versions[0] > SCHEMA_VERSION:
         raise CheckpointError(
             f"the checkpoint {path} was written by a newer gpumgr (schema {versions[0]}, this one reads {SCHEMA_VERSION} only): "
-            "start that version again, or move the file away: the ledger is then rebuilt from the kubelet's PodResources"
+            "start that version again, or move the file away: the ledger is then rebuilt from the kubelet's state"
         )
 
 
@@ -165,7 +166,7 @@ def repair_history(connection: sqlite3.Connection) -> None:
 
 
 def read(connection: sqlite3.Connection) -> Loaded:
-    """Reads all tables at one instant. Raises CorruptError, which names the unreadable row."""
+    """Reads all tables at one instant. Raises CorruptError with the cause, which names the row where possible."""
     connection.execute("BEGIN")
     try:
         gpu_registry = _gpus(connection)

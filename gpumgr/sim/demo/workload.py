@@ -90,7 +90,7 @@ class Workload:
 _ROUND_SECONDS: Final = 1.5
 #: Cores and memory blocks of the short-lived pods. One pod runs for each entry.
 _GUESTS: Final = ((20, 40), (30, 100), (25, 25))
-#: Requests (cores, memory blocks) that no GPU can serve. The node's sum has free capacity, so the kubelet asks for them.
+#: Requests (cores, memory blocks) that no GPU can serve. The node's total free capacity suffices, so the kubelet asks for them.
 _IMPOSSIBLE: Final = ((10, 250), (20, 0), (0, 10))
 #: The activity repeats after this many rounds.
 _CYCLE_ROUNDS: Final = 20
@@ -104,7 +104,7 @@ _REFUSAL_ROUNDS: Final = 4
 
 
 class Activity:
-    """Starts from the state at the end of the script: shares run on one GPU, and the pod `patient` is deleted."""
+    """Continues after the script, when shares run on one GPU: deletes the pod `patient`, then repeats rounds of events."""
 
     def __init__(self, node: SimulatedNode, work: Workload, *, round_seconds: float = _ROUND_SECONDS) -> None:
         self._node, self._work, self._round_seconds = node, work, round_seconds

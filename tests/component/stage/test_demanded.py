@@ -70,7 +70,7 @@ async def test_gpus_of_one_numa_node(folder: Path, container: SimContainer) -> N
 async def test_a_node_that_does_not_know_its_numa_nodes_gives_no_pair(folder: Path) -> None:
     async with stage(folder, kinds=WITHOUT_MIG) as node:
         status = await node.run(node.pod("pair", hami(2, gpumem=100), annotations={"nvidia.com/numa-bind": "1"}))
-        assert "the pod demands 2 GPUs of one NUMA node, and the driver reports it for no GPU" in (status.message or "")
+        assert "the pod demands 2 GPUs of one NUMA node, and the driver reports no GPU's NUMA node" in (status.message or "")
 
 
 async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
