@@ -126,7 +126,7 @@ def migrate_gpu_manager(
 
     The flags are those of --flags, of --manifest, or of the gpu-manager that runs here. Run it on the node, as root.
 
-        \b
+    \b
     Examples:
       gpumgr migrate gpu-manager
       gpumgr migrate gpu-manager --manifest gpu-manager.yaml --pods pods.json
