@@ -21,7 +21,7 @@ from gpumgr.cli.options import PodName
 from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
-from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kube.client import AnswerError, ApiServer, items_of
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
 #: Selects the leader, else any replica of the chart's Deployment, which has the same data except for the leader's assumed GPUs.
@@ -100,8 +100,7 @@ async def _pods(server: ApiServer, kind: str, selector: str) -> Sequence[Mapping
             "name it as NAMESPACE/POD" if kind == "fieldSelector" else "name the scheduler's pod with --scheduler NAMESPACE/POD"
         )
         raise GpumgrError(f"pods of all namespaces can't be listed (HTTP {response.status}: {_message(document)}); {remedy}")
-    items: Sequence[Mapping[str, Any]] = document.get("items") or ()
-    return items
+    return items_of(document)
 
 
 async def _read(server: ApiServer, path: str) -> Mapping[str, Any]:

@@ -10,8 +10,8 @@ from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.cluster.simulation.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.cluster.simulation.node_filters import selects
-from gpumgr.common.foreign_text import UnreadableText, convert
-from gpumgr.kube.client import UNREADABLE
+from gpumgr.common.foreign_text import convert
+from gpumgr.kube.client import UNREADABLE, unreadable_text
 from gpumgr.kube.pods import MIRROR_ANNOTATION, parse_milli
 
 Json = Mapping[str, Any]
@@ -44,7 +44,7 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
             try:
                 yield name, decode(item)
             except UNREADABLE as error:
-                problems.append(f"{name} is left out{consequence}: {reason(error)}")
+                problems.append(f"{name} is left out{consequence}: {unreadable_text(error)}")
 
     unprotected, free = ", and the pods that it selects count as not protected", ", and what it uses counts as free"
     budgets = [budget for _, budget in read("poddisruptionbudgets", "PodDisruptionBudget", _budget, unprotected)]
@@ -69,23 +69,19 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
 def read_pod(
     item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Budget] = ()
 ) -> tuple[WatchedPod, LivePod]:
-    """`nodes`: name -> node, where the pod's node is looked up. Raises one of UNREADABLE, which `reason` explains."""
+    """`nodes`: name -> node, where the pod's node is looked up. Raises one of UNREADABLE."""
+    convert(item, _Pod)
     pod = parse_watched_pod(item)
     return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)
 
 
-def reason(error: Exception) -> str:
-    """What is wrong with an object."""
-    return str(UnreadableText(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"))
-
-
 def _budget(item: Json) -> Budget:
-    selector = (item.get("spec") or {}).get("selector")
-    selects(selector, {})  # raises an error for another structure
-    return str(item["metadata"]["namespace"]), selector
+    convert(item, _PodDisruptionBudget)
+    return item["metadata"]["namespace"], (item.get("spec") or {}).get("selector")
 
 
 def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
+    convert(item, _Node)
     node = parse_node(item)
     return node, _live_node(item, node)
 
@@ -229,7 +225,106 @@ class _Affinity(TypedDict, total=False):
     nodeAffinity: _NodeAffinity | None
 
 
-class _Rules(TypedDict):
+class _Rules(TypedDict, total=False):
     tolerations: list[_Toleration] | None
     nodeSelector: dict[str, str] | None
     affinity: _Affinity | None
+
+
+# -- what is read of each object, so that a message names the path and the expected type ------------------------------------------
+
+_Object = dict[str, Any]
+
+
+class _Metadata(TypedDict, total=False):
+    name: Required[str]
+    uid: Required[str]
+    labels: dict[str, str] | None
+    annotations: _Object | None
+
+
+class _Taint(TypedDict, total=False):
+    key: Required[str]
+    effect: Required[str]
+    value: str | None
+
+
+class _NodeSpec(TypedDict, total=False):
+    unschedulable: bool | None
+    taints: list[_Taint] | None
+
+
+class _Condition(TypedDict):
+    type: str
+    status: str
+
+
+class _NodeStatus(TypedDict, total=False):
+    capacity: _Object | None
+    allocatable: _Object | None
+    conditions: list[_Condition] | None
+
+
+class _Node(TypedDict, total=False):
+    metadata: Required[_Metadata]
+    spec: _NodeSpec | None
+    status: Required[_NodeStatus]
+
+
+class _Owner(TypedDict, total=False):
+    kind: Required[str]
+    controller: bool | None
+
+
+class _PodMetadata(_Metadata, total=False):
+    namespace: Required[str]
+    ownerReferences: list[_Owner] | None
+    creationTimestamp: str | None
+    deletionTimestamp: str | None
+
+
+class _Resources(TypedDict, total=False):
+    limits: _Object | None
+    requests: _Object | None
+    claims: list[_Object] | None
+
+
+class _Container(TypedDict, total=False):
+    name: Required[str]
+    resources: _Resources | None
+    ports: list[_Object] | None
+    env: list[_Object] | None
+
+
+class _PodSpec(_Rules, total=False):
+    nodeName: str | None
+    containers: Required[list[_Container]]
+    initContainers: list[_Container] | None
+    resources: _Resources | None
+    overhead: _Object | None
+    volumes: list[_Object] | None
+    resourceClaims: list[_Object] | None
+
+
+class _Pod(TypedDict, total=False):
+    metadata: Required[_PodMetadata]
+    spec: Required[_PodSpec]
+    status: _Object | None
+
+
+class _Selector(TypedDict, total=False):
+    matchLabels: dict[str, str] | None
+    matchExpressions: list[_Requirement] | None
+
+
+class _Namespaced(TypedDict):
+    namespace: str
+
+
+class _BudgetSpec(TypedDict, total=False):
+    selector: _Selector | None
+
+
+class _PodDisruptionBudget(TypedDict, total=False):
+    metadata: Required[_Namespaced]
+    spec: _BudgetSpec | None

@@ -22,7 +22,7 @@ from gpumgr.compat.hami import takeover
 from gpumgr.compat.hami.config import Config, read_config
 from gpumgr.compat.objects import Object, Pod, of_type, parse_object, read_objects
 from gpumgr.compat.plan import Plan, settings_yaml, text_of, write_settings
-from gpumgr.kube.client import ApiServer
+from gpumgr.kube.client import ApiServer, items_of
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import (
     FILE_NAME,
     parse_registered_devices,
@@ -285,7 +285,7 @@ async def _fetch_node_and_pods(kubeconfig: Path, node: str) -> tuple[Object, ...
         pods = await server.read("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"})
         return (
             parse_object({**await server.read("GET", f"/api/v1/nodes/{node}"), "kind": "Node"}, _API_SERVER),
-            *(parse_object({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods.get("items") or ()),
+            *(parse_object({**pod, "kind": "Pod"}, _API_SERVER) for pod in convert(items_of(pods), list[dict[str, Any]])),
         )
 
 

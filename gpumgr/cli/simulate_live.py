@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from gpumgr.cli.formats import cleaned
-from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod, reason
+from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod
 from gpumgr.cli.options import ExitingCommand, default_kubeconfig
 from gpumgr.cli.simulate import CPUS_PER_GPU, SOURCE, read_text, text_table
 from gpumgr.cluster.scheduler.selection import POLICIES
@@ -24,8 +24,8 @@ from gpumgr.cluster.simulation.defrag import Defrag
 from gpumgr.cluster.simulation.json_text import count_text
 from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
 from gpumgr.common.errors import InputError
-from gpumgr.common.foreign_text import UnreadableText, decode_json, decode_yaml
-from gpumgr.kube.client import UNREADABLE, AnswerError, ApiServer
+from gpumgr.common.foreign_text import UnreadableText, convert, decode_json, decode_yaml
+from gpumgr.kube.client import UNREADABLE, AnswerError, ApiServer, items_of, unreadable_text
 from gpumgr.settings.schema import SchedulerSettings
 
 Document = dict[str, Any]
@@ -57,6 +57,11 @@ class _Snapshot(TypedDict):
     nodes: list[Any]
     pods: list[Any]
     poddisruptionbudgets: list[Any] | None
+
+
+class _PodFile(TypedDict):
+    kind: Literal["Pod"]
+    metadata: dict[str, Any]
 
 
 def read_cluster(kubeconfig: Path) -> Document:
@@ -94,8 +99,8 @@ async def _items(server: ApiServer, path: str, **query: str) -> list[Any]:
     kind, found, query = path.rpartition("/")[2], [], {**query, "limit": "500"}
     while True:
         page = await server.read("GET", path, query=query)
-        found += [_kept(each, kind) for each in page["items"]]
-        query["continue"] = page["metadata"].get("continue") or ""
+        found += [_kept(each, kind) for each in items_of(page)]
+        query["continue"] = (page.get("metadata") or {}).get("continue") or ""
         if not query["continue"]:
             return found
 
@@ -235,14 +240,18 @@ def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path |
 def _read_pod(file: BinaryIO) -> LivePod:
     """Raises InputError."""
     try:
-        (item,) = decode_yaml(file.read(), max_bytes=_MOST_BYTES)
-        if item["kind"] != "Pod":
-            raise InputError(f"{file.name}: its kind is {item['kind']}; give a Pod, for example from the template in it")
-        named = {"namespace": "default", "name": item["metadata"].get("generateName", "")}
-        item |= {"metadata": {**named, **item["metadata"], "uid": f"file {file.name}"}, "status": {}}
+        documents = decode_yaml(file.read(), max_bytes=_MOST_BYTES)
+        if len(documents) != 1:
+            raise InputError(f"{file.name} has {count_text(len(documents), 'YAML document')}; give exactly one, a Pod")
+        item = convert(documents[0], dict[str, Any])
+        if (kind := item.get("kind", "Pod")) != "Pod":
+            raise InputError(f"{file.name}: its kind is {kind}; give a Pod, for example from the template in it")
+        metadata = convert(item, _PodFile)["metadata"]
+        named = {"namespace": "default", "name": metadata.get("generateName", "")}
+        item |= {"metadata": {**named, **metadata, "uid": f"file {file.name}"}, "status": {}}
         watched, pod = read_pod(item)
     except UNREADABLE as error:
-        raise InputError(f"{file.name} is not a pod: {reason(error)}; correct it, see `kubectl explain pod`") from error
+        raise InputError(f"{file.name} is not a pod: {unreadable_text(error)}; correct it, see `kubectl explain pod`") from error
     problems = {
         "it has spec.nodeName, so no scheduler places it; remove this line": watched.node,
         watched.refusal: watched.refusal,

@@ -118,13 +118,16 @@ class ApiServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def session(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> AsyncIterator[Self]:
-        """As `connect`, and closes the connection at the end of the block. A request in the block without an answer is a GpumgrError."""
+        """As `connect`, and closes the connection at the end of the block. A request in the block without an answer, and an answer of
+        another structure (one of UNREADABLE), is a GpumgrError."""
         server = await cls.connect(kubeconfig, remedy=remedy)
+        place = "the API server" + (f" of {kubeconfig}" if kubeconfig else "")
         try:
             yield server
         except (aiohttp.ClientError, OSError) as error:
-            place = "the API server" + (f" of {kubeconfig}" if kubeconfig else "")
             raise GpumgrError(f"{place} did not answer: {' '.join(str(error).split()) or type(error).__name__}") from error
+        except UNREADABLE as error:
+            raise GpumgrError(f"the answer of {place} has another structure: {unreadable_text(error)}") from error
         finally:
             await server.close()
 
@@ -272,6 +275,20 @@ class ApiServer:
             if error.status != 404:
                 raise
             return None
+
+
+class _List(msgspec.Struct):
+    items: list[Any] | None
+
+
+def items_of(answer: object) -> list[Any]:
+    """The objects of a list, which are not checked; Go writes an empty list as null. Raises WrongStructure."""
+    return convert(answer, _List).items or []
+
+
+def unreadable_text(error: Exception) -> str:
+    """What is wrong with an object, in one line; `error` is one of UNREADABLE."""
+    return str(UnreadableText(error if isinstance(error, ValueError | RecursionError) else f"{type(error).__name__}: {error}"))
 
 
 def _name(body: Body | None) -> str:

@@ -175,11 +175,12 @@ async def test_problems_of_a_file_are_named(gpumgr_command: Gpumgr, tmp_path: Pa
     assert found.out.startswith("Pod team/new fits on node a GPU 0.")
     assert found.err.splitlines() == [
         "5 problems of the snapshot:",
-        "PodDisruptionBudget without a name is left out, and the pods that it selects count as not protected: KeyError: 'metadata'",
+        "PodDisruptionBudget without a name is left out, and the pods that it selects count as not protected: "
+        "Object missing required field `metadata`",
         "node many is left out: cpu: quantity 'many' can't be read",
-        "node text is left out: AttributeError: 'int' object has no attribute 'get'",
-        "node tainted is left out: KeyError: 'effect'",
-        "pod without a name is left out, and what it uses counts as free: AttributeError: 'int' object has no attribute 'get'",
+        "node text is left out: Expected `object | null`, got `int` - at `$.status.capacity`",
+        "node tainted is left out: Object missing required field `effect` - at `$.spec.taints[0]`",
+        "pod without a name is left out, and what it uses counts as free: Expected `object`, got `int` - at `$.metadata`",
     ]
 
 
@@ -187,13 +188,21 @@ async def test_problems_of_a_file_are_named(gpumgr_command: Gpumgr, tmp_path: Pa
     ("text", "message"),
     [
         ("a: [", " is not a pod: while parsing a flow node"),
-        ("kind: Pod\n---\nkind: Pod", " is not a pod: too many values"),
-        ("", " is not a pod: not enough values"),
+        ("kind: Pod\n---\nkind: Pod", " has 2 YAML documents; give exactly one, a Pod"),
+        ("", " has 0 YAML documents; give exactly one, a Pod"),
+        ("[1]", " is not a pod: Expected `object`, got `array`; correct it"),
         ("kind: !!map [1]", " is not a pod: expected a mapping node"),
-        ("a: 5", " is not a pod: KeyError: 'kind'"),
-        ("kind: Pod", " is not a pod: KeyError: 'metadata'"),
-        ("kind: Pod\nmetadata: 5", " is not a pod: AttributeError: "),
-        ("kind: Pod\nmetadata: {}\nspec: {}", " is not a pod: KeyError: 'containers'"),
+        ("a: 5", " is not a pod: Object missing required field `kind`; correct it"),
+        ("kind: Pod", " is not a pod: Object missing required field `metadata`; correct it"),
+        ("kind: Pod\nmetadata: 5", " is not a pod: Expected `object`, got `int` - at `$.metadata`; correct it"),
+        (
+            "kind: Pod\nmetadata: {ownerReferences: 5}\nspec: {containers: []}",
+            " is not a pod: Expected `array | null`, got `int` - at `$.metadata.ownerReferences`; correct it",
+        ),
+        (
+            "kind: Pod\nmetadata: {}\nspec: {}",
+            " is not a pod: Object missing required field `containers` - at `$.spec`; correct it",
+        ),
         (
             "kind: Pod\nmetadata: {}\nspec: {containers: [{name: c, resources: {limits: {cpu: x}}}]}",
             " is not a pod: cpu: quantity 'x' can't",
@@ -214,7 +223,7 @@ async def test_problems_of_a_file_are_named(gpumgr_command: Gpumgr, tmp_path: Pa
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {tolerations: 5, containers: [{name: c, resources: {limits: "
             "{tencent.com/vcuda-core: 100}}}]}",
-            " is not a pod: Expected `array | null`, got `int` - at `$.tolerations`; correct it, see `kubectl explain pod`",
+            " is not a pod: Expected `array | null`, got `int` - at `$.spec.tolerations`; correct it, see `kubectl explain pod`",
         ),
     ],
 )
@@ -254,7 +263,7 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
             json.dumps({"kind": "gpumgr snapshot", "version": 1, "nodes": [5], "pods": [], "poddisruptionbudgets": []}),
             ("fit", file, "--snapshot", snapshot),
             2,
-            "the snapshot has no node that can be used; node without a name is left out: TypeError: ",
+            "the snapshot has no node that can be used; node without a name is left out: Expected `object`, got `int`",
         ),
     ):
         if content is not None:

@@ -102,11 +102,16 @@ def test_the_state_of_a_node_counts_as_a_taint(changes: Json, reason: str | None
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"status": 5}, "AttributeError: "),
-        ({"spec": {"containers": [{}]}}, "KeyError: 'name'"),
-        ({"spec": {"containers": [], "nodeSelector": {"a": 1}}}, "Expected `str`, got `int` - at `$.nodeSelector[...]`"),
-        ({"spec": {"containers": [], "volumes": [None]}}, "AttributeError: "),
-        ({"metadata": {"name": "x", "namespace": "team"}}, "KeyError: 'uid'"),
+        ({"status": 5}, "Expected `object | null`, got `int` - at `$.status`"),
+        ({"spec": None}, "Expected `object`, got `null` - at `$.spec`"),
+        ({"spec": {"containers": [{}]}}, "Object missing required field `name` - at `$.spec.containers[0]`"),
+        ({"spec": {"containers": [], "nodeSelector": {"a": 1}}}, "Expected `str`, got `int` - at `$.spec.nodeSelector[...]`"),
+        ({"spec": {"containers": [], "volumes": [None]}}, "Expected `object`, got `null` - at `$.spec.volumes[0]`"),
+        ({"metadata": {"name": "x", "namespace": "team"}}, "Object missing required field `uid` - at `$.metadata`"),
+        (
+            {"metadata": {"name": "x", "namespace": "team", "uid": "x", "ownerReferences": 5}},
+            "Expected `array | null`, got `int` - at `$.metadata.ownerReferences`",
+        ),
     ],
 )
 def test_a_pod_of_another_structure_is_left_out_and_named(changes: Json, problem: str) -> None:
