@@ -11,10 +11,11 @@ Invariants:
 """
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import NoReturn, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final, NoReturn, Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -39,6 +40,9 @@ from gpumgr.driver.health import (
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample, NodeSnapshot
 
 log = structlog.get_logger()
+
+#: The longest sample period while someone waits for a sample.
+_AWAITED_PERIOD_SECONDS: Final = 1.0
 
 
 class NodeListener(Protocol):
@@ -108,6 +112,8 @@ class Monitor:
         self._down = False
         self._stale = False
         self._wake = asyncio.Event()
+        #: How many callers wait for samples.
+        self._awaited = 0
 
     @property
     def health(self) -> Mapping[str, GpuHealth]:
@@ -119,6 +125,17 @@ class Monitor:
         start of this wait."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
+
+    @contextmanager
+    def sampling_soon(self) -> Iterator[None]:
+        """While it is open, the sample period is at most one second."""
+        self._awaited += 1
+        if self._sample_period_seconds > _AWAITED_PERIOD_SECONDS:
+            self._wake.set()
+        try:
+            yield
+        finally:
+            self._awaited -= 1
 
     def cordon(self, uuid: str, message: str) -> None:
         """Takes this GPU out of service, even if it is not listed (yet)."""
@@ -294,8 +311,9 @@ class Monitor:
         """Waits until the next sample is due. If an event or an operator changes the health in the meantime, it is published at once."""
         begun = asyncio.get_running_loop().time()
         while True:
+            period = min(self._sample_period_seconds, _AWAITED_PERIOD_SECONDS if self._awaited else math.inf)
             try:
-                async with asyncio.timeout_at(next_tick(self._sample_period_seconds, begun)):
+                async with asyncio.timeout_at(next_tick(period, begun)):
                     await self._wake.wait()
             except TimeoutError:
                 return

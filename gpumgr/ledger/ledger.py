@@ -161,7 +161,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     def amounts_on(self, gpu: GpuName) -> Amounts:
         """What the ledger counts for it on this GPU: the amounts of the ids that it holds there, or, without such ids, the amounts that it
         was granted. More if it was resized to more."""
-        held = self._held_on(gpu)
+        held = self.held_on(gpu)
         return held.most(self.guaranteed_on(gpu)) if gpu in self.resized else held
 
     @property
@@ -169,7 +169,8 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         """What it may use on its GPUs since it was resized; empty: what it was granted."""
         return self.resize.amounts if self.resize else {}
 
-    def _held_on(self, gpu: GpuName) -> Amounts:
+    def held_on(self, gpu: GpuName) -> Amounts:
+        """The ids that it holds on this GPU, as amounts; without ids of cores and memory, what it was granted. No resize changes it."""
         granted = self.gpus.get(gpu, Amounts())
         if granted.whole or not self.by_ids:
             return granted
@@ -189,11 +190,11 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     def grown_on(self, gpu: GpuName) -> Amounts:
         """What it may use beyond what it holds, and not only while others are suspended."""
-        return self.guaranteed_on(gpu).beyond(self._held_on(gpu)) if gpu in self.resized else Amounts()
+        return self.guaranteed_on(gpu).beyond(self.held_on(gpu)) if gpu in self.resized else Amounts()
 
     def shrunk_on(self, gpu: GpuName) -> Amounts:
         """What it holds and may not use."""
-        return self._held_on(gpu).beyond(self.guaranteed_on(gpu)) if gpu in self.resized else Amounts()
+        return self.held_on(gpu).beyond(self.guaranteed_on(gpu)) if gpu in self.resized else Amounts()
 
     def held(self, resource: Resource) -> Masks:
         return self.device_ids.get(resource, NO_IDS)

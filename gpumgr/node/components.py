@@ -45,7 +45,7 @@ from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode, make_driver
 from gpumgr.ledger.answer import DriverAccess, HostPaths
 from gpumgr.ledger.checkpoint.tables import Loaded
-from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.placement.topology.devices import NodeSample
@@ -220,12 +220,17 @@ class Components:
                 enforcement=self.enforcement.limits,
                 host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
                 make_dir=_make_dir,
-                make_room=self.memory_watcher.bursts.make_room,
+                make_room=self._make_room,
             ),
             new_id=_new_id,
             mig_driver=self.nvml,
             share_mode=self.settings.placement.share_mode,
         )
+
+    async def _make_room(self, allocation: Allocation) -> None:
+        """A start may have to wait for two samples, while nvml.sample_period_seconds may be an hour."""
+        with self.monitor.sampling_soon():
+            await self.memory_watcher.bursts.make_room(allocation)
 
     def _make_take_over(self, *, done: bool) -> TakeOver:
         return TakeOver(

@@ -68,6 +68,11 @@ class Bursts:
         #: Allocations of unknown pods: they may have had a limit above the request; empty if the setting allows no bursts. What they use
         #: is their limit until their pods are known, so that no live memory counts as too much.
         self._unknown: Collection[AllocationId] = ()
+        #: The limits that the last evaluation computed, in bytes.
+        self._computed: Mapping[AllocationOnGpu, int] = {}
+        #: (container, GPU) -> the number of the evaluation that lowered a limit above what the container holds by its ids, until that is in
+        #: force: a program may still use what the kubelet can assign to another container.
+        self._giving_back: Mapping[AllocationOnGpu, int] = {}
         self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
         #: Suspended container -> the memory that it had on each GPU. Others may use it until the resume.
@@ -94,8 +99,14 @@ class Bursts:
         memories = _memories(ledger, use, limits, self._away) if concerned else {}
         self._memories = {gpu: {a: each for a, each in found.items() if a not in self._away} for gpu, found in memories.items()}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
+        known = ledger.allocations
         held = {(a, gpu): each.burst_bytes for gpu, found in memories.items() for a, each in found.items()}
-        self._above = frozenset(place for place, size in held.items() if place in limits or (size and self._may_be_burst(place)))
+        self._above = frozenset(
+            place
+            for place, size in held.items()
+            if place in limits
+            or (size and self._may_be_burst(known[place[0]], place[1], memories[place[1]][place[0]].used_bytes or 0))
+        )
         sums: dict[GpuName, int] = {}
         for allocation, gpu in self._above:
             sums[gpu] = sums.get(gpu, 0) + held[allocation, gpu]
@@ -103,20 +114,44 @@ class Bursts:
         self.begun, self._sampled = self.begun + 1, self._evaluated
         news, self._news = self._news, asyncio.Event()
         news.set()
-        if not limits:
-            return shares, use
-        uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
-        return self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
+        if limits:
+            uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
+            shares, use = self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
+        self._find_lowered(ledger, shares)
+        return shares, use
 
-    def _may_be_burst(self, place: AllocationOnGpu) -> bool:
+    def _may_be_burst(self, allocation: Allocation, gpu: GpuName, used_bytes: int) -> bool:
         """Whether memory above a request may be a burst though the container has no higher limit now: it had one, or an earlier process of
         the agent may have given it one, or its pod is not known (the agent has restarted, and the API server does not answer)."""
-        return place in self._above or place[0] in self._unknown or self._inherits
+        beyond_ids = used_bytes > allocation.held_on(gpu).memory_mebibytes << 20
+        return (allocation.id, gpu) in self._above or allocation.id in self._unknown or (self._inherits and beyond_ids)
 
     @property
     def _inherits(self) -> bool:
-        """Whether limits of an earlier process of the agent may be in force, or were until the present sample was read."""
+        """Whether bursts of an earlier process of the agent may be in force, or were until the present sample was read."""
         return self.allowed and self._sampled.number == 0
+
+    def _find_lowered(self, ledger: Ledger, shares: Shares) -> None:
+        """Call it in each evaluation. `shares`: with the limits that are set now."""
+        now = {(name, gpu.name): gpu.limit_bytes for name, share in shares.items() for gpu in share.gpus}
+        known, sampled = ledger.allocations, self._sampled
+        waits = {
+            place: number
+            for place, number in self._giving_back.items()
+            if place[0] in known and (number > sampled.number or place[0] in sampled.obstacles)
+        }
+        before = {place: size for place, size in self._computed.items() if place[0] in known}
+        lowered = [(place, size) for place, size in before.items() if size > now.get(place, size)]
+        waits |= {(a, gpu): self.begun for (a, gpu), size in lowered if size > known[a].held_on(gpu).memory_mebibytes << 20}
+        self._giving_back, self._computed = waits, before | now
+
+    def _gives_back(self, allocation: Allocation, gpu: GpuName) -> bool:
+        """Whether a former limit above what the container holds by its ids may be in force, or may have been until the present sample was
+        read. What limits an earlier process of the agent set for a resized container is not known."""
+        if allocation.resize is not None and self._sampled.number == 0:
+            return True
+        place, now = (allocation.id, gpu), allocation.held_on(gpu).most(allocation.limits_on(gpu)).memory_mebibytes
+        return place in self._giving_back or self._computed.get(place, 0) > now << 20
 
     @property
     def before_sample(self) -> Enforced:
@@ -221,24 +256,30 @@ class Bursts:
         if the memory of the starting container is not free then."""
         if not (gpus := self._contested(allocation)):
             return
-        others = {each.id: each for found in gpus.values() for each in found}
+        begun = self.begun
         try:
             async with asyncio.timeout(_ROOM_SECONDS):
                 with self.kept_free(gpus):
-                    await self._lowered(others)
+                    while self._waits(allocation, begun):
+                        await self._news.wait()
         except TimeoutError:
+            others = self._neighbours(allocation)
             why = [f": {others[each].describe()}: {text}" for each, text in self._enforced.obstacles.items() if each in others]
             raise Refusal(
                 "internal",
-                f"the memory limits of containers that burst on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
+                f"the memory limits of other containers on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
                 f"{why[0] if why else ''}; the kubelet tries again by itself",
             ) from None
         for gpu in gpus:
             self._refuse_full(allocation, gpu)
 
     def _contested(self, allocation: Allocation) -> Mapping[GpuName, Sequence[Allocation]]:
-        """The GPUs of this share on which others may burst, with the others."""
+        """The GPUs of this share on which limits of others must be lowered before it may use its memory, with the others."""
         return {gpu: found for gpu in allocation.gpus if is_share(allocation) and (found := self._others(allocation, gpu))}
+
+    def _neighbours(self, allocation: Allocation) -> Mapping[AllocationId, Allocation]:
+        """The others of `_contested`, by id."""
+        return {each.id: each for found in self._contested(allocation).values() for each in found}
 
     @contextlib.contextmanager
     def kept_free(self, gpus: Collection[GpuName]) -> Iterator[None]:
@@ -250,11 +291,11 @@ class Bursts:
         finally:
             del self._starting[key]
 
-    async def _lowered(self, others: Collection[AllocationId]) -> None:
-        """Returns once the limits of these containers, as they are from now on, are in force, and a sample was read after that."""
-        begun = self.begun
-        while self._sampled.number <= begun or not self._sampled.obstacles.keys().isdisjoint(others):
-            await self._news.wait()
+    def _waits(self, allocation: Allocation, begun: int) -> bool:
+        """Whether limits of others on the GPUs of this share, as they are after the evaluation `begun`, are not in force yet, or no sample
+        was read after that."""
+        others, sampled = self._neighbours(allocation), self._sampled
+        return bool(others) and (sampled.number <= begun or not sampled.obstacles.keys().isdisjoint(others))
 
     async def measured(self) -> None:
         """Returns once the next evaluation of a sample has begun."""
@@ -265,12 +306,11 @@ class Bursts:
     def unsettled(self, allocation: Allocation, begun: int) -> str | None:
         """Why the limits of others on the GPUs of this share are not lowered yet, although `kept_free` has demanded it since the evaluation
         `begun`; None: they are lowered. Empty: the next samples show it."""
-        others = {each.id: each for found in self._contested(allocation).values() for each in found}
+        others = self._neighbours(allocation)
         for name, why in self._enforced.obstacles.items():
             if name in others:
                 return f"the memory limit of {others[name].describe()} can't be lowered: {why}"
-        waits = self._sampled.number <= begun or not self._sampled.obstacles.keys().isdisjoint(others)
-        return "" if others and waits else None
+        return "" if self._waits(allocation, begun) else None
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
         """A sentence that names a GPU of these with an unknown amount of free memory; None if there is none."""
@@ -309,14 +349,15 @@ class Bursts:
         return (ledger.in_force(gpu).memory_mebibytes - sum(each.memory_mebibytes for each in away)) << 20
 
     def _others(self, allocation: Allocation, gpu: GpuName) -> list[Allocation]:
-        """The other containers on this GPU that may burst, or may still have a limit from before a resize."""
+        """The other containers on this GPU that may burst, or that may use memory that they gave back."""
         ledger = self._records.ledger
         sizes = _sizes(self._records.inventory.gpus(ledger.gpu_registry))
         found = []
         for other in (each for each in ledger.on(gpu) if each.id != allocation.id and is_share(each)):
             with contextlib.suppress(ValueError):  # that annotation is not used
-                view, above = find_pod(self._pods, other.pod, other.uid), self._inherits or (other.id, gpu) in self._above
-                if above or other.resize or self._wanted(other, view, sizes):
+                view = find_pod(self._pods, other.pod, other.uid)
+                above = (other.id, gpu) in self._above or (self._inherits and self._why_not(other) is None)
+                if above or other.lent_on(gpu) or self._gives_back(other, gpu) or self._wanted(other, view, sizes):
                     found.append(other)
         return found
 

@@ -117,3 +117,17 @@ async def test_a_kill_between_the_save_and_the_change_loses_and_repeats_nothing(
         assert not node.agent_log.find("enforcement_finding", code="tampered")
         assert not node.agent_log.find("resize_decided"), "the second agent decided nothing"
         assert node.ledger().allocations[allocation.id] == allocation
+
+
+async def test_a_pod_starts_next_to_a_resized_one_although_the_next_sample_is_an_hour_away(bounded: Path) -> None:
+    """After a restart of the agent, the start waits until the limits are set again, and for a sample after that."""
+    async with running(bounded, settings=SETTINGS) as node:
+        pod = node.pod("notebook", app(30, 8))
+        assert (await node.run(pod)).phase == "Running"
+        assert (await resize(bounded, "demo/notebook", "--memory", "1000"))[0] == 0
+        await node.agent.kill()
+        node.config.write_text(node.config.read_text().replace("sample_period_seconds: 0.2", "sample_period_seconds: 3600"))
+        await node.start_agent()
+        after = node.pod("next", app(30, 8))
+        assert (await node.run(after)).phase == "Running"
+        assert node.gpus_of(after) == node.gpus_of(pod)

@@ -366,3 +366,10 @@ async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Pre
         sim.control.restore_gpu(2)
         await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
     assert len(listener.snapshots) == 2
+
+
+async def test_samples_are_taken_soon_while_someone_waits_for_them(node: Prepare) -> None:
+    async with watched(node("mixed-2"), sample_period_seconds=3600.0) as (monitor, listener):
+        await listener.rounds(1)
+        with monitor.sampling_soon():
+            await listener.rounds(3)

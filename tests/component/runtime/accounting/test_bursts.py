@@ -232,7 +232,7 @@ async def test_a_start_waits_for_a_limit_that_the_driver_refuses_and_is_refused_
     with pytest.raises(Refusal) as refusal:
         await node.memory_watcher.bursts.make_room(T)
     assert str(refusal.value) == (
-        "the memory limits of containers that burst on GPU 00000000 were not lowered within 0.01 s: team/web (main): the driver reports "
+        "the memory limits of other containers on GPU 00000000 were not lowered within 0.01 s: team/web (main): the driver reports "
         "0/1792 MiB; the kubelet tries again by itself"
     )
     node.backends.obstacles = {"t": "no other container"}
@@ -310,3 +310,25 @@ async def test_limits_that_are_not_lowered_in_time_refuse_the_start(monkeypatch:
     monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
     with pytest.raises(Refusal, match="were not lowered"):
         await bursting().memory_watcher.bursts.make_room(T)
+
+
+async def test_a_start_waits_until_the_limit_of_an_ended_burst_is_not_in_force() -> None:
+    """The annotation is gone and the memory is free, but slow backends have not lowered the limit yet."""
+    node = bursting()
+    for _ in range(2):
+        await node.sampled(uses(a=512))
+    node.set_timeout(0.01)
+    node.backends.ready.clear()
+    demand(node, None)
+    await node.sampled(uses(a=512))
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    for _ in range(2):
+        await node.sampled(uses(a=512))
+        await breathe()
+    assert not start.done()
+    node.backends.ready.set()
+    for _ in range(4):
+        await breathe()
+        await node.sampled(uses(a=512))
+    await start
+    await node.memory_watcher.bursts.make_room(T)  # at once

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.common.errors import CheckpointError
+from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.kube.pod_annotations import _resize_answers
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
@@ -400,3 +400,98 @@ async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_
     assert told(node)[-1].endswith("has 0 MiB left for it, and it needs 1 more")
     answers = dict(_resize_answers(list(node.agent_state.ledger.allocations.values())))
     assert answers["main"]["newProgramsOnly"] is True
+
+
+NEW = share("b", ("team", "new"), 1 << 90, 0b1100_0000)
+KEPT = "its process 11 keeps the limit with which it started"
+
+
+async def starts_at_once(node: Node) -> bool:
+    """Whether the container NEW, which is on free ids of GPU 0, starts without a further sample."""
+    node.holds(NEW)
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(NEW))
+    await breathe()
+    if not start.done():
+        start.cancel()
+        return False
+    await start
+    return True
+
+
+async def test_a_start_does_not_wait_for_a_container_that_was_shrunk_and_whose_programs_keep_their_limits() -> None:
+    """Its ids are still its own, and no container has got what it gave up."""
+    node = node_with(A)
+    ask(node, "a", WEB, wants(mebibytes=256))
+    node.backends.obstacles = {"a": KEPT}
+    for _ in range(3):
+        await node.sampled(uses(a=200))
+    assert limits(node)["a"] == (50, 256)
+    assert await starts_at_once(node)
+
+
+async def test_a_start_does_not_wait_for_a_container_whose_resize_was_refused() -> None:
+    node = node_with(A)
+    for _ in range(2):
+        await node.sampled(uses(a=200))
+    ask(node, "a", WEB, ResizeRequest(problem="it is no JSON"))
+    node.backends.obstacles = {"a": "its pages can't be used"}
+    for _ in range(2):
+        await node.sampled(uses(a=200))
+    assert told(node)[-1].endswith("it is no JSON")
+    assert await starts_at_once(node)
+
+
+async def test_a_start_waits_only_while_a_limit_above_the_ids_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program was started with 1024 MiB, and its container holds ids of 512 MiB."""
+    node = node_with(A)
+    ask(node, "a", WEB, wants(mebibytes=1024))
+    for _ in range(2):
+        await node.sampled(uses(a=200))
+    assert await starts_at_once(node), "the ledger has what it may use"
+    node.frees("b")
+    node.backends.obstacles = {"a": KEPT}
+    for mebibytes in (512, 256):
+        ask(node, "a", WEB, wants(mebibytes=mebibytes))
+        for _ in range(3):
+            await node.sampled(uses(a=200))
+        assert not await starts_at_once(node)
+    monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
+    with pytest.raises(Refusal) as refusal:
+        await node.memory_watcher.bursts.make_room(NEW)
+    assert str(refusal.value) == (
+        f"the memory limits of other containers on GPU {GPU} were not lowered within 0.01 s: team/web (main): {KEPT}; "
+        "the kubelet tries again by itself"
+    )
+    node.backends.obstacles = {}
+    for _ in range(2):
+        await node.sampled(uses(a=200))
+    assert await starts_at_once(node)
+    node.backends.obstacles = {"a": KEPT}
+    for _ in range(2):
+        await node.sampled(uses(a=200))
+    assert await starts_at_once(node), "no limit above the ids is left"
+
+
+@pytest.mark.parametrize("burst", [False, True])
+@pytest.mark.parametrize("asked", [wants(mebibytes=256), ResizeRequest(problem="it is no JSON")])
+async def test_after_a_restart_a_start_waits_only_until_the_limits_are_set_once(asked: ResizeRequest, *, burst: bool) -> None:
+    first = node_with(A)
+    ask(first, "a", WEB, asked)
+    await first.sampled(uses(a=200))
+    node = node_with(first.agent_state.ledger.allocations["a"], burst=burst)
+    ask(node, "a", WEB, asked)
+    node.backends.obstacles = {"a": KEPT}
+    assert not await starts_at_once(node), "a limit from before the resize may be in force"
+    node.holds(NEW)
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(NEW))
+    for done in (False, True):
+        await node.sampled(uses(a=300))
+        await breathe()
+        assert start.done() is done
+    await start
+    assert await starts_at_once(node)
+
+
+async def test_after_a_restart_a_start_waits_for_nothing_where_nobody_was_resized() -> None:
+    assert await starts_at_once(node_with(A))
+    assert await starts_at_once(node_with(share("a", WEB, 0b1, 0b11, "vcuda"), burst=True)), "nor can it burst"
