@@ -116,7 +116,7 @@ class Daemon:
         await self._replace_if_blocked(allocation)
         self.records.begin(self.uuid, self.folder.root)
         self.folder.make()
-        self.folder.put(allocation, share)
+        self.folder.put(allocation, replace(share, former_bytes=share.memory_bytes))
         if self._is_healthy():
             await self._set_mode()
             await self._limit({allocation}, anew=False)
@@ -124,6 +124,7 @@ class Daemon:
             await self._limit({allocation})
         else:
             await self._start()
+        self.folder.put(allocation, share)
         self.trouble, self.silent = None, False
 
     def _is_healthy(self) -> bool:
@@ -165,21 +166,24 @@ class Daemon:
 
     async def resize(self, allocation: AllocationId, known: Share, share: Share, pids: Collection[int]) -> Collection[Process]:
         """Protocol 3: changes the limits of programs that start from now on. `known`: the record; `pids`: the container's processes on the
-        GPU. Returns the processes that keep a larger limit of memory until they end. Raises MpsError, OSError."""
-        older = {each for each in known.older if is_running(each)}
-        changed = (known.cores, known.memory_bytes) != (share.cores, share.memory_bytes)
-        lowered = share.memory_bytes < known.memory_bytes
-        older |= _started(pids) if lowered else set()
-        if changed or older != {*known.older}:
-            # Recorded before the limit changes, so that the next process of the agent knows them.
-            self.folder.put(allocation, replace(share, older=tuple(sorted(older))))
-        if changed:
-            await self._limit({allocation}, anew=False)
-        if lowered:  # programs that started in the meantime
+        GPU. Returns the processes that keep a larger limit of memory until they end. Raises MpsError, OSError: the next
+        call tries again."""
+        older = {each: limit_bytes for each, limit_bytes in known.started_with().items() if is_running(each)}
+        if known.limits != share.limits or known.former_bytes is not None:
+            former_bytes = max(known.memory_bytes, known.former_bytes or 0)
+            older = dict.fromkeys(_started(pids), former_bytes) | older
+            # Recorded before the limits change, so that a later call, perhaps of the agent's next process, continues.
+            self.folder.put(allocation, share.beside(older, former_bytes))
+            if self.blocked is not None:  # a command would take seconds, with each sample
+                raise MpsError(self.blocked)
+            await self._limit({allocation})
             await self._list()
-            older |= _started(pid for pid, namespace in self.clients.items() if namespace == allocation)
-            self.folder.put(allocation, replace(share, older=tuple(sorted(older))))
-        return older
+            meanwhile = _started(pid for pid, namespace in self.clients.items() if namespace == allocation)
+            older = dict.fromkeys(meanwhile, max(former_bytes, share.memory_bytes)) | older
+            self.folder.put(allocation, share.beside(older))
+        elif len(older) < len(known.older):
+            self.folder.put(allocation, share.beside(older))
+        return {each for each, limit_bytes in older.items() if limit_bytes > share.memory_bytes}
 
     async def remove(self, allocation: AllocationId) -> None:
         """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped in any case."""

@@ -14,8 +14,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 import structlog
@@ -29,6 +30,8 @@ from gpumgr.ledger.ledger import AllocationId
 
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
 _TAIL_BYTES: Final = 4096
+#: More than any GPU has.
+_UNKNOWN_BYTES: Final = 1 << 62
 GPU_UUID: Final = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
 _ALLOCATION = re.compile(r"[0-9A-Za-z_]+\Z")
 
@@ -36,12 +39,27 @@ log = structlog.get_logger(__name__)
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What a container was granted; `cores` in percent. `older`: its processes that started with a larger limit of
-    memory, and keep that."""
+    """What a container was granted; `cores` in percent. In protocol 3 also: `older`: its processes that run since before the last change,
+    and `older_bytes`: the limit of memory with which each started (a record of an earlier version has no limits). `former_bytes`: while
+    a change is under way, the largest limit of memory that a program may have got before it."""
 
     cores: int
     memory_bytes: int
     older: tuple[Process, ...] = ()
+    older_bytes: tuple[int, ...] = ()
+    former_bytes: int | None = None
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.cores, self.memory_bytes
+
+    def started_with(self) -> dict[Process, int]:
+        """Process of `older` -> its limit of memory."""
+        return dict(zip(self.older, self.older_bytes or repeat(_UNKNOWN_BYTES), strict=False))
+
+    def beside(self, started_with: Mapping[Process, int], former_bytes: int | None = None) -> Self:
+        """The same share, with these processes."""
+        return replace(self, older=tuple(started_with), older_bytes=tuple(started_with.values()), former_bytes=former_bytes)
 
 
 class GpuFolder:

@@ -91,18 +91,18 @@ async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mappi
 
 
 class Namespaces(msgspec.Struct):
-    """Protocol 3: the namespaces that were made at one process of the daemon; a restarted daemon needs a new object. `_set`: the share that
-    was set last for each container, and the daemon's answer after that (limits of memory and cores)."""
+    """Protocol 3: the namespaces that were made at one process of the daemon; a restarted daemon needs a new object. `_set`: the
+    limits that were set last for each container, and the daemon's answer after that (limits of memory and cores)."""
 
-    _set: dict[AllocationId, tuple[Share, tuple[str, str]]] = msgspec.field(default_factory=dict)
+    _set: dict[AllocationId, tuple[tuple[int, int], tuple[str, str]]] = msgspec.field(default_factory=dict)
 
     async def put(self, daemon: DaemonClient, shares: Shares, names: Collection[AllocationId], *, anew: bool) -> None:
         """Creates missing namespaces of `names`, sets their limits and checks them: a namespace without limits gets the whole GPU.
         `anew`: also limits that were set already. Raises MpsError."""
         # A run of the program costs milliseconds: a namespace without a socket is created without listing namespaces first.
         there = {name for name in names if (daemon.folder.namespace(name) / "control").exists()}
-        known = {name: share for name, (share, _) in self._set.items() if name in there and not anew}
-        new = {name: share for name, share in shares.items() if name in names and share != known.get(name)}
+        known = {name: limits for name, (limits, _) in self._set.items() if name in there and not anew}
+        new = {name: share for name, share in shares.items() if name in names and share.limits != known.get(name)}
         existing = await _list(daemon) if there & new.keys() else ()
         for name, share in new.items():
             if name not in existing:
@@ -113,7 +113,7 @@ class Namespaces(msgspec.Struct):
             limited = name in found and commands.within(found[name], share.cores, share.memory_bytes)
             if not limited or not (daemon.folder.namespace(name) / "control").exists():
                 raise MpsError(f"the MPS daemon did not accept the limits of namespace {name}; see {daemon.folder.log}")
-        self._set |= {name: (share, found[name]) for name, share in new.items()}
+        self._set |= {name: (share.limits, found[name]) for name, share in new.items()}
 
     async def drop(self, daemon: DaemonClient, _: Shares, name: AllocationId) -> None:
         """To be called when the container is gone. Raises MpsError."""
@@ -122,12 +122,12 @@ class Namespaces(msgspec.Struct):
         self._set.pop(name, None)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
-        """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Then it deletes
-        namespaces of ended containers, and namespaces that neither gpumgr nor MPS made; only a few at each check, since a container can
-        make thousands. Raises MpsError."""
+        """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Limits that
+        gpumgr was changing are not reported: it may have ended in the middle. Then it deletes namespaces of ended containers, and
+        namespaces that neither gpumgr nor MPS made; only a few at each check, since a container can make thousands. Raises MpsError."""
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
-        unchecked = {
+        unchecked = {name for name in wrong if shares[name].former_bytes is not None} | {
             name
             for name in wrong - self._set.keys()
             if name not in found or commands.within(found[name], shares[name].cores, shares[name].memory_bytes)
