@@ -1,6 +1,10 @@
-"""Any order of filter, bind, deletion, expiry, change of a node: no namespace exceeds its quota, and what is counted equals a new count."""
+"""Any order of filter, bind, deletion, expiry, change of a node: no namespace exceeds its quota, and what is counted equals a new count.
+An answer with kept parts equals a new one."""
 
-from hypothesis import settings
+from itertools import islice
+from typing import Any
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
@@ -122,3 +126,70 @@ class Namespaces(RuleBasedStateMachine):
 
 Namespaces.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestNamespaces = Namespaces.TestCase
+
+
+DIFFERENT = (("A100", "A100", "V100", "V100"), ("V100", "A100"), ("A100", "V100") * 3)
+PLACES = ("n0", "n1", "n2", "a", "v")
+NARROW = st.builds(Limit, cores=st.sampled_from([80, 100, 200]), model=st.sampled_from(["A100", "V100", ""])) | st.builds(
+    Limit, gpus=st.integers(1, 3), model=st.sampled_from(["A100", "V100"])
+)
+WANTED = (
+    share(40, 4),
+    request(("app", 200, 0)),
+    request(("app", 100, 0), ("app", 100, 0)),
+    request(("app", 50, 4), ("app", 60, 4)),
+)
+ADDED = (share(40, 4), share(50, 4), request(("app", 100, 0)))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("bind"), st.sampled_from(PLACES), st.sampled_from(ADDED), st.sampled_from(["one", "one", "two"])),
+        st.tuples(st.just("end"), st.integers(0, 9)),
+        st.tuples(st.just("node"), st.sampled_from(PLACES), st.sampled_from(DIFFERENT)),
+        st.tuples(st.just("limits"), st.lists(NARROW, max_size=2)),
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+def changed(index: ClusterIndex, quotas: Quotas, number: int, change: tuple[Any, ...]) -> None:
+    match change:
+        case "bind", node, wanted, namespace:
+            index.bind(PlacedPod(uid=f"u{number}", node=node, request=wanted, namespace=namespace))
+        case "end", uid:
+            index.remove(f"u{uid}")
+        case "node", node, models:
+            index.set_node(gpus(node, models, "x"))
+        case "limits", limits:
+            quotas.limits = {"one": NamespaceQuota(limits=tuple(limits))}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    limits=st.lists(NARROW, min_size=1, max_size=3),
+    wanted=st.sampled_from(WANTED),
+    most=st.sampled_from([1, 1, 2, 9]),
+    steps=STEPS,
+    examined=st.lists(st.integers(0, 6), min_size=12, max_size=12),
+)
+def test_a_kept_answer_equals_a_new_one(
+    limits: list[Limit], wanted: PodRequest, most: int, steps: list[tuple[Any, ...]], examined: list[int]
+) -> None:
+    """Each change happens after some steps of a call that asks the same."""
+    quotas = Quotas({"one": NamespaceQuota(limits=tuple(limits))})
+    index, kept = ClusterIndex([quotas]), KeptAnswers()
+    for name in PLACES:
+        index.set_node(gpus(name, {"a": ("A100",) * 4, "v": ("V100",) * 4}.get(name, DIFFERENT[0]), "x"))
+
+    def question(kept: KeptAnswers | None) -> RankWithinQuota:
+        return RankWithinQuota(index, quotas, "one", wanted, "binpack", PLACES, most, kept)
+
+    for number, change in enumerate(steps):
+        asked = question(kept).examine()
+        list(islice(asked, examined[number]))
+        changed(index, quotas, number, change)
+        list(islice(question(kept).examine(), examined[-number]))
+        list(asked)
+        found = question(kept).rank()
+        assert found
+        assert found == question(None).rank()

@@ -235,6 +235,11 @@ class ClusterIndex:
         found = self._nodes.get(name)
         return found.state if found is not None else None
 
+    @property
+    def node_count(self) -> int:
+        """The number of nodes in the index."""
+        return len(self._nodes)
+
     def pods_on(self, name: str) -> Mapping[str, PlacedPod]:
         """Bound and assumed pods of a node, by UID."""
         found = self._nodes.get(name)

@@ -176,6 +176,10 @@ class Quotas:
         limits = self.limits.get(namespace)
         return None if limits is None else (limits, self._freed.get(namespace, 0))
 
+    def limits_and_use(self, namespace: str) -> Hashable:
+        """All that answers about the namespace depend on. `state` keeps its value while pods are added, and this one does not."""
+        return self.limits.get(namespace), frozenset(self._used.get(namespace, NO_HOLDING).items())
+
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
     def excluded(self, namespace: str, request: PodRequest) -> Mapping[str, Set[str]]:

@@ -38,7 +38,8 @@ _Answer = TypeVar("_Answer")
 class Denied:
     """The nodes on which a quota denies one request. `names`: reason -> nodes, as found for `checked` (the version of the index, the state
     of the quota, the nodes, and how many of them are needed). `best`: as many allowed nodes as are needed; empty: all nodes were examined.
-    `nodes`: the reason for each node while the quota has this `state`; "": the node is allowed."""
+    `nodes`: the reason for each node in this `state` of the quota (Quotas.limits_and_use); "": the node is allowed. More use denies nodes
+    that were allowed, and changes the figures in reasons."""
 
     state: Hashable = None
     checked: Hashable = None
@@ -145,7 +146,7 @@ class RankWithinQuota:
         return known[1] if known is not None and known[0] == state else None
 
     def _checked(self, allowed: NodeSet) -> Hashable:
-        return self.index.version, self.quotas.state(self.namespace), allowed, self.most
+        return self.index.version, self.quotas.limits_and_use(self.namespace), allowed, self.most
 
     def _rank(self, offered: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
         excluded, allowed = self._allowed(offered)
@@ -163,12 +164,13 @@ class RankWithinQuota:
         ordered = self.index.order(self.request, self.policy, left, self.most, shape=self.shape) if len(left) else Rejection("")
         if isinstance(ordered, Rejection):
             return _rejection(excluded | nodes, offered, len(left), ordered.text)
-        found = []
-        for name in ordered:
-            choice = self.quotas.choose(self.namespace, self._node(name), self.index.used(name), self.request, self.policy)
-            if isinstance(choice, NodeChoice):
-                found.append((name, choice))
-        return found
+        chosen = [
+            (name, self.quotas.choose(self.namespace, self._node(name), self.index.used(name), self.request, self.policy))
+            for name in ordered
+        ]
+        refused = {choice.text: left.nodes for _, choice in chosen if isinstance(choice, Rejection)}
+        found = [(name, choice) for name, choice in chosen if isinstance(choice, NodeChoice)]
+        return found or _rejection(excluded | nodes | refused, offered, 0, "")
 
     def _within_index(self, allowed: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
         if not len(allowed):
@@ -195,9 +197,10 @@ class RankWithinQuota:
 
     def _examine_each(self, allowed: NodeSet) -> Iterator[None]:
         """Fills `denied`, one choice a step: first for the best nodes; then for all nodes, unless `most` of the best are allowed."""
-        denied, version, state = self.denied, self.index.version, self.quotas.state(self.namespace)
+        denied, version, state = self.denied, self.index.version, self.quotas.limits_and_use(self.namespace)
         if denied.state != state:
             denied.state, denied.nodes = state, {}
+        nodes = denied.nodes  # another call may replace it between the steps
         names: dict[str, set[str]] = {}
         #: Nodes that differ only by name give one result.
         alike: dict[Hashable, str] = {}
@@ -212,23 +215,29 @@ class RankWithinQuota:
                 break
             if (node := self.index.node(name)) is None:
                 continue  # removed in the meantime
-            used, known = self.index.used(name), denied.nodes.get(name)
+            used, known = self.index.used(name), nodes.get(name)
             if known is None or known[0] is not node or known[1] is not used:
+                if self.quotas.limits_and_use(self.namespace) != state:
+                    return
                 kinds = frozenset(gpus_of(node))
                 if kinds not in closed:
                     closed[kinds] = self.quotas.closed(self.namespace, kinds, self.request)
                 known = node, used, self._denial(node, used, closed[kinds], alike)
-                denied.nodes[name] = known
+                nodes[name] = known
             if known[2]:
                 names.setdefault(known[2], set()).add(name)
             elif number < len(first):
                 best.append(name)
             yield
-        else:  # nodes that have been removed are not kept
-            denied.nodes = {name: each for name, each in denied.nodes.items() if self.index.node(name) is each[0]}
-        if (version, state) == (self.index.version, self.quotas.state(self.namespace)):
+        if len(best) < self.most or len(nodes) > self.index.node_count:
+            self._drop_removed(nodes)
+        if denied.nodes is nodes and self._checked(allowed) == (version, state, allowed, self.most):
             denied.names, denied.checked = names, (version, state, allowed, self.most)
             denied.best = best if len(best) == self.most else []
+
+    def _drop_removed(self, nodes: dict[str, tuple[NodeState, Used, str]]) -> None:
+        for name in [name for name, (node, *_) in nodes.items() if self.index.node(name) is not node]:
+            del nodes[name]
 
     def _denial(self, node: NodeState, used: Used, closed: Mapping[CountedGpu, str], alike: dict[Hashable, str]) -> str:
         """Why the quota denies the pod every GPU of the node that has room for it, or ""."""

@@ -318,6 +318,75 @@ def test_changes_between_the_steps_count(step: int, change: str) -> None:
     assert RankWithinQuota(*sliced.asked).rank() == RankWithinQuota(*whole.asked).rank()
 
 
+class TwoModels:
+    """Four nodes with A100s and V100s, and one of each. The quota allows 100 cores of the A100s and 200 of the V100s."""
+
+    WANTED = request(("app", 100, 0), ("app", 100, 0))
+
+    def __init__(self) -> None:
+        both, limits = ("A100", "V100"), (Limit(cores=100, model="A100"), Limit(cores=200, model="V100"))
+        nodes = *(labelled(f"n{number}", 4, *both) for number in range(4)), labelled("a0", 4, "A100"), labelled("v0", 4, "V100")
+        self.cluster, self.names = Cluster(*limits, nodes=nodes), [node.name for node in nodes]
+
+    def question(self, kept: KeptAnswers | None) -> RankWithinQuota:
+        return RankWithinQuota(self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names, 1, kept)
+
+
+def test_a_node_that_was_allowed_is_denied_once_the_namespace_holds_more() -> None:
+    """Its own pods and GPUs have not changed. The reasons have the figures of now."""
+    stage = TwoModels()
+    for node, cores in (("n3", 50), ("v0", 40), ("a0", 60)):
+        assert not isinstance(stage.question(stage.cluster.kept).rank(), Rejection) or node == "a0"
+        stage.cluster.hold(node, share(cores, 4))
+    found = stage.question(stage.cluster.kept).rank()
+    assert found == stage.question(None).rank()
+    assert isinstance(found, Rejection)
+    assert "uses 110 of 100 cores on A100" in found.text
+
+
+def test_what_is_found_while_the_namespace_holds_more_for_a_moment_is_not_kept() -> None:
+    stage, number = Different(), 0
+    limits = Limit(cores=55, model="A100"), Limit(cores=0, model="V100")
+    stage.cluster.quotas.limits = {"team": NamespaceQuota(limits=limits)}
+    for number, _ in enumerate(RankWithinQuota(*stage.asked).examine()):
+        if number == 66:
+            assert RankWithinQuota(*stage.asked).denied.nodes, "some nodes have been examined"
+            stage.cluster.hold("n0", share(1, 1), uid="moment")
+        elif number == 76:
+            stage.cluster.index.remove("moment")
+    assert number > 76
+    found = RankWithinQuota(*stage.asked).rank()
+    assert found == RankWithinQuota(*stage.asked[:-1]).rank()
+
+
+def test_there_is_a_reason_if_no_node_of_those_that_were_allowed_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = TwoModels()
+    stage.cluster.hold("n3", share(50, 4))
+    stage.cluster.hold("v0", share(40, 4))
+    expected = stage.question(None).rank()
+    assert isinstance(expected, Rejection)
+    monkeypatch.setattr(RankWithinQuota, "_denial", lambda *_: "")
+    found = stage.question(None).rank()
+    assert isinstance(found, Rejection)
+    assert "uses 40 of 200 cores on V100; the pod needs 200" in found.text
+
+
+def test_nodes_that_are_gone_are_not_kept_where_the_best_nodes_are_allowed() -> None:
+    stage = TwoModels()
+    index = stage.cluster.index
+    for generation in range(20):
+        stage.names = [f"g{generation}-{number}" for number in range(2)]
+        for name in stage.names:
+            index.set_node(replace(labelled("g", 4, "A100", "A100", "V100", "V100"), name=name))
+        assert not isinstance(stage.question(stage.cluster.kept).rank(), Rejection)
+        denied = stage.question(stage.cluster.kept).denied
+        assert {*stage.names} & denied.nodes.keys() == {*denied.best}
+        assert len(denied.best) == 1
+        assert len(denied.nodes) <= index.node_count == 8
+        for name in stage.names:
+            index.remove_node(name)
+
+
 def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
     cluster = Cluster(Limit(cores=100, pool="new"), nodes=())
     cluster.hold("a", request(("app", 100, 0)), uid="one")
