@@ -91,7 +91,7 @@ def test_what_can_not_be_served_is_refused_with_the_reason(node: Node) -> None:
     node.run([gpu_pod(f"fill-{index}", 60, 16) for index in range(8)])
     wanted = {
         "without-memory": (10, 0, r"10 cores requested without memory"),
-        "without-cores": (0, 10, r"10 memory blocks asked without cores"),
+        "without-cores": (0, 10, r"10 memory blocks requested without cores"),
         "one-and-a-half": (150, 10, r"150 cores requested: above 100, \S+ must be a multiple of 100"),
         "no-room": (50, 16, r"\b50 cores.*\b40\b"),
         "no-whole": (100, 0, r"free"),

@@ -194,7 +194,8 @@ def outside_of(
     return {
         name: line
         for name, (at, line) in refused.items()
-        if not within([*gaps, *late] if UNPUBLISHED in line else gaps, created[name], at)
+        # The kubelet may refuse a pod before the thread that created it notes when.
+        if not within([*gaps, *late] if UNPUBLISHED in line else gaps, min(created[name], at), at)
     }
 
 

@@ -6,6 +6,7 @@ Invariants:
 3. ListAndWatch sends the newest list after each change. A slow reader delays no other reader, and misses only outdated lists.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,8 +137,9 @@ class DevicePlugin:
 
 
 _PROBE_TIMEOUT_SECONDS: Final = 5.0
-#: How long the kubelet may take to close its connection after the end of its stream.
-_DISCONNECT_SECONDS: Final = 5.0
+#: How long the kubelet may take to close its connection after the end of its stream: at least, and at most.
+_LEAST_DISCONNECT_SECONDS: Final = 0.5
+_MOST_DISCONNECT_SECONDS: Final = 5.0
 
 
 class PluginServer(UnixServer):
@@ -168,11 +170,14 @@ class PluginServer(UnixServer):
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 
     async def drain(self, grace_seconds: float) -> None:
-        """Like the base class, but first waits until the kubelet has closed its connection, which it does once it has dropped this
+        """Like the base class, but also waits until the kubelet has closed its connection, which it does once it has dropped this
         registration."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_seconds
         self.remove()
         await self._server.wait_idle(grace_seconds)
         if self.watchers:
             self._end_streams()
-            await self._server.wait_disconnected(_DISCONNECT_SECONDS)
+            left = min(deadline - loop.time(), _MOST_DISCONNECT_SECONDS)
+            await self._server.wait_disconnected(max(_LEAST_DISCONNECT_SECONDS, left))
         await super().drain(0.0)

@@ -73,8 +73,8 @@ class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     unwatched_seconds: float = 1.0
     #: The same limit directly after Register, when a busy kubelet may need longer. It doubles after each registration that gets no stream.
     first_watch_seconds: float = 5.0
-    #: The time that calls in progress get before the streams of a replaced socket are ended.
-    handover_seconds: float = 1.0
+    #: The time that calls in progress, and then the kubelet's disconnection, get at a replaced socket.
+    handover_seconds: float = 5.0
     #: The interval of the calls of `held_back_by`.
     held_back_seconds: float = 2.0
 
@@ -147,7 +147,7 @@ class KubeletLink:
         # idle.
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_seconds
-        servers = [each.server for each in self._resources.values() if each.server is not None]
+        servers = [server for each in self._resources.values() for server in each.servers]
         while not all(each.idle for each in servers) and (left := deadline - loop.time()) > 0:
             await asyncio.gather(*(each.wait_idle(left) for each in servers))
         left = max(0.0, deadline - loop.time())
@@ -194,7 +194,8 @@ class _ResourceLink:
         self._timing = timing
         self._on_state = on_state
         self._may_register = may_register
-        self.server: PluginServer | None = None
+        #: The server of the present registration is the last one. Before it: servers of former ones that have not ended yet.
+        self.servers: list[PluginServer] = []
         self._log = _log.bind(resource=name)
         self.state = LinkState()
 
@@ -231,9 +232,8 @@ class _ResourceLink:
         self._become(replace(self.state, error=reason))
 
     async def drain(self, grace_seconds: float) -> None:
-        if self.server is not None:
-            await self.server.drain(grace_seconds)
-            self.server = None
+        await asyncio.gather(*(server.drain(grace_seconds) for server in self.servers))
+        self.servers.clear()
         self._become(replace(self.state, registered=False))
 
     async def _register(self, endpoint: str) -> None:
@@ -255,7 +255,7 @@ class _ResourceLink:
         self._log.info("registered", registrations=self.state.registrations)
 
     async def _serve(self) -> PluginServer:
-        """Serves a new socket, checks that it answers, and then ends the former one. Raises KubeletError."""
+        """Serves a new socket, checks that it answers, and then ends the former ones. Raises KubeletError."""
         server = PluginServer(self._folder / f"{self._stem}-{secrets.token_hex(3)}.sock", self._make_plugin())
         try:
             await server.start()
@@ -263,9 +263,10 @@ class _ResourceLink:
         except BaseException:
             await server.drain(0.0)
             raise
-        former, self.server = self.server, server
-        if former is not None:
+        self.servers.append(server)
+        for former in self.servers[:-1]:
             await former.drain(self._timing.handover_seconds)
+            self.servers.remove(former)
         return server
 
     async def _until_lost(

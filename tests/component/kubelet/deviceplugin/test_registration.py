@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.files import FileIdentity
+from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
 from gpumgr.kubelet.deviceplugin import plugin
@@ -147,6 +148,53 @@ async def test_a_stop_ends_the_streams_of_all_resources_together(kubelet: SimKub
         await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
 
 
+async def test_a_stop_waits_for_a_call_at_a_socket_that_was_just_replaced(
+    kubelet: SimKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced, probe = asyncio.Event(), plugin.PluginServer.probe
+
+    async def probe_and_tell(server: plugin.PluginServer) -> None:
+        await probe(server)
+        replaced.set()
+
+    async with AsyncExitStack() as stack:
+        link = await stack.enter_async_context(linked(kubelet.plugin_folder))
+        await offered(kubelet)
+        former = socket_of(kubelet, "memory")
+        stub = await stack.enter_async_context(kubelet_stub(former))
+        link.allocator.hold = asyncio.Event()
+        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])])
+        call = stub.Allocate(request)
+        await link.allocator.began.wait()
+        monkeypatch.setattr(plugin.PluginServer, "probe", probe_and_tell)
+        former.unlink()
+        await replaced.wait()
+        stopping = asyncio.create_task(link.link.stop(30))
+        await asyncio.sleep(0.2)
+        assert not stopping.done()
+        link.allocator.hold.set()
+        await call
+        await stopping
+        assert not [*kubelet.plugin_folder.glob("gpumgr-*.sock")]
+
+
+async def test_a_stop_waits_for_a_kubelet_that_does_not_disconnect_only_in_its_grace(
+    kubelet: SimKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait_disconnected = [], DrainingServer.wait_disconnected
+
+    async def wait(server: DrainingServer, timeout_seconds: float) -> None:
+        waits.append(timeout_seconds)
+        await wait_disconnected(server, timeout_seconds)
+
+    monkeypatch.setattr(DrainingServer, "wait_disconnected", wait)
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        await link.link.stop(2)
+    assert len(waits) == 2
+    assert all(0 < seconds <= 2 for seconds in waits)
+
+
 @pytest.mark.parametrize("watched_poll_seconds", [0.01, 3600])
 async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet, watched_poll_seconds: float) -> None:
     """Its streams end with it, so no poll is waited for."""
@@ -222,8 +270,9 @@ async def test_a_kubelet_that_notices_the_end_too_late_gets_a_plugin_that_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kubelet 1.37 refuses a path for good that is registered again before it has noticed the end of the former stream."""
-    monkeypatch.setattr(plugin, "_DISCONNECT_SECONDS", 0.05)
-    async with SimKubelet(folder, shape=V1_37) as kubelet, linked(kubelet.plugin_folder) as link:
+    monkeypatch.setattr(plugin, "_LEAST_DISCONNECT_SECONDS", 0.05)
+    hasty = replace(QUICK, handover_seconds=0)
+    async with SimKubelet(folder, shape=V1_37) as kubelet, linked(kubelet.plugin_folder, hasty) as link:
         await offered(kubelet)
         for number in range(2, 5):
             kubelet.notices_ends.clear()
