@@ -89,7 +89,7 @@ def test_a_device_that_is_not_shared_is_the_whole_gpu() -> None:
         (lambda item: _first(item).pop("consumedCapacity"), "DRAConsumableCapacity must be on"),
         (lambda item: _first(item)["consumedCapacity"].pop("cores"), "does not say how much cores it has of gpu-0a"),
         (lambda item: _first(item)["consumedCapacity"].update(cores="30m"), "is not a whole number"),
-        (lambda item: _first(item)["consumedCapacity"].update(cores="-1"), "is not a whole number"),
+        (lambda item: _first(item)["consumedCapacity"].update(cores="-1"), "is negative or too large"),
         (lambda item: _first(item)["consumedCapacity"].update(memory="much"), "can't be read"),
         (lambda item: _first(item)["consumedCapacity"].update(memory="1Ei9"), "can't be read"),
         (
