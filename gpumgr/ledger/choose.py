@@ -143,8 +143,8 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
     if needs.cores > CORES_PER_GPU:
         raise Refusal(
             "invalid_request",
-            f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes "
-            f"an init container's ids on to them; request no more cores in the init container than in each container that follows",
+            f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet gives them "
+            f"the init container's ids too; request no more cores in the init container than in each container that follows",
         )
     return _Needs(cores=needs.cores, memory_blocks=needs.memory_blocks)
 

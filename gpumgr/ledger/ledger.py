@@ -13,7 +13,7 @@ Invariants (checked by `Ledger.violations`):
 5. An allocation with admin access (ClaimRequest) holds nothing, and may be on a GPU that another pod has whole.
 6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 
-A resize changes what a container may use, and not what it was granted. If it may use more than its ids stand for, free ids of the GPU turn
+A resize changes how much a container may use; its grant stays. If it may use more than the amounts of its ids, free ids of the GPU turn
 Unhealthy for the difference. If it may use less, resizes and bursts of others may use the difference, but no new container gets it.
 """
 

@@ -187,8 +187,8 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
         if needs.most_cores < CORES_PER_GPU < needs.cores:
             raise Refusal(
                 "invalid_request",
-                f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes an init "
-                "container's ids on to them; request no more cores in the init container than in each container that follows",
+                f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet gives them "
+                "the init container's ids too; request no more cores in the init container than in each container that follows",
             )
     return PodRequest(tuple(made))
 

@@ -24,8 +24,8 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     `memory_mebibytes` None: `memory_percent` of the GPU's memory. The memory that the container may use counts on a GPU divided by
     `memory_scaling`, and the cores divided by `core_scaling`.
 
-    `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU (it may count the percentage of the
-    memory that was free). The container gets no more than that.
+    `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU; it may have taken the percentage of
+    the free memory. This is the most that the container gets.
     """
 
     count: int
