@@ -40,15 +40,17 @@ class DrainingServer(OpenServer):
         self,
         services: Collection[Any],
         *,
+        end_streams: Callable[[], None] = lambda: None,
         config: Configuration | None = None,
         flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
         """`services` have grpclib's `__mapping__`. Must be called inside a running event loop.
 
-        `flush_seconds`: how long a client may take at the end to read what was sent to it, before its connection is aborted.
+        `end_streams` ends every streaming call of the services. `flush_seconds`: how long a client may take at the end to read what was sent
+        to it, before its connection is aborted.
         """
         super().__init__(services, codec=WireCodec(), config=config)
-        self._flush_seconds = flush_seconds
+        self.end_streams, self._flush_seconds = end_streams, flush_seconds
         self.connections: set[ServedConnection] = set()
         #: The number of connections so far.
         self.accepted = 0
@@ -103,8 +105,8 @@ class DrainingServer(OpenServer):
         """Waits until all clients have closed their connections, at most `timeout_seconds`."""
         await wait_at_most(self._none_connected, timeout_seconds)
 
-    async def drain(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
-        """Stops listening, lets unary calls finish, ends streams through `end_streams`, sends GOAWAY and disconnects.
+    async def drain(self, grace_seconds: float) -> None:
+        """Stops listening, lets unary calls finish, ends streams, sends GOAWAY and disconnects.
 
         Unary calls must end before streams: when ListAndWatch ends, the kubelet closes the whole connection, and with it any Allocate that
         still runs there. What has not ended after `grace_seconds` is cancelled.
@@ -115,7 +117,7 @@ class DrainingServer(OpenServer):
         self.listener.close()
         deadline = asyncio.get_running_loop().time() + grace_seconds
         await self.wait_idle(grace_seconds)
-        end_streams()
+        self.end_streams()
         await _settle(self._stream_calls, max(0.1, deadline - asyncio.get_running_loop().time()))
         await self.close_now()
 

@@ -211,4 +211,4 @@ class DisplayServer:
         """Lets running calls end, disconnects the clients, and removes the socket unless another process replaced it. May be called
         at any time."""
         self._socket.remove()
-        await self._server.drain(grace_seconds, lambda: None)
+        await self._server.drain(grace_seconds)

@@ -143,19 +143,11 @@ _MOST_DISCONNECT_SECONDS: Final = 5.0
 
 
 class PluginServer(UnixServer):
-    """A DevicePlugin service on its socket. A server is started once; a new socket requires a new server."""
+    """A DevicePlugin service on its socket. A server listens once; a new socket requires a new server. Its streams are those of
+    ListAndWatch."""
 
     def __init__(self, path: Path, plugin: DevicePlugin) -> None:
         super().__init__(path, [plugin], plugin.end_streams)
-
-    @property
-    def watchers(self) -> int:
-        """ListAndWatch streams that are open now."""
-        return self._server.open_streams
-
-    async def wait_unwatched(self, timeout_seconds: float) -> None:
-        """Waits until no ListAndWatch stream is open, at most `timeout_seconds`."""
-        await self._server.wait_streams(timeout_seconds)
 
     async def probe(self) -> None:
         """Connects to this server's socket and requests the options, as the kubelet does during Register. Raises KubeletError."""
@@ -175,9 +167,9 @@ class PluginServer(UnixServer):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_seconds
         self.remove()
-        await self._server.wait_idle(grace_seconds)
-        if self.watchers:
-            self._end_streams()
+        await self.wait_idle(grace_seconds)
+        if self.open_streams:
+            self.end_streams()
             left = min(deadline - loop.time(), _MOST_DISCONNECT_SECONDS)
-            await self._server.wait_disconnected(max(_LEAST_DISCONNECT_SECONDS, left))
+            await self.wait_disconnected(max(_LEAST_DISCONNECT_SECONDS, left))
         await super().drain(0.0)

@@ -258,7 +258,7 @@ class _ResourceLink:
         """Serves a new socket, checks that it answers, and then ends the former ones. Raises KubeletError."""
         server = PluginServer(self._folder / f"{self._stem}-{secrets.token_hex(3)}.sock", self._make_plugin())
         try:
-            await server.start()
+            await server.listen()
             await server.probe()
         except BaseException:
             await server.drain(0.0)
@@ -277,15 +277,15 @@ class _ResourceLink:
         was_watched = False
         last_watched = loop.time()
         while True:
-            if server.watchers:
-                await server.wait_unwatched(until_tick(self._timing.watched_poll_seconds))
+            if server.open_streams:
+                await server.wait_streams(until_tick(self._timing.watched_poll_seconds))
             else:
                 await asyncio.sleep(until_tick(self._timing.poll_seconds))
             if FileIdentity.at(self._kubelet_socket) != kubelet:
                 return "kubelet_restarted", was_watched
             if not server.in_place:  # a kubelet that starts also removes it
                 return "own_socket_removed", was_watched
-            if server.watchers:
+            if server.open_streams:
                 was_watched = True
                 last_watched = loop.time()
             elif loop.time() - last_watched > (self._timing.unwatched_seconds if was_watched else first_watch_seconds):

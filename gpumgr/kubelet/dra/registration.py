@@ -192,7 +192,7 @@ class DraLink:
             self._since = asyncio.get_running_loop().time()
 
     async def _start(self, server: UnixServer) -> None:
-        await server.start()
+        await server.listen()
         if self._since:
             _log.warning("socket_made_again", socket=str(server.path), reason="the file was removed or replaced")
 

@@ -126,7 +126,7 @@ class ContainerSlot:
 
     async def hang_up(self, grace_seconds: float) -> None:
         if self._listener is not None:
-            await self._listener.drain(grace_seconds, lambda: None)
+            await self._listener.drain(grace_seconds)
 
     def prepare_start(self, tenant: GpuShare) -> None:
         """Writes both files again before the container starts. Raises Refusal for names that vcuda.config can't hold, and OSError."""

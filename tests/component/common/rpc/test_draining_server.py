@@ -74,7 +74,7 @@ async def test_a_peer_that_does_not_read_is_disconnected_at_the_end(folder: Path
     with call(folder / "sender.sock") as peer:
         await sender.sent.wait()
         assert not disconnected(peer)
-        await server.drain(0.05, lambda: None)
+        await server.drain(0.05)
         assert disconnected(peer)
 
 
@@ -91,18 +91,18 @@ async def test_a_socket_that_can_not_be_listened_on_leaves_the_earlier_one(folde
     with socket.socket(socket.AF_UNIX) as peer, pytest.raises(ConnectionRefusedError):
         peer.connect(str(folder / "0.sock"))
     with call(folder / "1.sock"):
-        await server.drain(0, lambda: None)
+        await server.drain(0)
 
 
 async def test_a_peer_may_still_write_before_it_has_read_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would otherwise get EPIPE, and gRPC libraries may then drop what they have not read."""
     monkeypatch.setattr(server_module, "_CLOSE_SECONDS", 30)
     sender = Sender()
-    server = DrainingServer([sender])
+    server = DrainingServer([sender], end_streams=sender.end.set)
     await server.start(path=str(folder / "sender.sock"))
     with call(folder / "sender.sock") as peer:
         await sender.sent.wait()
-        ending = asyncio.create_task(server.drain(30, sender.end.set))
+        ending = asyncio.create_task(server.drain(30))
         loop = asyncio.get_running_loop()
         while await loop.sock_recv(peer, 1 << 20):
             pass
@@ -117,7 +117,7 @@ async def test_a_peer_that_does_not_close_is_disconnected(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(str(folder / "sender.sock"))
         await soon(lambda: server.accepted == 1)
-        await server.drain(0, lambda: None)
+        await server.drain(0)
         assert disconnected(peer)
 
 
@@ -129,6 +129,6 @@ async def test_a_call_that_outlasts_the_grace_is_cancelled_without_an_error(
     await server.start(path=str(folder / "sender.sock"))
     with call(folder / "sender.sock"):
         await sender.sent.wait()
-        await server.drain(0, lambda: None)
+        await server.drain(0)
     assert not server.open_streams
     assert not caplog.records

@@ -59,7 +59,7 @@ async def place(folder: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator
     yield folder / "echo.sock"
     async with UnixChannel(folder / "echo.sock") as other:
         assert await other.unary(ROUTE, b"hi", bytes) == b"hi"
-    await server.drain(1.0, lambda: None)
+    await server.drain(1.0)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 

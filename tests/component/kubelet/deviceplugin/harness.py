@@ -84,7 +84,7 @@ async def served_plugin(folder: Path) -> AsyncIterator[Served]:
     outcomes: list[tuple[str, str]] = []
     plugin = DevicePlugin("memory", allocator, devices, lambda rpc, _kind, outcome, _seconds: outcomes.append((rpc, outcome)))
     server = PluginServer(folder / "plugin.sock", plugin)
-    await server.start()
+    await server.listen()
     try:
         yield Served(server.path, server, allocator, devices, outcomes)
     finally:

@@ -47,7 +47,7 @@ async def test_a_stale_socket_is_replaced(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     server = server_at(path)
-    await server.start()
+    await server.listen()
     await server.probe()
     assert path.stat().st_mode & 0o777 == 0o600
     await server.drain(0)
@@ -58,7 +58,7 @@ async def test_an_old_server_leaves_its_successors_socket(served: Served) -> Non
     successor = server_at(served.path)
     served.path.unlink()
     assert not served.server.in_place
-    await successor.start()
+    await successor.listen()
     assert not served.server.in_place
     await served.server.drain(0)
     await successor.probe()

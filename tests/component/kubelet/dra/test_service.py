@@ -29,7 +29,7 @@ class Served:
 @pytest.fixture
 async def served(folder: Path) -> AsyncIterator[Served]:
     served = Served(folder)
-    await served.server.start()
+    await served.server.listen()
     yield served
     await served.server.drain(0)
 
