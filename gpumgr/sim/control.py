@@ -71,16 +71,6 @@ class SimProcess(msgspec.Struct, frozen=True, kw_only=True):
     mig_uuid: str | None = None
 
 
-class SimWork(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that one simulated GPU does: its processes and its own readings."""
-
-    processes: tuple[SimProcess, ...]
-    gpu_percent: int
-    memory_percent: int
-    celsius: int
-    watts: float
-
-
 class SimControl:
     """Handle on one node's control file. `gpu` arguments are NVML indices."""
 
@@ -104,7 +94,7 @@ class SimControl:
                 facts.pop(("mig", str(gpu)), None)
                 facts[("migmode", str(gpu))] = mode
 
-        self._change(change)
+        self.change(change)
 
     def xid(self, gpu: int, number: int, *, gpu_instance: int = _NO_INSTANCE) -> None:
         """Sends one critical XID event of the GPU, or of one of its GPU instances."""
@@ -126,7 +116,7 @@ class SimControl:
             _remove(facts, lambda key: key[0] in {"migmode", "migpending"} and key[1:] == (str(gpu),))
             facts["mig", str(gpu)] = str(int(enabled))
 
-        self._change(change)
+        self.change(change)
 
     def require_reset_for_mig(self, gpu: int) -> None:
         """A caller's change of the MIG mode is pending from now on until `restore_gpu`."""
@@ -141,7 +131,7 @@ class SimControl:
             for number, instance in instances.items():
                 facts[("instance", str(gpu), str(number))] = instance_fact(instance)
 
-        self._change(change)
+        self.change(change)
 
     def mig_instances(self, gpu: int) -> Mapping[int, MigInstance]:
         """The GPU's MIG devices by NVML's index, if they were set here or changed by callers; empty while the GPU has the MIG devices of
@@ -163,19 +153,7 @@ class SimControl:
     def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
         """Sets the processes of the GPU. Its used memory is their sum unless `set_memory_used` sets another value."""
 
-        self._change(lambda facts: _put_processes(facts, gpu, processes))
-
-    def set_work(self, works: Mapping[int, SimWork]) -> None:
-        """Sets the load by GPU, all in one change: a reader sees the state before or after."""
-
-        def change(facts: Facts) -> None:
-            for gpu, work in works.items():
-                _put_processes(facts, gpu, work.processes)
-                facts[("utilization", str(gpu))] = f"{work.gpu_percent} {work.memory_percent}"
-                facts[("temperature", str(gpu))] = str(work.celsius)
-                facts[("power", str(gpu))] = str(round(work.watts * 1000))
-
-        self._change(change)
+        self.change(lambda facts: _put_processes(facts, gpu, processes))
 
     def start_mps_server(self, gpu: int, pid: int, *, memory_bytes: int = _MPS_SERVER_BYTES) -> None:
         """Starts an MPS server: the driver lists the process as a compute process, as it lists a real server with clients. Changes of other
@@ -184,7 +162,7 @@ class SimControl:
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
         """The process works through the MPS server with the pid `server`: the driver also lists the process among the MPS processes, and
-        reports its utilization under the server's pid. It uses nothing at first, then what `set_processes` or `set_work` set."""
+        reports its utilization under the server's pid. It uses nothing at first, then what `set_processes` or SimLoad set."""
         self._set(("mpsclient", str(gpu), str(pid)), str(server))
 
     def end_mps(self, pid: int) -> None:
@@ -194,7 +172,7 @@ class SimControl:
             gone = {key for key, value in facts.items() if key[0] == "mpsclient" and value == str(pid)}
             _remove(facts, lambda key: key in gone or (key[0] in {"mpsserver", "mpsclient"} and key[2] == str(pid)))
 
-        self._change(change)
+        self.change(change)
 
     def set_memory_used(self, gpu: int, memory_bytes: int) -> None:
         self._set(("memory", str(gpu)), str(memory_bytes))
@@ -254,7 +232,7 @@ class SimControl:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[0] in _SET_BY_CALLERS or key in made)
 
-        self._change(change)
+        self.change(change)
 
     def load_driver(self, version: str | None = None) -> None:
         """Loads the driver (again). A changed `version` is a mismatch for processes that loaded the library earlier."""
@@ -264,7 +242,7 @@ class SimControl:
             if version is not None:
                 facts[("driver",)] = version
 
-        self._change(change)
+        self.change(change)
 
     def clear(self) -> None:
         """Removes every fault and script. Delivered events, stale sessions and values that callers set remain."""
@@ -273,7 +251,7 @@ class SimControl:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[0] not in {"generation", "event"} | _SET_BY_CALLERS and key not in made)
 
-        self._change(change)
+        self.change(change)
 
     # -- the file --------------------------------------------------------------------------------------------------------
 
@@ -285,18 +263,19 @@ class SimControl:
             spent = {str(old) for old in numbers[: -_EVENTS_KEPT + 1]}
             _remove(facts, lambda key: key[0] == "event" and key[1] in spent)
 
-        self._change(change)
+        self.change(change)
 
     def _set(self, key: Key, value: str) -> None:
-        self._change(lambda facts: facts.update({key: value}))
+        self.change(lambda facts: facts.update({key: value}))
 
     def _drop(self, matches: Callable[[Key], bool]) -> None:
-        self._change(lambda facts: _remove(facts, matches))
+        self.change(lambda facts: _remove(facts, matches))
 
     def _read(self) -> Facts:
         return _parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
 
-    def _change(self, change: Callable[[Facts], None]) -> None:
+    def change(self, change: Callable[[Facts], None]) -> None:
+        """Makes one change of all facts: a reader sees the state before or after it."""
         with changing(self.path):
             facts = self._read()
             change(facts)
@@ -385,16 +364,15 @@ class SimLoad:
         self._tell(touched)
 
     def _tell(self, gpus: Collection[int]) -> None:
-        if gpus:
-            self._control.set_work({gpu: self._work(gpu) for gpu in gpus})
+        def change(facts: Facts) -> None:
+            for gpu in gpus:
+                model, processes = self._node.model_of(gpu), self._processes[gpu].values()
+                percent = min(100, sum(process.sm_percent for process in processes))
+                watts = model.idle_watts * (1 + (_BUSY_POWER - 1) * percent / 100)
+                _put_processes(facts, gpu, processes)
+                facts["utilization", str(gpu)] = f"{percent} {percent // 2}"
+                facts["temperature", str(gpu)] = str(model.idle_celsius + _BUSY_CELSIUS * percent // 100)
+                facts["power", str(gpu)] = str(round(1000 * watts))
 
-    def _work(self, gpu: int) -> SimWork:
-        model, processes = self._node.model_of(gpu), tuple(self._processes[gpu].values())
-        percent = min(100, sum(process.sm_percent for process in processes))
-        return SimWork(
-            processes=processes,
-            gpu_percent=percent,
-            memory_percent=percent // 2,
-            celsius=model.idle_celsius + _BUSY_CELSIUS * percent // 100,
-            watts=model.idle_watts * (1 + (_BUSY_POWER - 1) * percent / 100),
-        )
+        if gpus:
+            self._control.change(change)

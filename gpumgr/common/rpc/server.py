@@ -46,8 +46,8 @@ class DrainingServer(OpenServer):
     ) -> None:
         """`services` have grpclib's `__mapping__`. Must be called inside a running event loop.
 
-        `end_streams` ends every streaming call of the services. `flush_seconds`: how long a client may take at the end to read what was sent
-        to it, before its connection is aborted.
+        `end_streams` ends every streaming call of the services. `flush_seconds`: how long a client may take at the end to read what was
+        sent to it, before its connection is aborted.
         """
         super().__init__(services, codec=WireCodec(), config=config)
         self.end_streams, self._flush_seconds = end_streams, flush_seconds

@@ -17,9 +17,6 @@ _XID: Final = 79
 _REFUSED: Final = "UnexpectedAdmissionError"
 #: How often the agent's pages are polled for an expected value.
 _LOOK_SECONDS: Final = 0.1
-#: The pages are rendered once per sample period; a stalled machine needs longer.
-_DRAWN_SECONDS: Final = 10.0
-
 
 #: (pod, container, GPU's UUID)
 Place = tuple[str, str, str]
@@ -62,7 +59,6 @@ class Script:
             Step("the GPU recovers", self.recovery),
             Step("a GPU is cordoned", self.cordon),
             Step("usage is reported", self.usage),
-            Step("metrics agree", self.metrics),
         )
 
     @property
@@ -213,37 +209,6 @@ class Script:
         before, after, total = (f"{sum(amounts.values()) / (1 << 30):.1f}" for amounts in (first, last, granted))
         return f"{len(containers)} containers use {before}, then {after} of their {total} GiB; see {self._node.url}/"
 
-    async def metrics(self) -> str:
-        """The counters are those since the agent's restart."""
-        node, gpus, until = self._node, await self._node.graph(), self._now() + _DRAWN_SECONDS
-        while (wrong := self._metrics_differ(metrics := await node.metrics(), gpus)) and self._now() < until:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_SECONDS)
-        _expect(not wrong, wrong)
-        return (
-            f"{len(metrics)} series; {self._calls_since_restart()} Allocate calls since the restart, {len(gpus)} healthy GPUs, "
-            "allocation as in /graph"
-        )
-
-    def _metrics_differ(self, metrics: Mapping[tuple[str, frozenset[tuple[str, str]]], float], gpus: list[Facts]) -> str:
-        """Differences between the metrics, /graph and the log; empty if they agree."""
-        for gpu in gpus:
-            labels = frozenset({("gpu", gpu["uuid"])})
-            if metrics["gpumgr_gpu_healthy", labels] != 1:
-                return f"{_label(gpu)} is not healthy there"
-            ratio, used = metrics["gpumgr_gpu_core_allocated_ratio", labels], 1 - gpu["cores_free"] / CORES_PER_GPU
-            if abs(ratio - used) >= 1e-6:
-                return f"{_label(gpu)} is allocated to {ratio} there, to {used:g} in /graph"
-        answered = sum(
-            value
-            for (name, labels), value in metrics.items()
-            if name == "gpumgr_allocate_requests_total" and ("outcome", "ok") in labels
-        )
-        if answered != (logged := self._calls_since_restart()):
-            return f"{answered:g} Allocate calls are counted, {logged} were answered"
-        if metrics["gpumgr_kubelet_registered", frozenset({("resource", CORE_RESOURCE)})] != 1:
-            return "the kubelet has no core resource from us"
-        return ""
-
     async def stop(self) -> str:
         node, began = self._node, self._now()
         status = await node.agent.stop()
@@ -288,11 +253,6 @@ class Script:
     async def _gpu(self, name: GpuName) -> Facts:
         (found,) = [gpu for gpu in await self._node.graph() if gpu["name"] == name]
         return found
-
-    def _calls_since_restart(self) -> int:
-        lines = self._node.agent_log.lines
-        start = max(number for number, line in enumerate(lines) if line["event"] == "starting")
-        return len(self._node.agent_log.find("allocation_granted", since=start))
 
 
 def _app(cores: int, memory_blocks: int = 0) -> SimContainer:

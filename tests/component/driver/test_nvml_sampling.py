@@ -11,7 +11,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import DoubleBitError, Failed, HealthReading, Observation, Xid
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample
 from gpumgr.sim import library
-from gpumgr.sim.control import SimProcess, SimWork
+from gpumgr.sim.control import SimLoad, SimProcess
 
 from .conftest import Prepare, opened
 
@@ -41,13 +41,13 @@ async def test_an_idle_gpu(node: Prepare) -> None:
 
 async def test_scripted_work(node: Prepare) -> None:
     sim = node("hgx-h100-8")
-    processes = (SimProcess(pid=20, memory_bytes=300 * MIB), SimProcess(pid=3, memory_bytes=None))
-    sim.control.set_work({0: SimWork(processes=processes, gpu_percent=87, memory_percent=12, celsius=66, watts=512.5)})
+    processes = (SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=80), SimProcess(pid=3, memory_bytes=None))
+    SimLoad(sim.control, sim.description).put([(0, process) for process in processes])
     async with opened(sim) as nvml:
         sample = await first_sample(nvml)
         assert sample.processes == (GpuProcess(pid=3, memory_bytes=None), GpuProcess(pid=20, memory_bytes=300 * MIB))
-        assert (sample.utilization_ratio, sample.memory_copy_ratio) == (0.87, 0.12)
-        assert (sample.temperature_celsius, sample.power_watts) == (66.0, 512.5)
+        assert (sample.utilization_ratio, sample.memory_copy_ratio) == (0.8, 0.4)
+        assert (sample.temperature_celsius, sample.power_watts) == (65.0, 574.0)
         assert sample.memory_used_bytes == 300 * MIB
         sim.control.set_memory_used(0, 1000 * MIB)
         assert (await first_sample(nvml)).memory_used_bytes == 1000 * MIB
