@@ -12,9 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 import structlog
@@ -70,9 +69,15 @@ class LatestValue(Generic[T]):
         for subscription in self._subscriptions:
             subscription.close()
 
-    def subscribe(self) -> "Subscription[T]":
+    @contextmanager
+    def subscribe(self) -> "Iterator[Subscription[T]]":
         """A reader, to be used as `with latest.subscribe() as values: async for value in values`."""
-        return Subscription(self)
+        subscription = Subscription(self)
+        self._subscriptions.add(subscription)
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.discard(subscription)
 
 
 class Subscription(Generic[T]):
@@ -87,13 +92,6 @@ class Subscription(Generic[T]):
     def close(self) -> None:
         self._closed = True
         self._wake.set()
-
-    def __enter__(self) -> Self:
-        self._source._subscriptions.add(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._source._subscriptions.discard(self)
 
     def __aiter__(self) -> Self:
         return self

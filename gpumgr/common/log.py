@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal, TextIO
 
 import msgspec
@@ -64,7 +65,7 @@ def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, c
     ]
     traceback = structlog.processors.format_exc_info
     rendering: list[Processor] = [_console(out)] if console else [traceback, _render_json]
-    lines = _Lines(out) if journal is None else _Entries(out, journal)
+    lines = _Lines(out, journal)
     structlog.configure(
         processors=[_threshold, *shared, *(rendering if journal is None else [traceback, _render_entry])],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
@@ -81,31 +82,20 @@ def _read_by_journal(out: TextIO) -> bool:
 
 
 class _Lines:
-    """Writes lines. If stderr is a full disk or a closed pipe, the line is lost and no error is raised."""
+    """Sends entries to the journal, and writes lines without an entry, or with one that the journal refuses. If stderr is a full disk or a
+    closed pipe, the line is lost and no error is raised."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self, out: TextIO, journal: Journal | None) -> None:
+        self._out, self._journal = out, journal
 
-    def msg(self, line: str) -> None:
+    def msg(self, line: str, entry: Sequence[Field] = ()) -> None:
+        if self._journal is not None and self._journal.send(entry):
+            return
         with contextlib.suppress(OSError):
             self._out.write(line + "\n")
             self._out.flush()
 
     log = debug = info = warn = warning = error = critical = exception = fatal = failure = err = msg
-
-
-class _Entries:
-    """Sends entries to the journal; an entry that it refuses is written to stderr."""
-
-    def __init__(self, out: TextIO, journal: Journal) -> None:
-        self._lines = _Lines(out)
-        self._journal = journal
-
-    def send(self, entry: list[Field]) -> None:
-        if not self._journal.send(entry):
-            self._lines.msg(dict(entry)["MESSAGE"])
-
-    log = debug = info = warn = warning = error = critical = exception = fatal = failure = err = send
 
 
 class _JournalHandler(logging.StreamHandler[TextIO]):
@@ -134,10 +124,11 @@ def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
         return json.dumps(ordered, default=repr, skipkeys=True)
 
 
-def _render_entry(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[list[Field]], dict[str, Any]]:
+def _render_entry(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[str, Sequence[Field]], dict[str, Any]]:
     """The arguments of the logger's method, in structlog's form (args, kwargs)."""
     fields = dict(event)
-    return (entry_of(_render_json(logger, name, event), fields),), {}
+    line = _render_json(logger, name, event)
+    return (line, entry_of(line, fields)), {}
 
 
 def _route_libraries(handler: logging.Handler, shared: list[Processor], rendering: list[Processor]) -> None:

@@ -114,7 +114,7 @@ def mount_of(mountinfo: str, path: Path) -> Mount | None:
     """
     found: Mount | None = None
     for line in mountinfo.splitlines():
-        fields = [_plain(field) for field in line.partition(" - ")[0].split()]
+        fields = [unescaped(field) for field in line.partition(" - ")[0].split()]
         if len(fields) < 5 or not path.is_relative_to(fields[4]):
             continue
         point, shared = Path(fields[4]), any(field.startswith("shared:") for field in fields[6:])
@@ -123,8 +123,8 @@ def mount_of(mountinfo: str, path: Path) -> Mount | None:
     return found
 
 
-def _plain(field: str) -> str:
-    """Decodes blanks, tabs and backslashes, which mountinfo writes as octal numbers."""
+def unescaped(field: str) -> str:
+    """A field of mounts or mountinfo, in which blanks, tabs and backslashes are written as octal numbers: fstab(5)."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 

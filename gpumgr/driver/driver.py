@@ -38,10 +38,9 @@ UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 _LIMIT_FILE: Final = "dmem.max"
 
 
-def set_limit(nvml: Binding, handle: Handle, cgroup: str, limit: MemoryLimit) -> None:
-    hard_bytes = UNLIMITED if limit.hard_bytes is None else limit.hard_bytes
-    fields = {"nameSpace": os.fsencode(cgroup), "softLimit": limit.soft_bytes, "hardLimit": hard_bytes}
-    wanted = nvml.structure("c_nvmlSetMemoryLimits_v1_t", **fields)
+def set_limit(nvml: Binding, handle: Handle, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
+    hard = UNLIMITED if hard_bytes is None else hard_bytes
+    wanted = nvml.structure("c_nvmlSetMemoryLimits_v1_t", nameSpace=os.fsencode(cgroup), softLimit=soft_bytes, hardLimit=hard)
     nvml.call("nvmlDeviceSetMemoryLimits_v1", handle, wanted)
 
 
@@ -254,8 +253,7 @@ class Nvml(Session):
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
         """Limits the GPU memory of the processes of a cgroup (its folder's full path); see MemoryLimit. Needs root."""
-        limit = MemoryLimit(soft_bytes=soft_bytes, hard_bytes=hard_bytes)
-        await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, limit))
+        await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, soft_bytes, hard_bytes))
 
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:
         """The limit of the cgroup on the GPU."""

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
-import msgspec
 import structlog
 
 from gpumgr.common.errors import NvmlAbsent, NvmlError
@@ -35,13 +34,6 @@ _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
-class EventSet(msgspec.Struct, frozen=True, kw_only=True):
-    """An event set with registered GPUs. `uuids`: address in the GPU's handle -> UUID, of each GPU with events."""
-
-    handle: Handle
-    uuids: Mapping[int, str]
-
-
 def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
     """Registers the GPU's errors in the set. Returns the address in the GPU's handle, or None if the driver has no events for this GPU.
     After a CallError the set is unusable (NVML's documentation)."""
@@ -61,12 +53,11 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
 
 class EventThread:
     """Waits for the events of one set until `stop`. NVML's wait blocks and has no file descriptor, so it is called for short intervals.
-    Frees the set at the end. The thread is a daemon, so a wait that hangs delays nothing."""
+    Frees the set at the end. The thread is a daemon, so a wait that hangs delays nothing. `uuids`: address in the GPU's handle -> UUID, of
+    each GPU with events."""
 
-    def __init__(self, nvml: Binding, event_set: EventSet, on_event: OnEvent) -> None:
-        self._nvml = nvml
-        self._set = event_set
-        self._on_event = on_event
+    def __init__(self, nvml: Binding, event_set: Handle, uuids: Mapping[int, str], on_event: OnEvent) -> None:
+        self._nvml, self._set, self.uuids, self._on_event = nvml, event_set, uuids, on_event
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
         self._ended = asyncio.Event()
@@ -85,7 +76,7 @@ class EventThread:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                data = self._nvml.call("nvmlEventSetWait", self._set.handle, _WAIT_MILLISECONDS)
+                data = self._nvml.call("nvmlEventSetWait", self._set, _WAIT_MILLISECONDS)
             except DriverDown:
                 break  # the driver and the set are gone; the next reading shows why
             except NvmlError as exc:
@@ -94,12 +85,12 @@ class EventThread:
                 continue
             self._report(data)
         with suppress(NvmlError):  # the set may be gone with the driver
-            self._nvml.ask("nvmlEventSetFree", self._set.handle)
+            self._nvml.ask("nvmlEventSetFree", self._set)
         self._post(self._ended.set)
 
     def _report(self, data: Handle) -> None:
         address = self._nvml.address(data.device)
-        uuid = None if address is None else self._set.uuids.get(address)
+        uuid = None if address is None else self.uuids.get(address)
         if data.eventType & EVENT_XID:
             instance = None if data.gpuInstanceId == _NO_INSTANCE else int(data.gpuInstanceId)
             self._post(lambda: self._on_event(uuid, Xid(number=int(data.eventData), gpu_instance=instance)))
@@ -203,17 +194,15 @@ class Session:
         """
         uuids = dict(self._seen)
         async with self._session_lock:
-            event_set = await self._register_events(uuids)
-            before, self._events = self._events, None
-            if event_set is not None:
-                self._events = EventThread(self._binding, event_set, on_event)
+            before, self._events = self._events, await self._start_events(uuids, on_event)
             if before is not None:  # the former thread is stopped only now, so that no event is lost between the two
                 await before.stop(timeout_seconds=_STOP_SECONDS)
-        return frozenset(uuids.values()) - (frozenset() if event_set is None else frozenset(event_set.uuids.values()))
+            monitored = frozenset(self._events.uuids.values()) if self._events is not None else frozenset[str]()
+        return frozenset(uuids.values()) - monitored
 
-    async def _register_events(self, uuids: Mapping[int, str]) -> EventSet | None:
-        """An event set for the GPUs with these indices; None if the driver has no events. If a GPU can't be registered,
-        the set is unusable, and a new one without that GPU is made. While a call with the set hangs, the set is not freed."""
+    async def _start_events(self, uuids: Mapping[int, str], on_event: OnEvent) -> EventThread | None:
+        """Waits for the events of the GPUs with these indices; None if the driver has no events. If a GPU can't be registered, the event
+        set is unusable, and a new one without that GPU is made. While a call with the set hangs, the set is not freed."""
         wanted = uuids.keys() - self._worker.stuck.keys()
         while True:
             handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))
@@ -222,7 +211,8 @@ class Session:
             answers = await self._each(partial(register, self._binding, handle), sorted(wanted))
             refused = {index for index, answer in answers.items() if isinstance(answer, NvmlError)}
             if not refused:
-                return EventSet(handle=handle, uuids={each: uuids[i] for i, each in answers.items() if isinstance(each, int)})
+                registered = {address: uuids[index] for index, address in answers.items() if isinstance(address, int)}
+                return EventThread(self._binding, handle, registered, on_event)
             if not any(isinstance(answer, GpuHangs) for answer in answers.values()):
                 await self._call(partial(self._binding.ask, "nvmlEventSetFree", handle))
             wanted -= refused

@@ -29,46 +29,17 @@ _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
 )
 
 
-class Quirk(msgspec.Struct, frozen=True, kw_only=True):
-    """A known error of drivers: they report the number `reported` for the level `meant`. A condition (`driver_version`, `on_same_board`)
-    that is None matches every value."""
-
-    driver_version: str | None = None
-    on_same_board: bool | None = None
-    reported: int
-    meant: Level
-    why: str
-
-
-QUIRKS: Final[tuple[Quirk, ...]] = (
-    Quirk(
-        driver_version="396.26",
-        reported=_INTERNAL,
-        meant=Level.PIX,
-        why="calls the GPUs of a multi-GPU board INTERNAL; each sits behind the board's switch, which is SINGLE",
-    ),
-    Quirk(
-        on_same_board=False,
-        reported=_INTERNAL,
-        meant=Level.PIX,
-        why="INTERNAL needs one board, and the driver reports that the pair is on two boards",
-    ),
-)
-
-
 def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | None = None) -> Level:
     """The PCIe level of a pair of GPUs for the number that NVML gave.
 
     `on_same_board`: whether the driver reports that this pair is on one multi-GPU board; None = it reports nothing. A number between two
     known ones counts as the farther of the two levels; a number above all known ones counts as SYS.
+
+    Two known errors of drivers are corrected: 396.26 calls the GPUs of a multi-GPU board INTERNAL, although each is behind the board's
+    switch, which is SINGLE; and INTERNAL, which needs one board, is reported for a pair that is on two boards.
     """
-    for quirk in QUIRKS:
-        if (
-            nvml_level == quirk.reported
-            and quirk.driver_version in (None, driver_version)
-            and quirk.on_same_board in (None, on_same_board)
-        ):
-            return quirk.meant
+    if nvml_level == _INTERNAL and (driver_version == "396.26" or on_same_board is False):
+        return Level.PIX
     return next((level for number, level in _MEANINGS if nvml_level <= number), Level.SYS)
 
 

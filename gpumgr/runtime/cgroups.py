@@ -23,6 +23,7 @@ from typing import Final, Literal
 import msgspec
 
 from gpumgr.common.errors import CriError
+from gpumgr.common.proc import unescaped
 
 _ID: Final = r"(?P<id>[0-9a-f]{64})"
 _RUNTIME: Final = r"(?:cri-containerd|crio|docker)"
@@ -170,7 +171,7 @@ def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
         fields = line.split(" ")
         if len(fields) < 4 or fields[2] not in ("cgroup", "cgroup2"):
             continue
-        point = _unescape(fields[1])
+        point = unescaped(fields[1])
         if not PurePosixPath(point).is_relative_to(cgroup_root):
             continue
         if fields[2] == "cgroup2":
@@ -182,11 +183,6 @@ def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
     if root is None:
         return None
     return Hierarchy(mode="v2" if not v1 else "hybrid" if unified else "v1", root=Path(root))
-
-
-def _unescape(field: str) -> str:
-    """The text of a field, in which blanks and backslashes are written as octal numbers: fstab(5)."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 
 class Cgroups:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.driver.snapshot import QUIRKS, level_of
+from gpumgr.driver.snapshot import level_of
 from gpumgr.placement.topology.devices import Level, Topology
 from gpumgr.placement.topology.matrix import parse_topology, topology_from_matrix
 from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, render_matrix, render_tree, tree_data
@@ -132,7 +132,3 @@ def test_the_printed_matrix_reads_back() -> None:
 )
 def test_what_nvml_levels_mean(driver: str | None, number: int, same_board: bool | None, level: Level) -> None:
     assert level_of(driver, number, same_board) == level
-
-
-def test_every_quirk_has_a_reason() -> None:
-    assert all(quirk.why for quirk in QUIRKS)
