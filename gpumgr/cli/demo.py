@@ -8,7 +8,7 @@ import click
 
 from gpumgr.cli.options import ExitingCommand
 from gpumgr.common.log import configure_log
-from gpumgr.sim.demo.runner import Display, play
+from gpumgr.sim.demo.runner import play
 
 _EPILOG = """
 \b
@@ -30,5 +30,5 @@ def command(once: bool) -> None:
     linked GPUs, or are refused; the agent is killed, the kubelet restarted, a GPU fails and recovers. The agent's page is real.
     """
     configure_log("error", "auto")
-    results = asyncio.run(play(Display(stays=sys.stdout.isatty() and not once)))
+    results = asyncio.run(play(stays=sys.stdout.isatty() and not once))
     sys.exit(0 if all(result.ok for result in results) else 1)

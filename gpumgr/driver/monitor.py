@@ -116,7 +116,7 @@ class Monitor:
         self._awaited = 0
 
     @property
-    def health(self) -> Mapping[str, GpuHealth]:
+    def health(self) -> dict[str, GpuHealth]:
         """The health of every GPU that was ever listed, by UUID, and of each MIG device with a fault of its own."""
         return {**self._health, **self._mig_health}
 
@@ -152,14 +152,17 @@ class Monitor:
     async def publish_health(self) -> None:
         """Calls the listener if the health of a GPU differs from the health that was published last. Cordons are in force when this
         returns."""
-        health = self.health
-        if any(
-            _published_parts(self._published.get(uuid)) != _published_parts(health.get(uuid))
-            for uuid in {*self._published, *health}
-        ):
-            self._log_changes()
-            self._published = dict(health)
-            await self._listener.health_changed(self.health)
+        before, health = self._published, self.health
+        changed = [
+            uuid for uuid in {**before, **health} if _published_parts(before.get(uuid)) != _published_parts(health.get(uuid))
+        ]
+        if changed:
+            for uuid in changed:
+                _log_change(
+                    uuid, before.get(uuid), health.get(uuid) or new_health(time.time())
+                )  # a MIG device without fault is gone
+            self._published = health
+            await self._listener.health_changed(health)
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
         """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error.
@@ -347,20 +350,18 @@ class Monitor:
         if health is not None:
             self._health[uuid] = step(health, observation, time.time(), self._rules)
 
-    def _log_changes(self) -> None:
-        """Logs each GPU with a state or a reason that differs from the published one, except a new GPU that is offered."""
-        gone = {uuid: new_health(time.time()) for uuid in self._published if uuid not in self.health}  # MIG devices without fault
-        for uuid, health in {**self.health, **gone}.items():
-            before = self._published.get(uuid)
-            if _published_parts(before) != _published_parts(health) and (before is not None or not health.offered):
-                record = log.info if health.offered else log.warning
-                record(
-                    "gpu_health_changed",
-                    gpu=uuid,
-                    state="held" if health.healthy and health.cordon_reason is not None else health.state,
-                    reason=health.effective_reason,
-                    message="; ".join(filter(None, (health.cordon_reason, health.message))),
-                )
+
+def _log_change(uuid: str, before: GpuHealth | None, health: GpuHealth) -> None:
+    """Logs the changed health of a GPU, but not of a new GPU that is offered."""
+    if before is not None or not health.offered:
+        record = log.info if health.offered else log.warning
+        record(
+            "gpu_health_changed",
+            gpu=uuid,
+            state="held" if health.healthy and health.cordon_reason is not None else health.state,
+            reason=health.effective_reason,
+            message="; ".join(filter(None, (health.cordon_reason, health.message))),
+        )
 
 
 def _hanging(readings: Mapping[str, Observation | None]) -> frozenset[str]:

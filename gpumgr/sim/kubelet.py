@@ -16,7 +16,8 @@ from typing import Literal, Self
 from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
-from gpumgr.ledger.answer import ContainerResponse
+from gpumgr.kubelet.deviceplugin.codec import decode_container_response
+from gpumgr.ledger.answer import ContainerResponse, merged
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, Endpoints, PluginClient, PodResourcesService, Registration
 from gpumgr.sim.kubelet_pods import (
@@ -28,7 +29,6 @@ from gpumgr.sim.kubelet_pods import (
     SimKubeletError,
     SimPod,
     load_checkpoint,
-    merged,
     write_checkpoint,
 )
 
@@ -157,13 +157,15 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
-        """Starts (or restarts) a container: calls PreStartContainer for each resource, and returns what the runtime would get.
+        """Starts (or restarts) a container: calls PreStartContainer for each resource, and returns what the runtime would get. If the answers
+        for two resources have different values for one key, the first one counts.
 
         Raises SimKubeletError; a real kubelet would retry later.
         """
         container = pod.container(name)
         await self._devices.pre_start(pod, container)
-        return merged(holding.answer for holding in self._devices.held.get(pod.uid, {}).get(name, {}).values())
+        holdings = self._devices.held.get(pod.uid, {}).get(name, {}).values()
+        return merged(ContainerResponse(), *(decode_container_response(holding.answer) for holding in reversed(holdings)))
 
     async def run(self, pod: SimPod) -> PodStatus:
         """Admits `pod` and starts all its containers in order. Raises SimKubeletError if a container cannot start."""

@@ -58,25 +58,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
 
 
-class Display:
-    """Prints each line of the agent's log, and one line for each step when it ends. `stays`: activity continues after the script."""
-
-    def __init__(self, *, stays: bool) -> None:
-        self.stays = stays
-
-    def begin(self, node: SimulatedNode) -> None:
-        click.echo(f"ask it: {own_command()} usage --watch --config {node.config}")
-        if self.stays:
-            click.echo("Ctrl-C ends the demo")
-
-    def on_log_line(self, line: Line) -> None:
-        click.echo(f"       . {log_text(line)}")
-
-    def step_ended(self, result: Result) -> None:
-        """Prints one line, or more for an error that has more lines."""
-        click.echo(f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}")
-
-
 def own_command() -> str:
     """The command that starts gpumgr in the shell in which the demo was started."""
     if shutil.which("gpumgr"):
@@ -84,8 +65,9 @@ def own_command() -> str:
     return sys.argv[0] if Path(sys.argv[0]).name == "gpumgr" else " ".join(COMMAND)
 
 
-async def play(display: Display) -> list[Result]:
-    """Returns the results of all steps. Raises GpumgrError if the simulated node cannot be built (no C compiler).
+async def play(*, stays: bool) -> list[Result]:
+    """Plays the script, and prints each line of the agent's log and the result of each step. Returns the results of all steps. `stays`:
+    activity continues after the script. Raises GpumgrError if the simulated node cannot be built (no C compiler).
 
     Signals are handled before the folder exists and until it is removed, so that an interrupted demo leaves no folder.
     """
@@ -98,20 +80,22 @@ async def play(display: Display) -> list[Result]:
         await asyncio.to_thread(compile_library)
         settings = {"http": {"port": port}}
         async with (
-            open_node(Path(folder), sim=SIM, settings=settings, agent_log=AgentLog(display.on_log_line)) as node,
+            open_node(Path(folder), sim=SIM, settings=settings, agent_log=AgentLog(_print_log_line)) as node,
             _at_work(work := Workload(node)),
         ):
-            display.begin(node)
+            click.echo(f"ask it: {own_command()} usage --watch --config {node.config}")
+            if stays:
+                click.echo("Ctrl-C ends the demo")
             script = Script(node, time.monotonic)
             every = (*script.steps, script.last_step)
-            await _unless(interrupted, _play_steps(script.steps, node, display, results))
+            await _unless(interrupted, _play_steps(script.steps, node, results, pause_seconds=_PAUSE_SECONDS if stays else 0.0))
             if len(results) == len(script.steps) and results[-1].ok:
-                if display.stays:
+                if stays:
                     await _unless(interrupted, Activity(node, work).run())
-                await _play_steps((script.last_step,), node, display, results)
+                await _play_steps((script.last_step,), node, results)
     for step in every[len(results) :]:
         results.append(Result(name=step.name, ok=False, detail="not reached"))
-        display.step_ended(results[-1])
+        _print_result(results[-1])
     return results
 
 
@@ -151,15 +135,24 @@ async def _at_work(work: Workload) -> AsyncIterator[None]:
             await task
 
 
-async def _play_steps(steps: Sequence[Step], node: SimulatedNode, display: Display, results: list[Result]) -> None:
+def _print_log_line(line: Line) -> None:
+    click.echo(f"       . {log_text(line)}")
+
+
+def _print_result(result: Result) -> None:
+    """Prints one line, or more for an error that has more lines."""
+    click.echo(f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}")
+
+
+async def _play_steps(steps: Sequence[Step], node: SimulatedNode, results: list[Result], *, pause_seconds: float = 0.0) -> None:
     """Runs steps up to the first that fails: later steps depend on it."""
     deadline = time.monotonic() + _SCRIPT_SECONDS
     for step in steps:
         results.append(await _play_step(step, node, max(0.0, min(_STEP_SECONDS, deadline - time.monotonic()))))
-        display.step_ended(results[-1])
+        _print_result(results[-1])
         if not results[-1].ok:
             return
-        await asyncio.sleep(_PAUSE_SECONDS if display.stays else 0)
+        await asyncio.sleep(pause_seconds)
 
 
 async def _play_step(step: Step, node: SimulatedNode, seconds: float) -> Result:
