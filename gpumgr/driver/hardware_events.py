@@ -74,9 +74,8 @@ class HardwareEvents:
         self.down_reason = None
         await self._before_snapshot(snapshot)
         self._check_device_nodes(snapshot)
-        bad = self._unhealthy()
-        await self._agent_state.set_snapshot(snapshot, self._published_health(bad))
-        self._add_to_history(bad)
+        await self._agent_state.set_snapshot(snapshot, self._hardware_health())
+        self._add_to_history()
         self._report_nameless()
         self._report_obstacle()
         self._keep(NodeSample())
@@ -113,45 +112,39 @@ class HardwareEvents:
         self.driver_up, self.sample, self.sampled_at = True, sample, time.monotonic()
 
     async def _publish_health(self) -> None:
-        bad = self._unhealthy()
-        await self._agent_state.set_health(self._published_health(bad))
-        self._add_to_history(bad)
+        await self._agent_state.set_health(self._hardware_health())
+        self._add_to_history()
 
-    def _unhealthy(self) -> Mapping[str, GpuHealth]:
-        return {uuid: health for uuid, health in self._health.items() if not health.healthy}
-
-    def _cordon_reasons(self) -> Mapping[str, str]:
-        return {uuid: health.cordon_reason for uuid, health in self._health.items() if health.cordon_reason is not None}
-
-    def _published_health(self, bad: Mapping[str, GpuHealth]) -> HardwareHealth:
-        cordon_reason = self._cordon_reasons()
+    def _hardware_health(self) -> HardwareHealth:
+        bad = {uuid: health for uuid, health in self._health.items() if not health.healthy}
+        by_operator = {uuid: each.cordon_reason for uuid, each in self._health.items() if each.cordon_reason is not None}
         failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
         cordoned = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
-        in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - cordon_reason.keys()
+        in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - by_operator.keys()
         return HardwareHealth(
             failed={**self._nodeless, **failed},
-            cordoned={**cordoned, **cordon_reason},
+            cordoned={**cordoned, **by_operator},
             in_mig_mode=in_mig_mode,
             lost={uuid for uuid, health in bad.items() if health.reason in LOST_REASONS and health.state == "unhealthy"},
         )
 
-    def _add_to_history(self, bad: Mapping[str, GpuHealth]) -> None:
+    def _add_to_history(self) -> None:
         """Adds an entry when a GPU becomes lost or unhealthy, or is back. MIG mode is a setting and gets no entry. Maintenance adds the
         entries of a cordoned GPU, which counts as back only after it is uncordoned. A GPU that was never offered has no name, so it has no
         entry."""
-        agent_state, cordon_reason = self._agent_state, self._cordon_reasons()
+        agent_state = self._agent_state
         if self._reported is None:
             self._reported = _reported_before(agent_state.history.entries(), agent_state.ledger.gpu_registry)
         shown = {gpu.uuid for gpu in agent_state.inventory.snapshot.gpus}
         for uuid, registered in agent_state.ledger.gpu_registry.by_uuid.items():
-            health, before = bad.get(uuid), self._reported.get(uuid)
-            if health is not None and health.reason in CLOSING_REASONS:
-                continue
-            if health is not None:
+            health, before = self._health.get(uuid), self._reported.get(uuid)
+            if health is not None and not health.healthy:
+                if health.reason in CLOSING_REASONS:
+                    continue
                 code, why = "lost" if health.reason in LOST_REASONS else "unhealthy", _why(health)
             elif uuid in self._nodeless:
                 code, why = "unhealthy", self._nodeless[uuid]
-            elif uuid in cordon_reason:
+            elif health is not None and health.cordon_reason is not None:
                 continue
             elif (
                 before is not None and uuid in shown

@@ -97,19 +97,10 @@ _REASONS: Final[Mapping[FindingCode, str]] = {
 
 
 class FindingsReporter:
-    """`count` receives the backend and the code of a finding, `add_event` the allocation, the event's reason and its message.
+    """`count` receives the backend and the code of a finding. `clock` is monotonic, in seconds."""
 
-    `clock` is monotonic, in seconds.
-    """
-
-    def __init__(
-        self,
-        *,
-        count: Callable[[str, str], None],
-        add_event: Callable[[AllocationId, str, str], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._count, self._add_event, self._clock = count, add_event, clock
+    def __init__(self, events: ContainerEvents, *, count: Callable[[str, str], None], clock: Callable[[], float]) -> None:
+        self._events, self._count, self._clock = events, count, clock
         self._seen_at: dict[tuple[AllocationId, FindingCode], float] = {}
 
     def report(self, findings: Iterable[tuple[str, Finding]], allocations: Mapping[AllocationId, Allocation]) -> None:
@@ -136,4 +127,4 @@ class FindingsReporter:
             holder=holder.describe(),
             message=finding.message,
         )
-        self._add_event(finding.allocation, _REASONS[finding.code], finding.message)
+        self._events.add(finding.allocation, _REASONS[finding.code], finding.message)

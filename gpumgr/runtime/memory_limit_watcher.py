@@ -132,7 +132,7 @@ class MemoryLimitWatcher:
         self._limit_state = OverLimitState()
         self._unattributed: KnownProcesses = {}
         self._ended = EndedContainers()
-        self._findings = FindingsReporter(count=meter.found, add_event=self._events.add, clock=owners.clock)
+        self._findings = FindingsReporter(self._events, count=meter.found, clock=owners.clock)
 
     def apply(self, over_limit: OverLimit) -> None:
         """Applies these settings from the next sample on."""

@@ -157,8 +157,8 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
-        """Starts (or restarts) a container: calls PreStartContainer for each resource, and returns what the runtime would get. If the answers
-        for two resources have different values for one key, the first one counts.
+        """Starts (or restarts) a container: calls PreStartContainer for each resource, and returns what the runtime would get. If the
+        answers for two resources have different values for one key, the first one counts.
 
         Raises SimKubeletError; a real kubelet would retry later.
         """

@@ -28,8 +28,8 @@ from gpumgr.ledger.answer import ContainerResponse
 _log = structlog.get_logger(__name__)
 
 SERVICE: Final = "/v1beta1.DevicePlugin/"
-#: DevicePluginOptions with both options on. The Register request has the same options, since older kubelets read them there.
-OPTIONS: Final = bytes(DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True))
+#: Both options are on. The Register request has the same options, since older kubelets read them there.
+OPTIONS: Final = DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
 #: Called after each RPC with its name, the resource, the outcome ("ok", a refusal's code, "cancelled") and the duration in seconds.
 Observer = Callable[[str, str, str, float], None]
@@ -99,7 +99,7 @@ class DevicePlugin:
                 self._watches.discard(watch)
 
     async def _options(self, _request: bytes) -> bytes:
-        return OPTIONS
+        return bytes(OPTIONS)
 
     async def _prefer(self, request: bytes) -> bytes:
         preferences = []
@@ -158,7 +158,7 @@ class PluginServer(UnixServer):
                 )
             except CALL_FAILURES as error:
                 raise kubelet_error("reach gpumgr's own device plugin", self.path, error) from error
-        if options != OPTIONS:
+        if options != bytes(OPTIONS):
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 
     async def drain(self, grace_seconds: float) -> None:

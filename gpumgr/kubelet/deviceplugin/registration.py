@@ -28,7 +28,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions, RegisterRequest
+from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
 from gpumgr.common.aio import LatestValue, forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.files import FileIdentity
@@ -37,7 +37,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, RESOURCES, Resource
 from gpumgr.common.unix_socket import is_served
 from gpumgr.kubelet.deviceplugin.codec import DeviceEntry, encode_devices
-from gpumgr.kubelet.deviceplugin.plugin import Allocator, DevicePlugin, Observer, PluginServer
+from gpumgr.kubelet.deviceplugin.plugin import OPTIONS, Allocator, DevicePlugin, Observer, PluginServer
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.instances import resource_of
 from gpumgr.ledger.node import NodeDevices
@@ -102,7 +102,6 @@ class KubeletLink:
         """
         self._held_back_by = held_back_by
         self._timing = timing or LinkTiming()
-        self._may_register = asyncio.Event()
         self._folder, self._allocator, self._on_state, self._observe = folder, allocator, on_state, observe
         self._resources = {str(kind): self._make(kind, kind, names[kind], watched) for kind, watched in devices.items()}
         self._daemons: list[asyncio.Task[None]] = []
@@ -110,9 +109,7 @@ class KubeletLink:
 
     def _make(self, key: str, kind: Resource, name: str, watched: LatestValue[bytes]) -> "_ResourceLink":
         make_plugin = partial(DevicePlugin, kind, self._allocator, watched, lambda rpc, _, *call: self._observe(rpc, key, *call))
-        return _ResourceLink(
-            self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key), self._may_register
-        )
+        return _ResourceLink(self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key))
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
         """Registers one more resource of this kind, also while `run` runs. Its name is its key in `states` and for `observe`."""
@@ -131,10 +128,14 @@ class KubeletLink:
     async def run(self) -> None:
         """Keeps the resources registered until `stop` or cancellation."""
         async with asyncio.TaskGroup() as group:
-            self._daemons.append(group.create_task(self._wait_until_not_held_back(), name="kubelet_link_held_back"))
-            for key in self._resources:
-                self._start_registration(group, key)
-            self._group = group
+            self._daemons.append(group.create_task(self._start(group), name="kubelet_link_start"))
+
+    async def _start(self, group: asyncio.TaskGroup) -> None:
+        await self._wait_until_not_held_back()
+        remove_stale_sockets(self._folder)
+        for key in self._resources:
+            self._start_registration(group, key)
+        self._group = group
 
     async def stop(self, grace_seconds: float) -> None:
         """Ends `run`. Calls in progress may take `grace_seconds`; then the streams are ended and the sockets removed."""
@@ -162,8 +163,6 @@ class KubeletLink:
                     resource.hold_back(reason)
             logged = reason
             await asyncio.sleep(self._timing.held_back_seconds)
-        remove_stale_sockets(self._folder)
-        self._may_register.set()
 
 
 def remove_stale_sockets(folder: Path) -> None:
@@ -185,15 +184,13 @@ class _ResourceLink:
         make_plugin: Callable[[], DevicePlugin],
         timing: LinkTiming,
         on_state: Callable[[LinkState], None],
-        may_register: asyncio.Event,
     ) -> None:
-        """`stem`: the beginning of the sockets' names. Nothing is registered before `may_register` is set."""
+        """`stem`: the beginning of the sockets' names."""
         self._name, self._folder, self._stem = name, folder, stem
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
-        self._may_register = may_register
         #: The server of the present registration is the last one. Before it: servers of former ones that have not ended yet.
         self.servers: list[PluginServer] = []
         self._log = _log.bind(resource=name)
@@ -201,7 +198,6 @@ class _ResourceLink:
 
     async def stay_registered(self) -> None:
         """Registers, waits until the registration is lost, and repeats. Never returns."""
-        await self._may_register.wait()
         retry_seconds = self._timing.first_retry_seconds
         first_watch_seconds = self._timing.first_watch_seconds
         kubelet = None
@@ -238,12 +234,7 @@ class _ResourceLink:
 
     async def _register(self, endpoint: str) -> None:
         """One attempt; `endpoint` is the name of the socket. Raises KubeletError."""
-        request = RegisterRequest(
-            version="v1beta1",
-            endpoint=endpoint,
-            resource_name=self._name,
-            options=DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True),
-        )
+        request = RegisterRequest(version="v1beta1", endpoint=endpoint, resource_name=self._name, options=OPTIONS)
         async with UnixChannel(self._kubelet_socket) as channel:
             try:
                 await channel.unary(
