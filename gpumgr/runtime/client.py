@@ -13,7 +13,7 @@ from gpumgr._pb.runtime import v1 as cri
 from gpumgr.common.errors import CriError
 from gpumgr.common.foreign_text import UnreadableText
 from gpumgr.common.rpc import wire
-from gpumgr.common.rpc.channel import CALL_FAILURES, Reply, UnixChannel
+from gpumgr.common.rpc.channel import CALL_FAILURES, Reply, UnixChannel, failure_text
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodSandbox
 from gpumgr.runtime.codec import FirstProcess, RuntimeVersion, parse_containers, parse_ready_sandboxes, parse_status
@@ -93,34 +93,26 @@ class CriClient:
             reason = f"the answer can't be read ({error}); does cri.socket name the socket of containerd or CRI-O?"
             raise CriError(f"can't {doing} at {self._socket}: {reason}") from error
         except CALL_FAILURES as error:
-            raise CriError(f"can't {doing} at {self._socket}: {_reason(error, self._timeout_seconds)}") from error
+            silent = f"there was no answer within {self._timeout_seconds:g} s"
+            reason = silent if isinstance(error, TimeoutError) else failure_text(error)
+            raise CriError(f"can't {doing} at {self._socket}: {reason}; {_remedy(error)}") from error
 
 
-def _reason(error: Exception, timeout_seconds: float) -> str:
-    """The cause and the remedy, for one of CALL_FAILURES."""
-    silent = (
-        f"there was no answer within {timeout_seconds:g} s; is the container runtime (setting cri.socket) overloaded or hung?"
-    )
+def _remedy(error: Exception) -> str:
+    """The remedy for one of CALL_FAILURES."""
     match error:
         case GRPCError(status=Status.UNIMPLEMENTED):
             return (
-                f"the program there does not support CRI v1 ({error.message or 'no reason given'}); use CRI-O, or containerd 1.6 or "
-                f"newer with its cri plugin enabled (disabled_plugins in its config.toml), or {_SET}"
+                "the program there does not support CRI v1: use CRI-O, or containerd 1.6 or newer with its cri plugin enabled "
+                f"(disabled_plugins in its config.toml), or {_SET}"
             )
-        case TimeoutError():
-            return silent
         case GRPCError():
-            said = error.message or "no reason given"
-            return f"the answer was {error.status.name}: {said}; look at the log of the container runtime (setting cri.socket)"
+            return "look at the log of the container runtime (setting cri.socket)"
         case StreamTerminatedError() | ProtocolError():
-            return "the peer closed the connection during the call; is it a container runtime (setting cri.socket)?"
-        case FileNotFoundError():
-            return f"the socket does not exist; start the container runtime, or {_SET}"
-        case ConnectionRefusedError():
-            return f"no process listens there; start the container runtime, or {_SET}"
+            return "is it a container runtime (setting cri.socket)?"
+        case TimeoutError():
+            return "is the container runtime (setting cri.socket) overloaded or hung?"
         case PermissionError():
-            return f"permission denied; run gpumgr as root, or {_SET}"
-        case OSError():
-            return f"{error.strerror or error}; start the container runtime, or {_SET}"
+            return f"run gpumgr as root, or {_SET}"
         case _:
-            return str(error)
+            return f"start the container runtime, or {_SET}"

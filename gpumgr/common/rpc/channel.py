@@ -92,21 +92,31 @@ class UnixChannel(OpenChannel):
         return reply
 
 
-def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
-    """One of CALL_FAILURES as a KubeletError with a sentence. `doing`: for example "register tencent.com/vcuda-core"."""
+def failure_text(error: Exception) -> str:
+    """The cause of one of CALL_FAILURES."""
     match error:
         case GRPCError():
-            reason = f"the answer was {error.status.name}: {error.message or 'no reason given'}"
+            return f"the answer was {error.status.name}: {error.message or 'no reason given'}"
         case StreamTerminatedError() | ProtocolError():
-            reason = "the peer closed the connection during the call"
+            return "the peer closed the connection during the call"
         case TimeoutError():
-            reason = "there was no answer in time"
+            return "there was no answer in time"
         case FileNotFoundError():
-            reason = "the socket does not exist (is the kubelet running?)"
+            return "the socket does not exist"
         case ConnectionRefusedError():
-            reason = "no process listens there (did a kubelet leave the socket behind?)"
+            return "no process listens there"
         case OSError():
-            reason = error.strerror or str(error)
+            return error.strerror or str(error)
         case _:
-            reason = str(error)
-    return KubeletError(f"can't {doing} at {path}: {reason}")
+            return str(error)
+
+
+_KUBELET_HINTS: Final[dict[type[Exception], str]] = {
+    FileNotFoundError: " (is the kubelet running?)",
+    ConnectionRefusedError: " (did a kubelet leave the socket behind?)",
+}
+
+
+def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
+    """One of CALL_FAILURES as a KubeletError with a sentence. `doing`: for example "register tencent.com/vcuda-core"."""
+    return KubeletError(f"can't {doing} at {path}: {failure_text(error)}{_KUBELET_HINTS.get(type(error), '')}")

@@ -30,32 +30,31 @@ T = TypeVar("T")
 
 
 class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices of one resource that a container holds. `encoded` is the recorded response of Allocate."""
+    """The devices of one resource that a container holds. `listed`: its ids, in a list or by NUMA node. `encoded` is the recorded response
+    of Allocate."""
 
-    pod_uid: str
-    container: str
-    resource: str
-    device_ids: tuple[str, ...]
-    encoded: bytes = b""
+    pod_uid: str = msgspec.field(name="PodUID")
+    container: str = msgspec.field(name="ContainerName")
+    resource: str = msgspec.field(name="ResourceName")
+    listed: dict[str, list[str] | None] | list[str] | None = msgspec.field(name="DeviceIDs", default=None)
+    encoded: bytes | None = msgspec.field(name="AllocResp", default=None)
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """Each id once, although an id on two NUMA nodes is listed under both."""
+        lists = self.listed.values() if isinstance(self.listed, dict) else (self.listed,)
+        return tuple(dict.fromkeys(device_id for ids in lists for device_id in ids or ()))
 
     def response(self) -> ContainerResponse:
         """The recorded response, decoded by each call; empty if it can't be read."""
         try:
-            return decode_container_response(self.encoded)
+            return decode_container_response(self.encoded or b"")
         except WireError:
             return ContainerResponse()
 
 
-class _Entry(msgspec.Struct):
-    PodUID: str
-    ContainerName: str
-    ResourceName: str
-    DeviceIDs: dict[str, list[str] | None] | list[str] | None = None
-    AllocResp: bytes | None = None
-
-
 class _Data(msgspec.Struct):
-    PodDeviceEntries: list[_Entry] | None = None
+    PodDeviceEntries: tuple[CheckpointEntry, ...] | None = None
 
 
 class _File(_Data):
@@ -73,7 +72,7 @@ class _RegisteredFile(_RegisteredData):
 def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
     """The entries in the file's order. Raises KubeletError if `text` is not such a file, or incomplete."""
     file = _decoded(text, _File)
-    return tuple(_entry(entry) for entry in (file.Data or file).PodDeviceEntries or ())
+    return (file.Data or file).PodDeviceEntries or ()
 
 
 def parse_registered_devices(text: bytes) -> Mapping[str, int]:
@@ -114,22 +113,6 @@ def pods_with_devices(entries: Sequence[CheckpointEntry] | None) -> frozenset[st
     """UIDs of the pods that have devices. None: there is no file, or it is empty. Then a pod that is missing in it may still run: a kubelet
     that lost its state does not list running pods."""
     return frozenset(entry.pod_uid for entry in entries) if entries else None
-
-
-def _entry(entry: _Entry) -> CheckpointEntry:
-    match entry.DeviceIDs:
-        case dict() as by_node:
-            # An id on two NUMA nodes is listed under both.
-            ids = tuple(dict.fromkeys(device_id for ids in by_node.values() for device_id in ids or ()))
-        case listed:
-            ids = tuple(listed or ())
-    return CheckpointEntry(
-        pod_uid=entry.PodUID,
-        container=entry.ContainerName,
-        resource=entry.ResourceName,
-        device_ids=ids,
-        encoded=entry.AllocResp or b"",
-    )
 
 
 log = structlog.get_logger(__name__)

@@ -63,7 +63,7 @@ def test_what_the_kubelet_remembers_of_deleted_pods_is_not_taken_over() -> None:
     )
     pods.views["team", "mirror"] = PodView(namespace="team", name="mirror", uid="mirror", runtime_uid="of-the-kubelet")
     entries = [
-        CheckpointEntry(pod_uid=uid, container="main", resource="tencent.com/vcuda-core", device_ids=("a-c00",))
+        CheckpointEntry(pod_uid=uid, container="main", resource="tencent.com/vcuda-core", listed=["a-c00"])
         for uid in ("runs", "deleted", "of-the-kubelet", static)
     ]
     assert [each.pod_uid for each in of_existing_pods(entries, pods)] == ["runs", "of-the-kubelet", static]

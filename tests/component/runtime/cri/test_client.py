@@ -101,7 +101,7 @@ async def test_a_runtime_with_only_v1alpha2_is_an_error(socket: Path, client: Cr
     async with serving(Runtime(service="runtime.v1alpha2.RuntimeService"), socket):
         with pytest.raises(
             CriError,
-            match=r"the program there does not support CRI v1 .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",
+            match=r"the program there does not support CRI v1: .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",
         ):
             await client.list()
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ def entry(device_ids: object, answer: bytes | None = None) -> dict[str, Any]:
     }
 
 
-def expected(*device_ids: str, encoded: bytes | None = None) -> CheckpointEntry:
-    encoded = encode_container_response(RESPONSE) if encoded is None else encoded
-    return CheckpointEntry(pod_uid="uid-1", container="main", resource=CORE_RESOURCE, device_ids=device_ids, encoded=encoded)
+def check(found: Sequence[CheckpointEntry] | None, *device_ids: str, response: ContainerResponse = RESPONSE) -> None:
+    """One entry was found, with these ids and this response."""
+    (only,) = found or ()
+    assert (only.pod_uid, only.container, only.resource, only.device_ids) == ("uid-1", "main", CORE_RESOURCE, device_ids)
+    assert only.response() == response
 
 
 @pytest.mark.parametrize(
@@ -47,13 +50,13 @@ def expected(*device_ids: str, encoded: bytes | None = None) -> CheckpointEntry:
 )
 def test_device_ids(device_ids: object, read: tuple[str, ...]) -> None:
     text = json.dumps({"Data": {"PodDeviceEntries": [entry(device_ids)], "RegisteredDevices": {}}, "Checksum": 1})
-    assert parse_kubelet_checkpoint(text.encode()) == (expected(*read),)
+    check(parse_kubelet_checkpoint(text.encode()), *read)
 
 
 @pytest.mark.peer_bug("B11: it ends at lists where it expects a map by NUMA node")
 def test_the_oldest_shape_has_no_data_level() -> None:
     text = json.dumps({"PodDeviceEntries": [entry(["a-c00"])], "RegisteredDevices": {}})
-    assert parse_kubelet_checkpoint(text.encode()) == (expected("a-c00"),)
+    check(parse_kubelet_checkpoint(text.encode()), "a-c00")
 
 
 @pytest.mark.peer_bug("B11: it dereferences the missing data")
@@ -64,10 +67,7 @@ def test_a_checkpoint_without_data_is_empty(text: str) -> None:
 
 def test_an_unreadable_answer_costs_only_itself() -> None:
     text = json.dumps({"Data": {"PodDeviceEntries": [entry(["a-c00"], answer=b"\x0a\x7f")]}})
-    (found,) = parse_kubelet_checkpoint(text.encode())
-    assert found == expected("a-c00", encoded=b"\x0a\x7f")
-    assert found.response() == ContainerResponse()
-    assert expected("a-c00").response() == RESPONSE
+    check(parse_kubelet_checkpoint(text.encode()), "a-c00", response=ContainerResponse())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"Data": 3}', '{"Data": {"PodDeviceEntries": [{}]}}', "\ud800"])
@@ -91,7 +91,7 @@ async def test_a_half_written_file_is_read_again(tmp_path: Path) -> None:
     reading = asyncio.create_task(read_kubelet_checkpoint(path, attempts=1000, retry_seconds=0.001))
     await asyncio.sleep(0)
     fresh.replace(path)
-    assert await reading == (expected("a-c00"),)
+    check(await reading, "a-c00")
 
 
 async def test_content_that_stays_bad_is_an_error_with_the_path(tmp_path: Path) -> None:
