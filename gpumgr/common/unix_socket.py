@@ -7,6 +7,7 @@ another process has put in the place of the own socket is not removed. Clients c
 import errno
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -77,6 +78,24 @@ def is_served(path: Path) -> bool:
         except BlockingIOError:  # the backlog of the socket is full, so a process listens
             pass
     return True
+
+
+def remove_leftovers(folder: Path, pattern: str) -> list[Path]:
+    """Removes the sockets without a listener, which ended processes have left, and returns their paths. Raises nothing."""
+    removed = []
+    for path in folder.glob(pattern):
+        if is_leftover(path):
+            with suppress(OSError):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether the file is certainly a socket without a listener."""
+    with suppress(OSError):
+        return path.is_socket() and not is_served(path)
+    return False
 
 
 def _inode(path: Path) -> tuple[int, int] | None:

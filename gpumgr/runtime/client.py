@@ -95,24 +95,24 @@ class CriClient:
         except CALL_FAILURES as error:
             silent = f"there was no answer within {self._timeout_seconds:g} s"
             reason = silent if isinstance(error, TimeoutError) else failure_text(error)
-            raise CriError(f"can't {doing} at {self._socket}: {reason}; {_remedy(error)}") from error
+            raise CriError(f"can't {doing} at {self._socket}: {reason}{_remedy(error)}") from error
 
 
 def _remedy(error: Exception) -> str:
-    """The remedy for one of CALL_FAILURES."""
+    """The remedy for one of CALL_FAILURES, as the end of a sentence."""
     match error:
         case GRPCError(status=Status.UNIMPLEMENTED):
             return (
-                "the program there does not support CRI v1: use CRI-O, or containerd 1.6 or newer with its cri plugin enabled "
+                ", so the program there does not support CRI v1; use CRI-O, or containerd 1.6 or newer with its cri plugin enabled "
                 f"(disabled_plugins in its config.toml), or {_SET}"
             )
         case GRPCError():
-            return "look at the log of the container runtime (setting cri.socket)"
+            return "; look at the log of the container runtime (setting cri.socket)"
         case StreamTerminatedError() | ProtocolError():
-            return "is it a container runtime (setting cri.socket)?"
+            return "; is it a container runtime (setting cri.socket)?"
         case TimeoutError():
-            return "is the container runtime (setting cri.socket) overloaded or hung?"
+            return "; is the container runtime (setting cri.socket) overloaded or hung?"
         case PermissionError():
-            return f"run gpumgr as root, or {_SET}"
+            return f"; run gpumgr as root, or {_SET}"
         case _:
-            return f"start the container runtime, or {_SET}"
+            return f"; start the container runtime, or {_SET}"

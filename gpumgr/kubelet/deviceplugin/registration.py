@@ -19,7 +19,6 @@ import asyncio
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
@@ -35,7 +34,7 @@ from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, RESOURCES, Resource
-from gpumgr.common.unix_socket import is_served
+from gpumgr.common.unix_socket import remove_leftovers
 from gpumgr.kubelet.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.kubelet.deviceplugin.plugin import OPTIONS, Allocator, DevicePlugin, Observer, PluginServer
 from gpumgr.ledger.ids import GpuRegistry
@@ -132,7 +131,7 @@ class KubeletLink:
 
     async def _start(self, group: asyncio.TaskGroup) -> None:
         await self._wait_until_not_held_back()
-        remove_stale_sockets(self._folder)
+        remove_leftovers(self._folder, "gpumgr-*.sock")
         for key in self._resources:
             self._start_registration(group, key)
         self._group = group
@@ -163,14 +162,6 @@ class KubeletLink:
                     resource.hold_back(reason)
             logged = reason
             await asyncio.sleep(self._timing.held_back_seconds)
-
-
-def remove_stale_sockets(folder: Path) -> None:
-    """Removes the plugin sockets in the folder that ended agents have left."""
-    for path in folder.glob("gpumgr-*.sock"):
-        with suppress(OSError):
-            if path.is_socket() and not is_served(path):
-                path.unlink()
 
 
 class _ResourceLink:

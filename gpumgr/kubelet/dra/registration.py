@@ -19,7 +19,6 @@ the first call; until then the registration counts as valid.
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +31,7 @@ from gpumgr.common.aio import LatestValue, forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.unix_server import LinkState, UnixServer, unary
-from gpumgr.common.unix_socket import is_served, path_problem
+from gpumgr.common.unix_socket import is_leftover, is_served, path_problem, remove_leftovers
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.service import DraHealth, DraPlugin, Faults
 
@@ -80,7 +79,7 @@ class DraLink:
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, instance)
         second = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
-        if _is_leftover(registration) and not any(path_problem(path) or path.exists() for path in second):
+        if is_leftover(registration) and not any(path_problem(path) or path.exists() for path in second):
             dra, registration = second
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
@@ -168,11 +167,8 @@ class DraLink:
     def _remove_leftovers(self) -> None:
         """Removes sockets without a listener, since the kubelet would never stop trying to connect to them."""
         for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
-            for path in server.path.parent.glob(pattern):
-                if _is_leftover(path):
-                    with suppress(OSError):
-                        path.unlink()
-                        _log.info("leftover_socket_removed", socket=str(path))
+            for path in remove_leftovers(server.path.parent, pattern):
+                _log.info("leftover_socket_removed", socket=str(path))
 
     async def _serve(self) -> None:
         """Makes the sockets that are not in place. Raises KubeletError."""
@@ -245,13 +241,6 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) ->
 def socket_patterns() -> tuple[str, str]:
     """The patterns of the DRA sockets, below the driver's folder, and of the registration sockets of every instance."""
     return "dra*.sock", f"{DRIVER}-*reg.sock"
-
-
-def _is_leftover(path: Path) -> bool:
-    """Whether the file is certainly a socket without a listener."""
-    with suppress(OSError):
-        return path.is_socket() and not is_served(path)
-    return False
 
 
 def _check_folder(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -97,6 +97,21 @@ def socket_of(kubelet: SimKubelet, kind: Resource) -> Path:
     return found
 
 
+@asynccontextmanager
+async def held_call(link: Link, path: Path) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """An Allocate that runs at this socket; call the result to let it end."""
+    async with kubelet_stub(path) as stub:
+        held = link.allocator.hold = asyncio.Event()
+        call = stub.Allocate(pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])]))
+        await link.allocator.began.wait()
+
+        async def end() -> None:
+            held.set()
+            await call
+
+        yield end
+
+
 async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimKubelet) -> None:
     with capture_logs() as logs:
         async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
@@ -134,16 +149,11 @@ async def test_a_stop_ends_the_streams_of_all_resources_together(kubelet: SimKub
     async with AsyncExitStack() as stack:
         link = await stack.enter_async_context(linked(kubelet.plugin_folder))
         await offered(kubelet)
-        stub = await stack.enter_async_context(kubelet_stub(socket_of(kubelet, "memory")))
-        link.allocator.hold = asyncio.Event()
-        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])])
-        call = stub.Allocate(request)
-        await link.allocator.began.wait()
+        call = await stack.enter_async_context(held_call(link, socket_of(kubelet, "memory")))
         stopping = asyncio.create_task(link.link.stop(30))
         await asyncio.sleep(0.2)  # longer than the pause after a call
         assert kubelet.node_status()[CORE_RESOURCE].allocatable == 100
-        link.allocator.hold.set()
-        await call
+        await call()
         await stopping
         await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
 
@@ -161,19 +171,14 @@ async def test_a_stop_waits_for_a_call_at_a_socket_that_was_just_replaced(
         link = await stack.enter_async_context(linked(kubelet.plugin_folder))
         await offered(kubelet)
         former = socket_of(kubelet, "memory")
-        stub = await stack.enter_async_context(kubelet_stub(former))
-        link.allocator.hold = asyncio.Event()
-        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])])
-        call = stub.Allocate(request)
-        await link.allocator.began.wait()
+        call = await stack.enter_async_context(held_call(link, former))
         monkeypatch.setattr(plugin.PluginServer, "probe", probe_and_tell)
         former.unlink()
         await replaced.wait()
         stopping = asyncio.create_task(link.link.stop(30))
         await asyncio.sleep(0.2)
         assert not stopping.done()
-        link.allocator.hold.set()
-        await call
+        await call()
         await stopping
         assert not [*kubelet.plugin_folder.glob("gpumgr-*.sock")]
 

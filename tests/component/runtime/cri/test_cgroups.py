@@ -1,6 +1,7 @@
 """Cgroup trees in temporary folders, read as those of a node."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -97,25 +98,17 @@ def test_without_a_hierarchy_the_setting_is_named(tmp_path: Path) -> None:
         wrong.pids(CGROUP)
 
 
-def test_a_root_that_went_away_is_an_error(tmp_path: Path) -> None:
+def test_a_root_or_a_cgroup_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    node.root.rmdir()
+    procs = node.memory / CGROUP.lstrip("/") / "cgroup.procs"
+    procs.mkdir(parents=True)
+    with pytest.raises(CriError, match=r"can't read .*cgroup\.procs: Is a directory; run gpumgr as root"):
+        node.cgroups.pids(CGROUP)
+    shutil.rmtree(node.root)
     with pytest.raises(CriError, match=r"can't read .*cgroup root: No such file.* host's cgroups at cri\.cgroup_root"):
         node.cgroups.pids(CGROUP)
-
-
-def test_a_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    node.root.rmdir()
     node.root.touch()
     with pytest.raises(CriError, match=r"can't read .*cgroup root: Not a directory.*cri\.cgroup_root"):
-        node.cgroups.pids(CGROUP)
-
-
-def test_a_cgroup_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    (node.memory / CGROUP.lstrip("/") / "cgroup.procs").mkdir(parents=True)
-    with pytest.raises(CriError, match=r"can't read .*cgroup\.procs: Is a directory; run gpumgr as root"):
         node.cgroups.pids(CGROUP)
 
 

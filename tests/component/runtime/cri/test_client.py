@@ -2,7 +2,7 @@
 
 import asyncio
 import socket as sockets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -69,39 +69,39 @@ async def test_a_restart_of_the_runtime_is_survived(socket: Path, client: CriCli
             assert await client.init_process(name) == FirstProcess(pid=pid)
 
 
-async def test_no_socket_is_an_error(client: CriClient, socket: Path) -> None:
-    with pytest.raises(
-        CriError, match=rf"can't list the containers at {socket}: the socket does not exist; .* set cri\.socket to"
-    ):
-        await client.list()
-
-
-async def test_a_socket_without_a_listener_is_an_error(client: CriClient, socket: Path) -> None:
+def leave_behind(path: Path) -> None:
     with sockets.socket(sockets.AF_UNIX) as left_behind:
-        left_behind.bind(str(socket))
-    with pytest.raises(
-        CriError, match=r"can't ask the container runtime for its version at .*: no process listens there; .*cri\.socket"
-    ):
-        await client.version()
+        left_behind.bind(str(path))
 
 
-async def test_a_path_that_is_no_socket_is_an_error(client: CriClient, socket: Path) -> None:
-    socket.touch()  # noqa: ASYNC240 (nothing waits)
-    with pytest.raises(CriError, match=r"no process listens there; .*cri\.socket"):
-        await client.list()
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda _: None, "the socket does not exist"),
+        (leave_behind, "no process listens there"),
+        (Path.touch, "no process listens there"),
+    ],
+    ids=["no socket", "without a listener", "no socket's file"],
+)
+async def test_a_socket_that_can_not_be_reached_is_an_error(
+    client: CriClient, socket: Path, prepare: Callable[[Path], None], reason: str
+) -> None:
+    prepare(socket)
+    for doing, call in (("list the containers", client.list), ("ask the container runtime for its version", client.version)):
+        with pytest.raises(CriError, match=rf"^can't {doing} at {socket}: {reason}; .* set cri\.socket to"):
+            await call()
 
 
 async def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path) -> None:
-    client = CriClient(tmp_path / ("x" * 120))
     with pytest.raises(CriError, match=r"AF_UNIX path too long; .*cri\.socket"):
-        await client.list()
+        await CriClient(tmp_path / ("x" * 120)).list()
 
 
 async def test_a_runtime_with_only_v1alpha2_is_an_error(socket: Path, client: CriClient) -> None:
     async with serving(Runtime(service="runtime.v1alpha2.RuntimeService"), socket):
         with pytest.raises(
             CriError,
-            match=r"the program there does not support CRI v1: .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",
+            match=r"the program there does not support CRI v1; .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",
         ):
             await client.list()
 

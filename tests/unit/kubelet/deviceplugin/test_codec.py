@@ -102,7 +102,7 @@ def test_device_lists_are_googles_bytes(entries: list[tuple[str, bool, int | Non
 
 def test_options_are_both_on() -> None:
     options = pb.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-    assert options.SerializeToString() == OPTIONS
+    assert options.SerializeToString() == bytes(OPTIONS)
 
 
 @given(st.binary(max_size=60))
