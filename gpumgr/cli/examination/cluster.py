@@ -1,15 +1,11 @@
 """Checks the scheduler's side of a cluster, and claims, through the API server: `gpumgr doctor --cluster`."""
 
-import base64
 import re
-import ssl
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpumgr.cli.examination.api_server import IF_HUNG, judged
@@ -35,8 +31,6 @@ _HAMI: Final = ReplicaResources()
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
-_DAY: Final = 86400.0
-_EXPIRY_DAYS: Final = 30
 #: The prefix of the annotations in which HAMi's scheduler writes the chosen GPUs.
 _HAMI_KEYS: Final = "hami.io/vgpu-"
 _LEASES: Final = "coordination.k8s.io"
@@ -93,7 +87,6 @@ def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ..
     cluster = Cluster(server)
     looks: dict[str, Look] = {
         "configuration": partial(_configuration, given=config),
-        "certificates": _certificates,
         "rbac": partial(_rights, given=config),
         "versions": _versions,
         "leader": _leader,
@@ -123,36 +116,6 @@ async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
         judge = error if any(serious for serious, _ in found) else warning
         return judge(", ".join(text for _, text in found), "compare it with config/scheduler/kube-scheduler.yaml")
     return ok(f"profiles {', '.join(profiles_of(config))}")
-
-
-async def _certificates(cluster: Cluster) -> CheckResult:
-    found = await cluster.deployed("scheduler")
-    if found is None:
-        return skipped("no Deployment of the scheduler")
-    caller = await cluster.deployed("kube-scheduler")
-    names = _secret(found, "scheduler-tls"), f"{found.name}-client-tls" if caller is None else _secret(caller, "client-tls")
-    server, client = [
-        (await cluster.get(f"/api/v1/namespaces/{found.namespace}/secrets/{name}")).get("data") or {} for name in names
-    ]
-    host = f"{found.name}.{found.namespace}.svc"
-    try:
-        ends = handshake(server, client, host)
-    except ValueError as failure:
-        return error(
-            f"{failure} (Secrets {' and '.join(names)}, host {host})", "renew them: both must be signed by the CA in ca.crt"
-        )
-    days = int((min(ends.values()) - time.time()) // _DAY)
-    if days < _EXPIRY_DAYS:
-        return warning(
-            f"a certificate ends in {days} days", "renew it, and restart kube-scheduler, which reads its own at its start"
-        )
-    return ok(f"Secrets {' and '.join(names)} accept each other as {host}; {days} days left")
-
-
-def _secret(deployed: Deployed, volume: str) -> str:
-    """Raises KeyError without this volume."""
-    volumes = {each["name"]: each for each in deployed.pod["volumes"]}
-    return str(volumes[volume]["secret"]["secretName"])
 
 
 def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ...]:
@@ -324,51 +287,3 @@ async def _other_pods(cluster: Cluster, given: str | None) -> CheckResult:
         f"pods with GPUs of other schedulers: {_some(others)}",
         f"set schedulerName: {ours[0]} in their templates; until then the agent chooses their GPUs, and may refuse them",
     )
-
-
-FILES: Final = ("tls.crt", "tls.key", "ca.crt")
-
-
-def handshake(server: Mapping[str, str], client: Mapping[str, str], host: str) -> dict[str, float]:
-    """Connects with the data of two Secrets (base64). Returns "server" and "client" -> the end of the certificate, in seconds of Unix time.
-    Raises ValueError, which says which certificate is refused, and why.
-    """
-    ends = {
-        "server": _context("the extender's", ssl.PROTOCOL_TLS_SERVER, server),
-        "client": _context("kube-scheduler's", ssl.PROTOCOL_TLS_CLIENT, client),
-    }
-    ends["server"].verify_mode = ssl.CERT_REQUIRED
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    peers = {
-        "client": ends["client"].wrap_bio(to_client, to_server, server_hostname=host),
-        "server": ends["server"].wrap_bio(to_server, to_client, server_side=True),
-    }
-    for _ in range(4):
-        for side, peer in peers.items():
-            try:
-                peer.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-            except ssl.SSLCertVerificationError as error:
-                whose = "extender's" if side == "client" else "kube-scheduler's client"
-                raise ValueError(f"the {whose} certificate is refused: {error.verify_message}") from error
-            except ssl.SSLError as error:
-                raise ValueError(f"no TLS connection: {error.reason or error}") from error
-    found = {"server": peers["client"].getpeercert(), "client": peers["server"].getpeercert()}
-    return {side: ssl.cert_time_to_seconds(str((each or {})["notAfter"])) for side, each in found.items()}
-
-
-def _context(whose: str, protocol: int, data: Mapping[str, str]) -> ssl.SSLContext:
-    """Raises ValueError."""
-    if missing := [name for name in FILES if not data.get(name)]:
-        raise ValueError(f"{whose} Secret has no {', '.join(missing)}")
-    context = ssl.SSLContext(protocol)
-    with tempfile.TemporaryDirectory(prefix="gpumgr-tls-") as folder:  # the folder has mode 0700; OpenSSL loads only files
-        try:
-            for name in FILES:
-                (Path(folder) / name).write_bytes(base64.b64decode(data[name], validate=True))
-            context.load_cert_chain(Path(folder) / "tls.crt", Path(folder) / "tls.key")
-            context.load_verify_locations(Path(folder) / "ca.crt")
-        except (ssl.SSLError, ValueError) as error:
-            raise ValueError(f"{whose} Secret: its certificate, key or CA can't be used: {error}") from error
-    return context

@@ -1,10 +1,7 @@
 """`gpumgr doctor --cluster` at a stand-in API server that has an installation of the chart."""
 
-import base64
-import copy
 import hashlib
 import json
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,58 +20,23 @@ from gpumgr.kube.client import ApiServer
 
 PROJECT = Path(__file__).parents[4]
 Json = dict[str, Any]
+Change = Callable[[dict[str, Any]], object]
 NAME, SPACE = "gpumgr-scheduler", "gpus"
-HOST = f"{NAME}.{SPACE}.svc"
 GROUP = "/apis/admissionregistration.k8s.io/v1"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SPACE}/leases/{NAME}"
-SECRETS = f"/api/v1/namespaces/{SPACE}/secrets"
 CONFIG: Json = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
 EXTENDER: Json = {**CONFIG["extenders"][0], "preemptVerb": "preempt"}
 INVENTORY = json.dumps({"version": 1, "gpus": [{"uuid": "GPU-a", "memory": 1024}], "levels": [[0]]})
 PARTS = (
-    "configuration", "certificates", "rbac", "versions", "leader", "admission", "inventories", "gpu-manager", "other-pods",
+    "configuration", "rbac", "versions", "leader", "admission", "inventories", "gpu-manager", "other-pods",
     "device-class", "claims-policy", "claims-rbac",
 )  # fmt: skip
 CLASS = "/apis/resource.k8s.io/v1/deviceclasses/gpu.gpumgr.io"
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 
 
-def certificate(folder: Path, name: str, *, signer: str, days: int, host: str = "", ca: bool = False) -> Json:
-    """The data of a Secret: a certificate of the authority `signer`, or the authority itself."""
-
-    def run(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    extensions = folder / f"{name}.ext"
-    names = f"subjectAltName=DNS:{host}\n" if host else ""
-    extensions.write_text(f"basicConstraints=CA:{str(ca).upper()}\n{names}")
-    run("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", f"{name}.key")
-    run("req", "-new", "-key", f"{name}.key", "-subj", f"/CN={name}", "-out", f"{name}.csr")
-    by = ["-signkey", f"{name}.key"] if ca else ["-CA", f"{signer}.crt", "-CAkey", f"{signer}.key", "-CAcreateserial"]
-    run("x509", "-req", "-in", f"{name}.csr", *by, "-days", str(days), "-extfile", extensions.name, "-out", f"{name}.crt")
-    files = {"tls.crt": f"{name}.crt", "tls.key": f"{name}.key", "ca.crt": f"{signer}.crt"}
-    return {key: base64.b64encode((folder / file).read_bytes()).decode() for key, file in files.items()}
-
-
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Json]:
-    folder = tmp_path_factory.mktemp("certificates")
-    for authority in ("ca", "other"):
-        certificate(folder, authority, signer=authority, days=400, ca=True)
-    made = {
-        "server": certificate(folder, "server", signer="ca", days=400, host=HOST),
-        "client": certificate(folder, "client", signer="ca", days=400),
-        "ending": certificate(folder, "ending", signer="ca", days=3),
-        "of-other": certificate(folder, "of-other", signer="other", days=400),
-        "misnamed": certificate(folder, "misnamed", signer="ca", days=400, host="localhost"),
-    }
-    made["of-other"]["ca.crt"] = made["server"]["ca.crt"]
-    return made
-
-
-def deployment(name: str, container: str, **secrets: str) -> Json:
-    volumes = [{"name": volume.replace("_", "-"), "secret": {"secretName": secret}} for volume, secret in secrets.items()]
-    spec = {"serviceAccountName": name, "containers": [{"name": container}], "volumes": volumes}
+def deployment(name: str, container: str) -> Json:
+    spec = {"serviceAccountName": name, "containers": [{"name": container}]}
     return {"metadata": {"name": name, "namespace": SPACE}, "spec": {"template": {"spec": spec}}}
 
 
@@ -102,7 +64,7 @@ def gpu_pod(name: str, placement: str | None) -> Json:
     }
 
 
-def installation(secrets: dict[str, Json]) -> dict[str, Any]:
+def installation() -> dict[str, Any]:
     """Path, and the label or field selector where it matters -> what is there."""
     policies = [
         each
@@ -118,15 +80,13 @@ def installation(secrets: dict[str, Json]) -> dict[str, Any]:
     return {
         "/version": {"gitVersion": "v1.37.2"},
         "/apis/apps/v1/deployments": [
-            deployment(NAME, "scheduler", scheduler_tls="server"),
-            deployment("gpumgr-kube-scheduler", "kube-scheduler", client_tls="client"),
+            deployment(NAME, "scheduler"),
+            deployment("gpumgr-kube-scheduler", "kube-scheduler"),
             deployment("gpumgr-claims", "claims"),
         ],
         CLASS: {},
         SLICES: [{"spec": {"nodeName": "n1"}}],
         "/api/v1/configmaps": [{"data": {"kube-scheduler.yaml": yaml.safe_dump({**CONFIG, "extenders": [EXTENDER]})}}],
-        f"{SECRETS}/server": {"data": secrets["server"]},
-        f"{SECRETS}/client": {"data": secrets["client"]},
         LEASE: {"spec": lease},
         f"/api/v1/namespaces/{SPACE}/pods": [{"metadata": {"name": "leader"}}],
         "/api/v1/pods part-of": [
@@ -184,8 +144,8 @@ class Stub:
 
 
 @pytest.fixture
-async def stub(secrets: dict[str, Json]) -> AsyncIterator[Stub]:
-    stub = Stub(copy.deepcopy(installation(secrets)))
+async def stub() -> AsyncIterator[Stub]:
+    stub = Stub(installation())
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", stub.answer)
     runner = web.AppRunner(app)
@@ -214,20 +174,16 @@ async def test_a_complete_installation_is_all_right(stub: Stub, tmp_path: Path) 
     assert found["leader"].message == "leader holds the Lease"
 
 
-def dropped(path: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
-    return lambda objects, _: objects.pop(path)
+def dropped(path: str) -> Change:
+    return lambda objects: objects.pop(path)
 
 
-def replaced(path: str, value: Any) -> Callable[[dict[str, Any], dict[str, Json]], None]:
-    return lambda objects, _: objects.__setitem__(path, value)
+def replaced(path: str, value: Any) -> Change:
+    return lambda objects: objects.__setitem__(path, value)
 
 
-def secret(name: str, other: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
-    return lambda objects, secrets: objects.__setitem__(f"{SECRETS}/{name}", {"data": secrets[other]})
-
-
-def unbound(policy: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
-    def change(objects: dict[str, Any], _: dict[str, Json]) -> None:
+def unbound(policy: str) -> Change:
+    def change(objects: dict[str, Any]) -> None:
         for kind in ("mutating", "validating"):
             path = f"{GROUP}/{kind}admissionpolicybindings"
             objects[path] = [each for each in objects[path] if each["spec"]["policyName"] != policy]
@@ -235,8 +191,8 @@ def unbound(policy: str) -> Callable[[dict[str, Any], dict[str, Json]], None]:
     return change
 
 
-def annotated(policy: str, version: str | None) -> Callable[[dict[str, Any], dict[str, Json]], None]:
-    def change(objects: dict[str, Any], _: dict[str, Json]) -> None:
+def annotated(policy: str, version: str | None) -> Change:
+    def change(objects: dict[str, Any]) -> None:
         for kind in ("mutating", "validating"):
             for each in objects[f"{GROUP}/{kind}admissionpolicies"]:
                 if each["metadata"]["name"] == policy:
@@ -250,13 +206,6 @@ NEWER = json.dumps({"version": 2, "gpus": []})
 
 
 @pytest.mark.parametrize(("check", "state", "message", "change"), [
-    ("certificates", "error", "the kube-scheduler's client certificate is refused: ", secret("client", "of-other")),
-    ("certificates", "error", "the extender's certificate is refused: ", secret("server", "misnamed")),
-    ("certificates", "warning", "a certificate ends in 2 days", secret("client", "ending")),
-    ("certificates", "error", "HTTP 404", dropped(f"{SECRETS}/client")),
-    ("certificates", "error", "kube-scheduler's Secret has no tls.key, ca.crt", replaced(f"{SECRETS}/client", {"data": {"tls.crt": "a"}})),
-    ("certificates", "error", "an object has another structure: KeyError: 'scheduler-tls'",
-     replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler")])),
     ("versions", "error", "kube-scheduler 2.37", replaced("/api/v1/pods part-of", [
         gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v2.37.1"),
     ])),
@@ -290,13 +239,12 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("claims-policy", "warning", "the mutating policy *-claims-vcuda has version none in place of 3",
      annotated("gpumgr-claims-vcuda", None)),
     ("claims-rbac", "skipped", "no Deployment of gpumgr claims",
-     replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler", scheduler_tls="server")])),
+     replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler")])),
 ])  # fmt: skip
 async def test_each_fault_is_named(
-    check: str, state: str, message: str, change: Callable[[dict[str, Any], dict[str, Json]], None], stub: Stub,
-    secrets: dict[str, Json], tmp_path: Path,
+    check: str, state: str, message: str, change: Change, stub: Stub, tmp_path: Path
 ) -> None:  # fmt: skip
-    change(stub.objects, secrets)
+    change(stub.objects)
     found = (await findings(stub, tmp_path))[check]
     assert (found.state, message in found.message) == (state, True), found
     assert (found.remedy is None) == (state in ("ok", "skipped"))
