@@ -14,8 +14,8 @@ import msgspec
 from gpumgr.cli.options import sim_option
 from gpumgr.common.errors import TopologyError
 from gpumgr.driver.hardware import Hardware
-from gpumgr.placement.topology.devices import NodeSnapshot
-from gpumgr.placement.topology.matrix import ParsedTopology, parse_topology
+from gpumgr.placement.topology.devices import Gpu, NodeSnapshot, Topology
+from gpumgr.placement.topology.matrix import Nic, ParsedTopology, parse_topology
 
 
 @contextmanager
@@ -40,10 +40,15 @@ FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class MalformedInput(click.ClickException):
-    """Wrong input: exit code 2, the message on stderr."""
+class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command shows of a node, in the order of the topology's rows. The text of nvidia-smi has no `gpus`, a driver no `nics`."""
 
-    exit_code = 2
+    topology: Topology
+    labels: tuple[str, ...]
+    numa_nodes: tuple[int | None, ...]
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 class NodeSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +56,20 @@ class NodeSource(msgspec.Struct, frozen=True, kw_only=True):
 
     topology_file: str | None
     sim: str | None
+
+    def read(self) -> ShownNode:
+        """Without a file and a name: this machine's driver is asked. Raises what `read_topology` and `read_snapshot` raise."""
+        if self.topology_file is not None:
+            parsed = read_topology(self.topology_file)
+            return ShownNode(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
+        snapshot = read_snapshot(self.sim)
+        return ShownNode(
+            topology=snapshot.topology,
+            labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
+            numa_nodes=tuple(gpu.numa_node for gpu in snapshot.gpus),
+            gpus=snapshot.gpus,
+            failures=tuple(f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures),
+        )
 
 
 def source_options(command: _F) -> _F:

@@ -1,19 +1,19 @@
 """`gpumgr place`: shows where the evaluators would place a request."""
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import click
 import msgspec
 
-from gpumgr.cli.node_source import FILE, MalformedInput, NodeSource, content, read_snapshot, read_topology, source_options
+from gpumgr.cli.node_source import FILE, NodeSource, content, source_options
 from gpumgr.cli.options import ExitingCommand
-from gpumgr.common.errors import GpumgrError, Refusal, StateError
+from gpumgr.common.errors import Refusal, StateError
 from gpumgr.common.foreign_text import UnreadableText, WrongStructure, decode_json
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.select import Policy, check_request, evaluator_for, place
-from gpumgr.placement.topology.devices import Topology
 
 _EXAMPLES: Final = """
 \b
@@ -46,13 +46,12 @@ _STATE_KEYS: Final = (
 )
 
 
-class _Node(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs in the order of the topology's rows. `unschedulable`: for each GPU why it accepts nothing, or None."""
+class _Row(msgspec.Struct, frozen=True):
+    """One GPU of the topology. `note`: why it accepts nothing, or None."""
 
-    topology: Topology
-    indices: tuple[int, ...]
-    blocks: tuple[int, ...]
-    unschedulable: tuple[str | None, ...]
+    index: int
+    blocks: int
+    note: str | None = None
 
 
 @click.command("place", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
@@ -82,30 +81,23 @@ def command(
 
     Prints {"evaluator", "gpus", "score", "reason"}.
     """
+    if source.topology_file is None and source.sim is None:
+        raise click.UsageError("one of --topology and --sim is needed")
+    node = source.read()
+    rows = [_Row(gpu.index, gpu.memory_blocks, "MIG enabled" if gpu.mig_enabled else None) for gpu in node.gpus]
+    rows = rows or [_Row(index, memory_blocks_per_gpu) for index in range(len(node.topology))]
+    capacities = _capacities(rows, None if state_file is None else read_state(state_file))
+    result: dict[str, Any]
     try:
-        node = _node(source, memory_blocks_per_gpu)
-        capacities = _capacities(node, None if state_file is None else read_state(state_file))
-    except GpumgrError as error:
-        raise MalformedInput(str(error)) from error
-    result = _answer(node, capacities, cores, memory, policy)
+        check_request(cores, memory)
+        placement = place(node.topology, capacities, cores=cores, memory_blocks=memory, policy=policy)
+    except Refusal as refusal:
+        result = {"evaluator": evaluator_for(cores), "gpus": None, "score": None, "reason": str(refusal)}
+    else:
+        gpus = [rows[row].index for row in placement.gpus]
+        result = {"evaluator": placement.evaluator, "gpus": gpus, "score": placement.score, "reason": None}
     click.echo(msgspec.json.encode(result) if output == "json" else _as_text(result))
     sys.exit(0 if result["gpus"] is not None else 1)
-
-
-def _node(source: NodeSource, blocks_per_gpu: int) -> _Node:
-    if source.topology_file is not None:
-        topology = read_topology(source.topology_file).topology
-        n = len(topology)
-        return _Node(topology=topology, indices=tuple(range(n)), blocks=(blocks_per_gpu,) * n, unschedulable=(None,) * n)
-    if source.sim is None:
-        raise click.UsageError("one of --topology and --sim is needed")
-    snapshot = read_snapshot(source.sim)
-    return _Node(
-        topology=snapshot.topology,
-        indices=tuple(gpu.index for gpu in snapshot.gpus),
-        blocks=tuple(gpu.memory_blocks for gpu in snapshot.gpus),
-        unschedulable=tuple("MIG enabled" if gpu.mig_enabled else None for gpu in snapshot.gpus),
-    )
 
 
 def read_state(path: str) -> StateFile:
@@ -120,39 +112,32 @@ def read_state(path: str) -> StateFile:
         raise StateError(f"{path}: {error}") from error
 
 
-def _answer(node: _Node, capacities: list[GpuCapacity], cores: int, memory: int, policy: Policy) -> dict[str, Any]:
-    """The output of the command. For a refused request `gpus` is None, and `reason` a sentence."""
-    try:
-        check_request(cores, memory)
-        placement = place(node.topology, capacities, cores=cores, memory_blocks=memory, policy=policy)
-    except Refusal as refusal:
-        return {"evaluator": evaluator_for(cores), "gpus": None, "score": None, "reason": str(refusal)}
-    gpus = [node.indices[row] for row in placement.gpus]
-    return {"evaluator": placement.evaluator, "gpus": gpus, "score": placement.score, "reason": None}
-
-
-def _capacities(node: _Node, state: StateFile | None) -> list[GpuCapacity]:
+def _capacities(rows: Sequence[_Row], state: StateFile | None) -> list[GpuCapacity]:
+    known = {row.index for row in rows}
     listed: dict[int, GpuState] = {}
     for entry in state.gpus if state else ():
-        if entry.index not in node.indices:
-            raise StateError(f"state: GPU {entry.index} is not on this node; it has {', '.join(map(str, node.indices))}")
+        if entry.index not in known:
+            raise StateError(f"state: GPU {entry.index} is not on this node; it has {', '.join(str(row.index) for row in rows)}")
         if entry.index in listed:
             raise StateError(f"state: GPU {entry.index} is listed twice")
         listed[entry.index] = entry
-    return [_capacity(node, row, listed.get(index)) for row, index in enumerate(node.indices)]
+    return [
+        _capacity(number, row, listed.get(row.index, GpuState(row.index, CORES_PER_GPU, row.blocks)))
+        for number, row in enumerate(rows)
+    ]
 
 
-def _capacity(node: _Node, row: int, entry: GpuState | None) -> GpuCapacity:
-    blocks, label = node.blocks[row], f"GPU{node.indices[row]}"
-    cores_free, blocks_free = (CORES_PER_GPU, blocks) if entry is None else (entry.cores_free, entry.memory_blocks_free)
-    if blocks_free > blocks:
-        raise StateError(f"state: {label} has memory_blocks_free {blocks_free}, more than its {blocks} blocks")
-    note = "unhealthy" if entry is not None and not entry.healthy else node.unschedulable[row]
+def _capacity(number: int, row: _Row, free: GpuState) -> GpuCapacity:
+    """`number`: the row of the topology."""
+    label = f"GPU{row.index}"
+    if free.memory_blocks_free > row.blocks:
+        raise StateError(f"state: {label} has memory_blocks_free {free.memory_blocks_free}, more than its {row.blocks} blocks")
+    note = row.note if free.healthy else "unhealthy"
     return GpuCapacity(
-        index=row,
-        cores_free=cores_free,
-        memory_blocks_free=blocks_free,
-        entirely_free=cores_free == CORES_PER_GPU and blocks_free == blocks,
+        index=number,
+        cores_free=free.cores_free,
+        memory_blocks_free=free.memory_blocks_free,
+        entirely_free=free.cores_free == CORES_PER_GPU and free.memory_blocks_free == row.blocks,
         healthy=note is None,
         label=label,
         note=note,

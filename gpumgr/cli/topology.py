@@ -5,11 +5,9 @@ from typing import Any, Final
 import click
 import msgspec
 
-from gpumgr.cli.node_source import MalformedInput, NodeSource, read_snapshot, read_topology, source_options
+from gpumgr.cli.node_source import NodeSource, ShownNode, source_options
 from gpumgr.cli.options import ExitingCommand, output_option
-from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.placement.topology.devices import Gpu, MigInstance, Topology
-from gpumgr.placement.topology.matrix import Nic
+from gpumgr.placement.topology.devices import MigInstance
 from gpumgr.placement.topology.tree import matrix_cells, render_matrix, render_tree, tree_data
 
 _EXAMPLES = """
@@ -23,15 +21,6 @@ _NO_GPU: Final = "no GPU that is known"
 _EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malformed input"}
 
 
-class _Shown(msgspec.Struct, frozen=True, kw_only=True):
-    topology: Topology
-    labels: tuple[str, ...]
-    numa_nodes: tuple[int | None, ...]
-    gpus: tuple[Gpu, ...] = ()
-    nics: tuple[Nic, ...] = ()
-    failures: tuple[str, ...] = ()
-
-
 @click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @source_options
 @output_option
@@ -41,30 +30,11 @@ def command(source: NodeSource, output: str) -> None:
     The tree has a line NAME:free GPUs:access cost for each group and GPU; the matrix has NVn+LEVEL where n NVLinks join two GPUs.
     Without --topology or --sim, this machine's driver is asked.
     """
-    try:
-        shown = _read(source)
-    except InputError as error:
-        raise MalformedInput(str(error)) from error
-    except GpumgrError as error:
-        raise click.ClickException(str(error)) from error
+    shown = source.read()
     click.echo(msgspec.json.encode(_as_data(shown)) if output == "json" else _as_text(shown))
 
 
-def _read(source: NodeSource) -> _Shown:
-    if source.topology_file is not None:
-        parsed = read_topology(source.topology_file)
-        return _Shown(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
-    snapshot = read_snapshot(source.sim)
-    return _Shown(
-        topology=snapshot.topology,
-        labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
-        numa_nodes=tuple(gpu.numa_node for gpu in snapshot.gpus),
-        gpus=snapshot.gpus,
-        failures=tuple(f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures),
-    )
-
-
-def _as_text(shown: _Shown) -> str:
+def _as_text(shown: ShownNode) -> str:
     if not shown.labels:
         return "\n".join(["no GPUs", *shown.failures])
     parts = [
@@ -83,7 +53,7 @@ def _mig_line(label: str, mig: MigInstance) -> str:
     return f"{label} MIG {mig.profile} {mig.uuid} (GPU instance {mig.gpu_instance}, compute instance {mig.compute_instance})"
 
 
-def _as_data(shown: _Shown) -> dict[str, Any]:
+def _as_data(shown: ShownNode) -> dict[str, Any]:
     return {
         "gpus": [_gpu_data(shown, row) for row in range(len(shown.labels))],
         "tree": tree_data(shown.topology, labels=shown.labels),
@@ -93,7 +63,7 @@ def _as_data(shown: _Shown) -> dict[str, Any]:
     }
 
 
-def _gpu_data(shown: _Shown, row: int) -> dict[str, Any]:
+def _gpu_data(shown: ShownNode, row: int) -> dict[str, Any]:
     data: dict[str, Any] = {"row": row, "label": shown.labels[row], "numa_node": shown.numa_nodes[row]}
     if shown.gpus:
         gpu = shown.gpus[row]

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpumgr.cli.place import command
+from gpumgr.common.errors import StateError, TopologyError
 
 DATA = Path(__file__).parents[2] / "data"
 SEVEN = str(DATA / "conformance" / "topo_seven_3_4.txt")
@@ -113,17 +114,17 @@ def test_wrong_usage_exits_2(arguments: tuple[str, ...], words: str) -> None:
         ),
     ],
 )
-def test_a_malformed_state_exits_2_and_names_the_place(tmp_path: Path, content: str, words: str) -> None:
+def test_the_error_of_a_malformed_state_names_the_place(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "state.json"
     path.write_text(content)
     result = run("--topology", SEVEN, "--state", str(path), "--cores", "100")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert words in result.stderr
+    assert (type(result.exception), result.stdout) == (StateError, "")
+    assert words in str(result.exception)
 
 
-def test_a_malformed_topology_exits_2_and_names_the_file(tmp_path: Path) -> None:
+def test_the_error_of_a_malformed_topology_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "topo.txt"
     path.write_bytes(b"\tGPU0\xff")
     result = run("--topology", str(path), "--cores", "100")
-    assert result.exit_code == 2
-    assert "topo.txt" in result.stderr
+    assert type(result.exception) is TopologyError
+    assert "topo.txt" in str(result.exception)

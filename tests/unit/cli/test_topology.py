@@ -6,6 +6,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from gpumgr.cli.topology import command
+from gpumgr.common.errors import TopologyError
 from gpumgr.placement.topology.matrix import parse_topology, topology_from_matrix
 
 DATA = Path(__file__).parents[2] / "data"
@@ -33,12 +34,12 @@ def test_json_shows_the_same() -> None:
     assert (data["tree"]["name"], data["tree"]["free"], data["tree"]["children"][0]["name"]) == ("ROOT", 7, "PHB")
 
 
-def test_malformed_text_exits_2_with_the_place(tmp_path: Path) -> None:
+def test_the_error_of_malformed_text_has_the_place(tmp_path: Path) -> None:
     path = tmp_path / "topo.txt"
     path.write_text("\tGPU0\tGPU1\nGPU0\t X \tFAR\nGPU1\tFAR\t X \n")
     result = run("--topology", str(path))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "topo.txt: line 2, column 2 (GPU1): 'FAR' is not a link" in result.stderr
+    assert (type(result.exception), result.stdout) == (TopologyError, "")
+    assert "topo.txt: line 2, column 2 (GPU1): 'FAR' is not a link" in str(result.exception)
 
 
 def test_two_sources_are_one_too_many() -> None:
