@@ -21,9 +21,9 @@ from gpumgr.placement.pods import PodKey
 T = TypeVar("T")
 
 STATE: Final = "/api/state"
-STREAM: Final = "/api/stream"
 PODS: Final = "/api/pods"
-RETRY_SECONDS: Final = 1.0
+#: The agent makes a new state once per nvml.sample_period_seconds, 1 s by default.
+POLL_SECONDS: Final = 0.5
 
 #: The default timeout of a request.
 RESPONSE_SECONDS: Final = 30.0
@@ -62,20 +62,10 @@ class AgentClient:
         """The response to this JSON body."""
         return await self._request("POST", path, body, timeout_seconds)
 
-    async def stream(self, path: str) -> AsyncIterator[Any]:
-        """The JSON data of each server-sent event, until the agent ends the stream."""
-        try:
-            async with self._session.get(path, timeout=_timeout(None)) as response:
-                if response.status != 200:
-                    raise self._error(path, response.status, await response.read())
-                async for data in _events(response.content):
-                    yield decode_json(data)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._unreachable(error) from error
-
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float) -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._session.request(method, path, json=body, timeout=_timeout(timeout_seconds)) as response:
+            async with self._session.request(method, path, json=body, timeout=timeout) as response:
                 text = await response.read()
         except TimeoutError as error:
             raise AgentUnavailable(
@@ -91,23 +81,28 @@ class AgentClient:
             raise GpumgrError(f"the process at {self._socket} is not a gpumgr agent: its response is not JSON") from error
 
     def _error(self, path: str, status: int, text: bytes) -> GpumgrError:
-        kind = InputError if status == _NOT_FOUND else AgentUnavailable if status >= _SERVER_ERROR else GpumgrError
+        kind: type[GpumgrError] = AgentUnavailable if status >= _SERVER_ERROR else GpumgrError
         try:
             sentence = str(decode_json(text)["error"])
         except (ValueError, KeyError, TypeError):
-            kind = AgentUnavailable if status >= _SERVER_ERROR else GpumgrError
             page = path.partition("?")[0]
             return kind(
                 f"the agent at {self._socket} responded {status} to {page}; it may be of another version than this command"
             )
-        return kind("\n".join(map(printable, sentence.splitlines())))
+        return (InputError if status == _NOT_FOUND else kind)("\n".join(map(printable, sentence.splitlines())))
 
-    def _unreachable(self, error: BaseException) -> GpumgrError:
+    def _unreachable(self, error: aiohttp.ClientError) -> GpumgrError:
         match error:
-            case TimeoutError():
-                return AgentUnavailable(f"the agent at {self._socket} does not respond; see its log")
-            case aiohttp.ClientConnectorError():
-                return self._unconnected(error.os_error)
+            case aiohttp.ClientConnectorError(os_error=FileNotFoundError() | ConnectionRefusedError() as reason):
+                missing = "there is no socket" if isinstance(reason, FileNotFoundError) else "nothing listens"
+                return AgentUnavailable(
+                    f"the agent does not run on this node: {missing} at {self._socket}; start it (`systemctl start gpumgr`, or "
+                    f"`gpumgr run`), or name its socket with --socket if it has another"
+                )
+            case aiohttp.ClientConnectorError(os_error=PermissionError()):
+                return GpumgrError(f"this user may not use the agent's socket {self._socket}: run the command as root")
+            case aiohttp.ClientConnectorError(os_error=reason):
+                return GpumgrError(f"the agent can't be reached at {self._socket}: {reason.strerror or reason}")
             case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
                 # aiohttp's messages are about transfer codings and lengths.
                 return AgentUnavailable(
@@ -115,61 +110,32 @@ class AgentClient:
                 )
         return GpumgrError(f"the process at {self._socket} is not a gpumgr agent: {printable(str(error))}")
 
-    def _unconnected(self, error: OSError) -> GpumgrError:
-        match error:
-            case FileNotFoundError() | ConnectionRefusedError():
-                missing = "there is no socket" if isinstance(error, FileNotFoundError) else "nothing listens"
-                return AgentUnavailable(
-                    f"the agent does not run on this node: {missing} at {self._socket}; start it (`systemctl start gpumgr`, or "
-                    f"`gpumgr run`), or name its socket with --socket if it has another"
-                )
-            case PermissionError():
-                return GpumgrError(f"this user may not use the agent's socket {self._socket}: run the command as root")
-        return GpumgrError(f"the agent can't be reached at {self._socket}: {error.strerror or error}")
-
-
-def _timeout(total_seconds: float | None) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=total_seconds, sock_connect=_CONNECT_SECONDS)
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The data of each event. aiohttp's own line reader would limit their length. Source: WHATWG HTML, server-sent events."""
-    rest, data = b"", list[str]()
-    async for chunk in content.iter_any():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            text = line.decode().rstrip("\r")
-            if text.startswith("data:"):
-                data.append(text.removeprefix("data:").removeprefix(" "))
-            elif not text and data:
-                yield "\n".join(data)
-                data.clear()
-
 
 async def follow_states(
-    agent: AgentClient, on_unavailable: Callable[[str], None], *, retry_seconds: float = RETRY_SECONDS
+    agent: AgentClient, on_unavailable: Callable[[str], None], *, poll_seconds: float = POLL_SECONDS
 ) -> AsyncIterator[dict[str, Any]]:
-    """States as in /api/state, without end. Each time the agent becomes unavailable, `on_unavailable` gets the reason once.
+    """Yields each new state as in /api/state, without end. Each time the agent becomes unavailable, `on_unavailable` gets the reason once.
 
-    Raises GpumgrError if the first connection fails, since the socket may be the wrong one.
+    Raises GpumgrError if the first request fails, since the socket may be the wrong one.
     """
-    connected = reported = False
+    shown: dict[str, Any] | None = None
+    reported = False
     while True:
-        reason = "the agent ended the stream of its states"
         try:
-            async for document in agent.stream(STREAM):
-                connected, reported = True, False
-                yield document
+            document = await agent.get(STATE)
         except InputError:
             raise
         except GpumgrError as error:
-            if not connected:
+            if shown is None:
                 raise
-            reason = str(error)
-        if not reported:
-            on_unavailable(reason)
+            if not reported:
+                on_unavailable(str(error))
             reported = True
-        await asyncio.sleep(retry_seconds)
+        else:
+            if reported or document != shown:
+                yield document
+            shown, reported = document, False
+        await asyncio.sleep(poll_seconds)
 
 
 def report_unavailable(reason: str) -> None:

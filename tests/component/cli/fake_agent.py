@@ -1,7 +1,6 @@
 """What listens on the agent's socket: the pages that the commands ask, with documents that the test holds."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from tests.unit.cli.node_story import entries, state, story
 
 
 class FakeAgent:
-    """May be stopped and started again on the same socket. `asked` are the paths of all requests, `push` sends `state` to all streams."""
+    """May be stopped and started again on the same socket. `asked` are the paths of all requests."""
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
@@ -19,15 +18,12 @@ class FakeAgent:
         self.entries: list[Any] = entries()
         self.stories: dict[tuple[str, str], Any] = {("team", "resnet-0"): story()}
         self.asked: list[str] = []
-        #: Not if it is of before there were /api/pods.
-        self.streams: set[asyncio.Queue[bytes | None]] = set()
         self._reading = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/api/state", self._state)
-        app.router.add_get("/api/stream", self._stream)
         app.router.add_get("/api/history", self._history)
         app.router.add_get("/api/pods", self._pods)
         app.router.add_get("/api/pods/{namespace}/{pod}", self._pod)
@@ -36,31 +32,23 @@ class FakeAgent:
         await web.UnixSite(self._runner, str(self.socket)).start()
 
     async def stop(self) -> None:
-        for stream in self.streams:
-            stream.put_nowait(None)
         if self._runner is not None:
             await self._runner.cleanup()
         self.socket.unlink(missing_ok=True)
 
     async def read(self) -> None:
-        """Waits until a client reads a stream."""
+        """Waits until a client reads the state again."""
+        self._reading.clear()
         await self._reading.wait()
 
-    def push(self) -> None:
-        for stream in self.streams:
-            stream.put_nowait(self._event())
-
-    async def happen(self, *new: Any) -> None:
-        """Adds entries and sends them to all streams."""
+    def happen(self, *new: Any) -> None:
+        """Adds entries, which the next state has, too."""
         self.entries += new
         self.state["history"] = [{**entry, "candidates": []} for entry in reversed(self.entries)]
-        self.push()
-
-    def _event(self) -> bytes:
-        return b"event: state\ndata: " + json.dumps(self.state).encode() + b"\n\n"
 
     async def _state(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)
+        self._reading.set()
         return web.json_response(self.state)
 
     async def _history(self, request: web.Request) -> web.Response:
@@ -79,17 +67,3 @@ class FakeAgent:
         if pod not in self.stories:
             return web.json_response({"error": "nothing is known of it"}, status=404)
         return web.json_response(self.stories[pod])
-
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
-        events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        events.put_nowait(self._event())
-        self.streams.add(events)
-        self._reading.set()
-        try:
-            while (event := await events.get()) is not None:
-                await answer.write(event)
-        finally:
-            self.streams.discard(events)
-        return answer

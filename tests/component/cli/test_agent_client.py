@@ -69,8 +69,6 @@ async def test_an_agent_that_does_not_run_is_reported_with_its_socket(tmp_path: 
             left.bind(str(path))
         with pytest.raises(GpumgrError, match=f"nothing listens at {path}"):
             await agent.get("/api/state")
-        with pytest.raises(GpumgrError, match=f"nothing listens at {path}"):
-            await anext(agent.stream("/api/stream"))
 
 
 async def test_an_inaccessible_or_impossible_socket_is_reported(tmp_path: Path) -> None:
@@ -99,12 +97,19 @@ async def test_an_agent_that_hangs_or_ends_is_reported(tmp_path: Path) -> None:
         request.transport.abort()
         return web.Response()
 
-    handlers = {("GET", "/hang"): hang, ("GET", "/die"): die}
+    async def stop(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b"{")
+        return await die(request)
+
+    handlers: dict[tuple[str, str], Handler] = {("GET", "/hang"): hang, ("GET", "/die"): die, ("GET", "/stop"): stop}
     async with listening(tmp_path / "a.sock", handlers) as path, AgentClient(path) as agent:
         with pytest.raises(GpumgrError, match=r"did not respond within 0\.05 s"):
             await agent.get("/hang", timeout_seconds=0.05)
-        with pytest.raises(AgentUnavailable, match=ENDED):
-            await agent.get("/die")
+        for path_of_end in ("/die", "/stop"):
+            with pytest.raises(AgentUnavailable, match=ENDED):
+                await agent.get(path_of_end)
 
 
 async def test_a_server_without_http_is_reported(tmp_path: Path) -> None:
@@ -118,31 +123,3 @@ async def test_a_server_without_http_is_reported(tmp_path: Path) -> None:
         with pytest.raises(GpumgrError, match=f"the process at {path} is not a gpumgr agent") as error:
             await agent.get("/api/state")
     assert str(error.value).isprintable()
-
-
-async def test_events_of_any_size_come_one_after_another_until_the_agent_ends_them(tmp_path: Path) -> None:
-    states = [{"at": 1, "text": "x" * 300_000}, {"at": 2, "text": "ü\n"}]
-
-    async def stream(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for state in states:
-            await response.write(
-                b": still here\n\nevent: state\ndata: " + json.dumps(state, ensure_ascii=False).encode() + b"\n\n"
-            )
-        await response.write(b"data:{\ndata:}\r\n\r\ndata: {")
-        if request.query.get("dies"):
-            assert request.transport is not None
-            request.transport.abort()
-        return response
-
-    refusal = answering('{"error": "too many"}', status=409)
-    async with (
-        listening(tmp_path / "a.sock", {("GET", "/s"): stream, ("GET", "/no"): refusal}) as path,
-        AgentClient(path) as agent,
-    ):
-        assert [state async for state in agent.stream("/s")] == [*states, {}]
-        with pytest.raises(AgentUnavailable, match=ENDED):
-            _ = [state async for state in agent.stream("/s?dies=1")]
-        with pytest.raises(GpumgrError, match="too many"):
-            await anext(agent.stream("/no"))

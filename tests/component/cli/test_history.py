@@ -129,13 +129,12 @@ async def test_following_needs_the_agent(folder: Path, gpumgr_command: Gpumgr) -
 async def test_follow_prints_new_entries_once_and_continues_after_a_restart_of_the_agent(agent: FakeAgent, start: Start) -> None:
     process = await start("history", "--socket", agent.socket, "--follow", "-n", "1", "--output", "json")
     await process.until('"number": 7')
-    await agent.happen(entry(8, "event"), entry(9, "refused"))
+    agent.happen(entry(8, "event"), entry(9, "refused"))
     await process.until('"number": 9')
-    agent.push()
     await agent.stop()
     await process.until("trying again", stream="err")
     await agent.start()
-    await agent.happen(entry(10, "event", pod=["team", "x\x1b[2J"]))
+    agent.happen(entry(10, "event", pod=["team", "x\x1b[2J"]))
     await process.until('"number": 10')
     process.interrupt()
     assert await process.ended() == 0
@@ -145,10 +144,11 @@ async def test_follow_prints_new_entries_once_and_continues_after_a_restart_of_t
 
 async def test_follow_goes_on_after_an_agent_that_lost_its_last_numbers(agent: FakeAgent, start: Start) -> None:
     process = await start("history", "--socket", agent.socket, "--follow", "--output", "json")
-    await agent.read()
+    await process.until('"number": 7')
     agent.entries.pop()
-    await agent.happen()
-    await agent.happen(entry(7, "event", why="another seventh"))
+    agent.happen()
+    await agent.read()
+    agent.happen(entry(7, "event", why="another seventh"))
     await process.until("another seventh")
     process.interrupt()
     assert await process.ended() == 0
@@ -159,8 +159,7 @@ async def test_follow_waits_for_an_unknown_pod(agent: FakeAgent, start: Start) -
     process = await start("history", "--socket", agent.socket, "--follow", "--pod", "late", "--output", "json")
     await process.until("nothing is known of pod late on this node", stream="err")
     await process.until("waiting for default/late\n", stream="err")
-    await agent.read()
-    await agent.happen(entry(8, "event", pod=["team", "late"]), entry(9, "event", pod=["default", "late"]))
+    agent.happen(entry(8, "event", pod=["team", "late"]), entry(9, "event", pod=["default", "late"]))
     await process.until('"number": 9')
     process.interrupt()
     assert await process.ended() == 0

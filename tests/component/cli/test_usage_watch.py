@@ -19,7 +19,6 @@ async def test_watch_prints_a_json_line_for_each_state_and_continues_without_the
     process = await start("usage", "--socket", agent.socket, "--watch", "--output", "json")
     await process.until("\n")
     agent.state["at"] += 1
-    agent.push()
     await process.until("\n", after=process.out.index("\n") + 1)
     await agent.stop()
     await process.until("trying again", stream="err")
@@ -37,11 +36,12 @@ async def test_watch_prints_a_json_line_for_each_state_and_continues_without_the
 async def test_watch_without_a_terminal_prints_plain_tables(agent: FakeAgent, start: Start) -> None:
     process = await start("usage", "--socket", agent.socket, "--watch")
     await process.until("whole GPU\n\n")
-    agent.push()
+    agent.state["at"] += 1
     await process.until("whole GPU\n\n", after=process.out.index("whole GPU\n\n") + 1)
     process.interrupt()
     assert await process.ended() == 0
-    assert process.out == 2 * (usage_text(read_state(state()), width=None) + "\n\n")
+    shown = [usage_text(read_state({**agent.state, "at": at}), width=None) for at in (state()["at"], agent.state["at"])]
+    assert process.out == "".join(f"{text}\n\n" for text in shown)
 
 
 async def test_watch_on_a_terminal_uses_the_alternate_screen_until_sigterm(agent: FakeAgent, start: Start) -> None:
@@ -52,7 +52,6 @@ async def test_watch_on_a_terminal_uses_the_alternate_screen_until_sigterm(agent
     shown = await process.until("team/bert (main)")
     await process.until("Ctrl-C quits", after=shown)
     agent.state["containers"][2]["pod"] = "\x1b]0;x\x07[red]"
-    agent.push()
     await process.until("team/\\x1b]0;x\\x07[red", after=shown)
     process.terminate()
     assert await process.ended() == 0
