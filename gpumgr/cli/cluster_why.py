@@ -7,8 +7,8 @@ port-forward` no token is needed, since the request arrives from the pod's own h
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -56,13 +56,8 @@ async def ask_scheduler(location: SchedulerLocation, name: PodName, *, each_node
         if namespace is None:
             found = await _pods(server, "fieldSelector", f"metadata.name={pod}")
             namespace, _ = name.among([(each["metadata"]["namespace"], pod) for each in found])
-        scheduler = await _scheduler(server, location)
         query = {"namespace": namespace, "name": pod, **({"nodes": "1"} if each_node else {})}
-        if location.token is not None:
-            headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"}
-            document = await _through_proxy(server, scheduler, query, headers)
-        else:
-            document = await _through_forwarded_port(location.kubeconfig, scheduler, query)
+        document = await _ask(server, location, await _scheduler(server, location), query)
     try:
         return document, convert(cleaned(document), Why)
     except UnreadableText as error:
@@ -77,7 +72,10 @@ async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[
         namespace, _, pod = location.pod.partition("/")
         if not (namespace and pod) or "/" in pod:
             raise InputError(f"--scheduler {printable(location.pod)}: expected NAMESPACE/POD, the pod of the scheduler")
-        return await _read(server, f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}")
+        try:
+            return await server.read("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}")
+        except AnswerError as error:
+            raise GpumgrError(f"the scheduler's pod can't be read: {error}") from error
     for selector in _SELECTORS:
         for each in await _pods(server, "labelSelector", selector):
             if (each.get("status") or {}).get("phase") == "Running":
@@ -90,74 +88,65 @@ async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[
 
 async def _pods(server: ApiServer, kind: str, selector: str) -> Sequence[Mapping[str, Any]]:
     """The pods with these labels in all namespaces. Raises GpumgrError."""
+    remedy = "name it as NAMESPACE/POD" if kind == "fieldSelector" else "name the scheduler's pod with --scheduler NAMESPACE/POD"
     try:
-        async with server.request("GET", "/api/v1/pods", {kind: selector}) as response:
-            document = await response.json(content_type=None)
-    except ValueError as error:
-        raise GpumgrError(f"the API server sent no JSON: {error}") from error
-    if response.status != 200:
-        remedy = (
-            "name it as NAMESPACE/POD" if kind == "fieldSelector" else "name the scheduler's pod with --scheduler NAMESPACE/POD"
-        )
-        raise GpumgrError(f"pods of all namespaces can't be listed (HTTP {response.status}: {_message(document)}); {remedy}")
-    return items_of(document)
-
-
-async def _read(server: ApiServer, path: str) -> Mapping[str, Any]:
-    try:
-        return await server.read("GET", path)
+        return items_of(await server.read("GET", "/api/v1/pods", query={kind: selector}))
     except AnswerError as error:
-        raise GpumgrError(f"the scheduler's pod can't be read: {error}") from error
+        raise GpumgrError(f"pods of all namespaces can't be listed ({printable(str(error))}); {remedy}") from error
 
 
-async def _through_proxy(
-    server: ApiServer, scheduler: Mapping[str, Any], query: Mapping[str, str], headers: Mapping[str, str]
+async def _ask(
+    server: ApiServer, location: SchedulerLocation, scheduler: Mapping[str, Any], query: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Tries HTTP, then HTTPS: only an attempt shows whether the pod's port serves TLS. Raises GpumgrError."""
-    namespace, pod, port = _address(scheduler)
+    """The answer of the scheduler's pod: with a token through the API server's proxy, else through a forwarded port. Raises
+    GpumgrError."""
+    namespace, pod = scheduler["metadata"]["namespace"], scheduler["metadata"]["name"]
+    ports = [port for container in scheduler["spec"].get("containers") or () for port in container.get("ports") or ()]
+    port = next((port["containerPort"] for port in ports if port.get("name") == _PORT_NAME), _DEFAULT_PORT)
+    if location.token is not None:
+        headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"}
+
+        def through_proxy(scheme: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+            path = f"/api/v1/namespaces/{namespace}/pods/{scheme}:{pod}:{port}/proxy/api/why"
+            return server.request("GET", path, query, headers=headers)
+
+        return await _answer(through_proxy, f"the scheduler's pod {namespace}/{pod} can't be reached through the API server")
+    async with _forwarded(location.kubeconfig, namespace, pod, port) as local, aiohttp.ClientSession() as session:
+
+        def through_port(scheme: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+            # The port is on this machine, and kubectl has authenticated the API server.
+            return session.get(f"{scheme}://127.0.0.1:{local}/api/why", params=query, ssl=False)
+
+        return await _answer(through_port, "the scheduler does not answer at the forwarded port")
+
+
+async def _answer(request: Callable[[str], AbstractAsyncContextManager[aiohttp.ClientResponse]], failed: str) -> dict[str, Any]:
+    """Tries HTTP, then HTTPS: only an attempt shows whether the pod's port serves TLS. Raises GpumgrError, which begins with `failed` if
+    no scheduler has answered."""
     failures = []
     for scheme in ("http", "https"):
-        path = f"/api/v1/namespaces/{namespace}/pods/{scheme}:{pod}:{port}/proxy/api/why"
-        async with server.request("GET", path, query, headers=headers) as response:
-            text = await response.read()
+        try:
+            async with request(scheme) as response:
+                text = await response.read()
+        except aiohttp.ClientError as error:
+            failures.append(f"{scheme}: {error}")
+            continue
         try:
             document = decode_json(text)
         except UnreadableText:
-            document = text.decode(errors="replace")
-        if response.status == 200 and isinstance(document, dict):
-            return document
-        if isinstance(document, dict) and "error" in document:
-            raise GpumgrError(printable(str(document["error"])))
-        failures.append(f"{scheme}: HTTP {response.status}: {_message(document)}")
+            document = {"message": text.decode(errors="replace")}
+        match document:
+            case {"error": sentence}:
+                raise GpumgrError(printable(str(sentence)))
+            case dict() if response.status == 200:
+                return document
+            case {"message": message}:
+                failures.append(f"{scheme}: HTTP {response.status}: {' '.join(str(message).split())[:300]}")
+            case _:
+                failures.append(f"{scheme}: HTTP {response.status}")
         if response.status == 403:
             break
-    raise GpumgrError(f"the scheduler's pod {namespace}/{pod} can't be reached through the API server: {'; '.join(failures)}")
-
-
-def _address(scheduler: Mapping[str, Any]) -> tuple[str, str, int]:
-    """The scheduler's namespace, pod and port."""
-    ports = [port for container in scheduler["spec"].get("containers") or () for port in container.get("ports") or ()]
-    port = next((port["containerPort"] for port in ports if port.get("name") == _PORT_NAME), _DEFAULT_PORT)
-    return scheduler["metadata"]["namespace"], scheduler["metadata"]["name"], port
-
-
-async def _through_forwarded_port(kubeconfig: Path, scheduler: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
-    """Raises GpumgrError."""
-    failures = []
-    async with _forwarded(kubeconfig, *_address(scheduler)) as port, aiohttp.ClientSession() as session:
-        for scheme in ("http", "https"):
-            try:
-                # The port is on this machine, and kubectl has authenticated the API server.
-                async with session.get(f"{scheme}://127.0.0.1:{port}/api/why", params=query, ssl=False) as response:
-                    document = decode_json(await response.read())
-            except (aiohttp.ClientError, UnreadableText) as error:
-                failures.append(f"{scheme}: {error}")
-                continue
-            if response.status == 200 and isinstance(document, dict):
-                return document
-            text = document.get("error") if isinstance(document, dict) else None
-            raise GpumgrError(printable(str(text or f"HTTP {response.status}")))
-    raise GpumgrError(f"the scheduler does not answer at the forwarded port: {printable('; '.join(failures))}")
+    raise GpumgrError(f"{failed}: {printable('; '.join(failures))}")
 
 
 @asynccontextmanager
@@ -192,11 +181,6 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
         if process.returncode is None:
             process.terminate()
         await process.wait()
-
-
-def _message(document: Any) -> str:
-    text = document.get("message") if isinstance(document, dict) else document
-    return printable(" ".join(str(text).split()))[:300]
 
 
 # -- text --------------------------------------------------------------------------------------------------------------------
