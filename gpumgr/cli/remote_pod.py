@@ -1,9 +1,11 @@
 """One pod at the API server, for commands that set its annotations and wait for the answer of its node's agent."""
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import click
@@ -15,6 +17,11 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer
 
 T = TypeVar("T")
+
+_POLL_SECONDS: Final = 0.3
+#: How often an annotation is written again after another writer changed the pod.
+_TRIES: Final = 5
+_CONFLICT: Final = 409
 
 pod_kubeconfig_option = click.option(
     "--kubeconfig", type=click.Path(path_type=Path), help="The cluster's API server.  [default: $KUBECONFIG, ~/.kube/config]"
@@ -36,10 +43,27 @@ class RemotePod:
             raise GpumgrError(f"pod {printable(str(self._name))} can't be read: {error}") from error
         raise GpumgrError(f"there is no pod {printable(str(self._name))}; name it as NAMESPACE/POD")
 
-    async def annotate(self, annotations: Mapping[str, str], *, uid: str = "", version: str = "") -> None:
-        """Raises AnswerError; with status 409 if the pod has another UID or resource version than the given one."""
-        same = {key: value for key, value in (("uid", uid), ("resourceVersion", version)) if value}
-        await self._server.send("PATCH", self._path, {"metadata": {**same, "annotations": dict(annotations)}})
+    async def read_for(self, seconds: float) -> AsyncIterator[dict[str, Any]]:
+        """Yields the pod again and again for this time, at least once. Raises as `read`."""
+        last = time.monotonic() + seconds
+        yield await self.read()
+        while time.monotonic() < last:
+            await asyncio.sleep(_POLL_SECONDS)
+            yield await self.read()
+
+    async def annotate(self, key: str, text_of: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+        """Writes the annotation with the text that `text_of` returns for the pod; again if another writer changed the pod in between.
+        Returns the pod as it was before. Raises GpumgrError, and what `text_of` raises."""
+        for _ in range(_TRIES):
+            pod = await self.read()
+            same = {name: pod["metadata"][name] for name in ("uid", "resourceVersion") if name in pod["metadata"]}
+            try:
+                body = {"metadata": {**same, "annotations": {key: text_of(pod)}}}
+                if await self._server.send("PATCH", self._path, body, but=(_CONFLICT,)):
+                    return pod
+            except AnswerError as error:
+                raise GpumgrError(f"the annotation {key} can't be written: {error}") from error
+        raise GpumgrError(f"the annotation {key} can't be written: other programs keep changing the pod; try again")
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,14 +14,10 @@ from gpumgr.cli.options import ExitingCommand, PodName, sendable
 from gpumgr.cli.remote_pod import RemotePod, annotation, pod_kubeconfig_option, remote_pod
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import CORES_PER_GPU, RESIZE_ANNOTATION, RESIZED_ANNOTATION
-from gpumgr.kube.client import AnswerError
 from gpumgr.kube.pod_annotations import ALLOCATIONS
 
 #: An agent decides with its next sample, and then writes the answer.
 _ANSWER_SECONDS: Final = 20.0
-_POLL_SECONDS: Final = 0.3
-#: How often the request is written again after another writer changed the pod.
-_TRIES: Final = 5
 _ENDED: Final = ("Succeeded", "Failed")
 _EPILOG = """
 \b
@@ -60,23 +55,12 @@ async def _resize(kubeconfig: Path | None, name: PodName, container: str | None,
     """The text about the resized container. Raises GpumgrError."""
     at = datetime.now(UTC).isoformat()
     async with remote_pod(name, kubeconfig) as pod:
-        for tried in range(1, _TRIES + 1):
-            seen = await pod.read()
-            container, text = _request(seen, container, given, at)
-            try:
-                version = seen["metadata"]
-                await pod.annotate(
-                    {RESIZE_ANNOTATION: text}, uid=version.get("uid", ""), version=version.get("resourceVersion", "")
-                )
-                break
-            except AnswerError as error:
-                if error.status != 409 or tried == _TRIES:
-                    raise GpumgrError(f"the annotation {RESIZE_ANNOTATION} can't be written: {error}") from error
-        return await _answer(pod, container or "", at)
+        before = await pod.annotate(RESIZE_ANNOTATION, lambda seen: _request(seen, _chosen(seen, container), given, at))
+        return await _answer(pod, _chosen(before, container), at)
 
 
-def _request(pod: Mapping[str, Any], container: str | None, given: Mapping[str, int], at: str) -> tuple[str, str]:
-    """The container, and the annotation that requests its resize. Raises GpumgrError."""
+def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
+    """The container to resize: the given one, or the only one with GPUs. Raises GpumgrError if it can't be resized."""
     if (pod.get("status") or {}).get("phase") in _ENDED:
         raise GpumgrError("the pod has ended")
     found = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
@@ -95,23 +79,25 @@ def _request(pod: Mapping[str, Any], container: str | None, given: Mapping[str, 
         raise GpumgrError(
             f"container {printable(chosen or '?')} has no share of a GPU by gpumgr (annotation {ALLOCATIONS}); {held}"
         )
-    now = {key: value for key, value in _entry(pod, RESIZED_ANNOTATION, chosen).items() if key in ("cores", "memoryMiB")}
-    text = {**_entries(pod, RESIZE_ANNOTATION), chosen: {**now, **given, "requestedAt": at}}
-    return chosen, json.dumps(text)
+    return chosen
+
+
+def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], at: str) -> str:
+    """The text of the annotation that requests the resize; what is not given stays."""
+    now = {key: value for key, value in _entry(pod, RESIZED_ANNOTATION, container).items() if key in ("cores", "memoryMiB")}
+    return json.dumps({**_entries(pod, RESIZE_ANNOTATION), container: {**now, **given, "requestedAt": at}})
 
 
 async def _answer(pod: RemotePod, container: str, at: str) -> str:
     """Waits for the agent's answer. Raises GpumgrError for a refusal."""
-    last = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < last:
-        answer = _entry(await pod.read(), RESIZED_ANNOTATION, container)
+    async for seen in pod.read_for(_ANSWER_SECONDS):
+        answer = _entry(seen, RESIZED_ANNOTATION, container)
         if answer.get("requestedAt") == at:
             text = f"{answer.get('cores')} cores and {answer.get('memoryMiB')} MiB of each of its GPUs"
             if why := answer.get("refused"):
                 raise GpumgrError(f"not resized: {printable(str(why))}; container {printable(container)} has {text}")
             late = "; programs that run keep their former limits" if answer.get("newProgramsOnly") else ""
             return f"container {printable(container)} has {text}{late}"
-        await asyncio.sleep(_POLL_SECONDS)
     raise GpumgrError(
         f"the agent of the pod's node has not answered within {_ANSWER_SECONDS:g} s; the request stays in the annotation "
         f"{RESIZE_ANNOTATION}, and the answer becomes an event of the pod"

@@ -1,7 +1,6 @@
 """`gpumgr suspend` and `gpumgr resume`: set an annotation of a pod. The agent on the pod's node reads it and acts."""
 
 import asyncio
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,10 +12,10 @@ from gpumgr.cli.options import ExitingCommand, FiniteRange, PodName, sendable
 from gpumgr.cli.remote_pod import annotation, pod_kubeconfig_option, remote_pod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import SUSPEND_ANNOTATION
-from gpumgr.kube.client import AnswerError
 from gpumgr.kube.pod_annotations import ALLOCATIONS
 
-_POLL_SECONDS: Final = 0.5
+#: Container -> its state, and the reason.
+_States = Mapping[str, tuple[str, str]]
 _EXIT_CODES: Final = {0: "done", 1: "the API server does not answer or refuses, or the time of --wait is over", 2: "wrong usage"}
 _WAIT = click.option(
     "--wait",
@@ -42,7 +41,7 @@ def command(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
       gpumgr suspend team/notebook-0
       gpumgr suspend team/notebook-0 --wait 120
     """
-    _demand(pod_name, kubeconfig, wait, "true", {"suspended"})
+    _demand(pod_name, kubeconfig, wait, "true", "suspended")
 
 
 @click.command("resume", cls=ExitingCommand, exit_codes=_EXIT_CODES)
@@ -58,36 +57,38 @@ def resume(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
     Examples:
       gpumgr resume team/notebook-0
     """
-    _demand(pod_name, kubeconfig, wait, "false", {"running"})
+    _demand(pod_name, kubeconfig, wait, "false", "running")
 
 
-def _demand(pod_name: str, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: set[str]) -> None:
-    """Raises GpumgrError unless all containers of the pod reach a wanted state."""
+def _demand(pod_name: str, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
+    """Raises GpumgrError unless all containers of the pod reach the wanted state."""
     states = asyncio.run(_annotate(PodName.of(pod_name), kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
         click.echo(f"{printable(container)}: {printable(state)}{f': {printable(reason)}' if reason else ''}")
-    if wait_seconds and not wanted >= {state for state, _ in states.values()}:
-        raise GpumgrError(f"not all containers are {'/'.join(wanted)} yet; `kubectl describe pod` shows why")
+    if wait_seconds and not _reached(states, wanted):
+        raise GpumgrError(f"not all containers are {wanted} yet; `kubectl describe pod` shows why")
 
 
-async def _annotate(
-    name: PodName, kubeconfig: Path | None, value: str, wait_seconds: float, wanted: set[str]
-) -> Mapping[str, tuple[str, str]]:
-    """Container -> its last state, and the reason. Raises GpumgrError."""
+async def _annotate(name: PodName, kubeconfig: Path | None, value: str, wait_seconds: float, wanted: str) -> _States:
+    """The last states of the containers. Raises GpumgrError."""
     async with remote_pod(name, kubeconfig) as pod:
-        states = _states(await pod.read())
-        try:
-            await pod.annotate({SUSPEND_ANNOTATION: value})
-        except AnswerError as error:
-            raise GpumgrError(f"the annotation {SUSPEND_ANNOTATION} can't be written: {error}") from error
-        until = time.monotonic() + wait_seconds
-        while not wanted >= {state for state, _ in states.values()} and time.monotonic() < until:
-            await asyncio.sleep(_POLL_SECONDS)
-            states = _states(await pod.read())
+
+        def text_of(seen: Mapping[str, Any]) -> str:
+            _states(seen)  # a pod without GPUs stays as it is
+            return value
+
+        await pod.annotate(SUSPEND_ANNOTATION, text_of)
+        async for seen in pod.read_for(wait_seconds):
+            if _reached(states := _states(seen), wanted):
+                break
         return states
 
 
-def _states(pod: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+def _reached(states: _States, wanted: str) -> bool:
+    return all(state == wanted for state, _ in states.values())
+
+
+def _states(pod: Mapping[str, Any]) -> _States:
     """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers, and
     without those for which the annotation has no room. Raises GpumgrError if none is left."""
     rows = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")

@@ -3,10 +3,14 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from gpumgr.cli.options import PodName
+from gpumgr.cli.remote_pod import RemotePod
+from gpumgr.common.errors import GpumgrError
+from gpumgr.kube.client import ApiServer
 from gpumgr.sim.apiserver import SimApiServer
 
 from .conftest import Gpumgr
@@ -76,3 +80,37 @@ async def test_a_node_that_does_not_answer_is_said(
     ended = await gpumgr_command("resize", "team/lonely", "--cores", "1", "--kubeconfig", kubeconfig)
     assert ended.code == 1
     assert "the agent of the pod's node has not answered within 0.1 s; the request stays in the annotation" in ended.err
+
+
+class Contested:
+    """An API server at which another writer changes the pod before each of the first writes."""
+
+    def __init__(self, losses: int) -> None:
+        self.losses, self.version = losses, 0
+        self.written: Json = {}
+
+    async def find(self, _path: str) -> Json:
+        self.version += 1
+        return {"metadata": {"uid": "uid-a", "resourceVersion": str(self.version)}}
+
+    async def send(self, _method: str, _path: str, body: Json, *, but: tuple[int, ...]) -> bool:
+        assert but == (409,)
+        self.losses -= 1
+        self.written = body["metadata"]
+        return self.losses < 0
+
+
+@pytest.mark.parametrize("losses", [0, 2, 4])
+async def test_an_annotation_is_written_again_after_another_writer(losses: int) -> None:
+    server = Contested(losses)
+    pod = RemotePod(cast("ApiServer", server), PodName.of("team/a"))
+    before = await pod.annotate("key", lambda seen: f"text for {seen['metadata']['resourceVersion']}")
+    version = str(losses + 1)
+    assert server.written == {"uid": "uid-a", "resourceVersion": version, "annotations": {"key": f"text for {version}"}}
+    assert before["metadata"]["resourceVersion"] == version
+
+
+async def test_a_pod_that_others_keep_changing_is_said() -> None:
+    pod = RemotePod(cast("ApiServer", Contested(5)), PodName.of("team/a"))
+    with pytest.raises(GpumgrError, match="the annotation key can't be written: other programs keep changing the pod"):
+        await pod.annotate("key", lambda _: "text")
