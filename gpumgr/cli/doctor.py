@@ -83,7 +83,6 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     nvml = make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware)
     seen = gpus.SharedNvml(nvml)
-    words = folders.backend_words(settings)
     plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
     cri = settings.cri
     in_dra = settings.node.mode == "dra"
@@ -101,7 +100,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     alone = before_start and settings.process.instance is None
     agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
     paths = partial(folders.look_at_host_paths, of_host, hardware.proc_root, in_pod=in_pod)
-    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=hardware.proc_root)
+    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, hardware.proc_root)
     cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
     files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated, timeout_seconds=_SECONDS)
     backends = enforcement.NodeBackends(settings, seen, hardware, in_pod=in_pod)
@@ -124,6 +123,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
         Check("cdi", cdi, runtime.IF_HUNG),
         Check("driver-files", files, runtime.IF_HUNG),
         Check("limiter", backends.look_at_limiter, enforcement.IF_HUNG),
+        Check("nvml-memory", partial(backends.look_at, "nvml-memory"), enforcement.IF_HUNG),
         Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
         Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
         Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -137,25 +136,17 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float) -> Check
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
-    """`setting`: enforcement.backend; `described`: the choice as text."""
-    lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
+    """`setting`: enforcement.backend; `described`: the choice as text. The checks of the backends say why not another one."""
+    lost = [f"{name} ({choice.obstacles[name]})" for name in sorted(choice.mechanisms) if name in choice.obstacles]
     if lost:
         return error(
-            f"enforcement.backend is {setting}, which this node can't use: {_listed(lost)}",
+            f"enforcement.backend is {setting}, which this node can't use: {', '.join(lost)}",
             "repair that, or choose another backend; until then containers that share a GPU are refused at their start",
         )
-    others = {name: why for name, why in choice.obstacles.items() if name not in choice.mechanisms}
-    beside = f"; not: {_listed(others)}" if others else ""
     if choice.mechanisms == NO_MECHANISM:
-        unlimited = f"no backend enforces the limits of shares (enforcement.backend is {setting})"
-        if setting != "auto":
-            return warning(unlimited, "set enforcement.backend to auto")
-        return warning(f"{unlimited}{beside}", "remove one of these obstacles")
-    return ok(f"{described}{beside}")
-
-
-def _listed(obstacles: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({why})" for name, why in sorted(obstacles.items()))
+        remedy = "set enforcement.backend to auto" if setting != "auto" else "repair what one of the backends above lacks"
+        return warning(f"no backend enforces the limits of shares (enforcement.backend is {setting})", remedy)
+    return ok(described)
 
 
 def _version(library: Path) -> str:

@@ -38,18 +38,13 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> CheckResul
     return ok(f"{runtime.name} {runtime.version} at {socket}")
 
 
-async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path = Path("/proc")) -> CheckResult:
-    """`needs_v2`: the settings name a backend that works with cgroup v2 only."""
+async def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) -> CheckResult:
+    """Whether the processes of containers can be found. The check of the backend nvml-memory says whether this version is enough for it."""
     try:
         hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
     except CriError as exception:
         return error_of(exception, "set cri.cgroup_root to where the host's cgroups are mounted (normally /sys/fs/cgroup)")
-    if hierarchy.mode == "v2":
-        return ok(f"v2 at {hierarchy.root}")
-    return (error if needs_v2 else warning)(
-        f"{hierarchy.mode} at {hierarchy.root}: the driver's own memory limits (nvml-memory) need v2",
-        "boot with systemd.unified_cgroup_hierarchy=1, or choose another enforcement.backend",
-    )
+    return ok(f"{hierarchy.mode} at {hierarchy.root}")
 
 
 async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float) -> CheckResult:
