@@ -104,6 +104,9 @@ def main() -> None:
 
 
 def _end(why: Exception | str, *, code: int) -> NoReturn:
+    """The error may quote files, answers and names, so only printable text reaches the terminal."""
+    from gpumgr.cli.formats import printable  # imported here, since the agent imports its modules in a lean way
+
     with contextlib.suppress(OSError):
-        click.echo(f"gpumgr: {why}", err=True)
+        click.echo("\n".join(map(printable, f"gpumgr: {why}".split("\n"))), err=True)
     sys.exit(code)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from gpumgr.cli.formats import cleaned, printable
+from gpumgr.cli.formats import cleaned
 from gpumgr.cli.options import PodName
 from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 from gpumgr.common.errors import GpumgrError, InputError
@@ -71,7 +71,7 @@ async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[
     if location.pod is not None:
         namespace, _, pod = location.pod.partition("/")
         if not (namespace and pod) or "/" in pod:
-            raise InputError(f"--scheduler {printable(location.pod)}: expected NAMESPACE/POD, the pod of the scheduler")
+            raise InputError(f"--scheduler {location.pod}: expected NAMESPACE/POD, the pod of the scheduler")
         try:
             return await server.read("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}")
         except AnswerError as error:
@@ -92,7 +92,7 @@ async def _pods(server: ApiServer, kind: str, selector: str) -> Sequence[Mapping
     try:
         return items_of(await server.read("GET", "/api/v1/pods", query={kind: selector}))
     except AnswerError as error:
-        raise GpumgrError(f"pods of all namespaces can't be listed ({printable(str(error))}); {remedy}") from error
+        raise GpumgrError(f"pods of all namespaces can't be listed ({error}); {remedy}") from error
 
 
 async def _ask(
@@ -137,7 +137,7 @@ async def _answer(request: Callable[[str], AbstractAsyncContextManager[aiohttp.C
             document = {"message": text.decode(errors="replace")}
         match document:
             case {"error": sentence}:
-                raise GpumgrError(printable(str(sentence)))
+                raise GpumgrError(str(sentence))
             case dict() if response.status == 200:
                 return document
             case {"message": message}:
@@ -146,7 +146,7 @@ async def _answer(request: Callable[[str], AbstractAsyncContextManager[aiohttp.C
                 failures.append(f"{scheme}: HTTP {response.status}")
         if response.status == 403:
             break
-    raise GpumgrError(f"{failed}: {printable('; '.join(failures))}")
+    raise GpumgrError(f"{failed}: {'; '.join(failures)}")
 
 
 @asynccontextmanager
@@ -173,9 +173,7 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
             line = (await process.stdout.readline()).decode(errors="replace")
             if (found := _FORWARDED.match(line)) is None:
                 text = " ".join((await process.stderr.read()).decode(errors="replace").split())
-                raise GpumgrError(
-                    f"kubectl port-forward to the scheduler's pod {namespace}/{pod} failed: {printable(text)[:300]}"
-                )
+                raise GpumgrError(f"kubectl port-forward to the scheduler's pod {namespace}/{pod} failed: {text[:300]}")
         yield int(found[1])
     finally:
         if process.returncode is None:

@@ -45,5 +45,5 @@ def command(location: AgentLocation) -> None:
     """
     status, text = ask(location.socket)
     if status != http.client.OK:
-        raise GpumgrError(f"the agent responds {status}: {printable(text)}")
+        raise GpumgrError(f"the agent responds {status}: {text}")
     click.echo(printable(text))

@@ -1,11 +1,10 @@
 """`gpumgr migrate`: prints what changes when gpumgr replaces another agent; --apply writes the settings file and nothing else."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -137,28 +136,26 @@ def migrate_gpu_manager(
             f"--checkpoint {checkpoint} is not a readable file, and without it no running pod keeps its GPUs; gpu-manager's default is "
             f"{Settings().checkpoint.gpu_manager_checkpoint} unless its --checkpoint-path names another folder"
         )
-    with _reading():
-        found, objects = _command_of(manifest, text), _read(pod_files)
+    found, objects = _command_of(manifest, text), _read(pod_files)
     asked = dict(found.flags)
     place = Path(asked.get("checkpoint-path") or Settings().checkpoint.gpu_manager_checkpoint.parent)
     checkpoint = (checkpoint or place / Settings().checkpoint.gpu_manager_checkpoint.name).absolute()
     folder = Path(asked.get("device-plugin-path") or Settings().kubelet.device_plugin_dir)
     live, holders, registered = asyncio.run(_kubelets_view(folder))
-    with _reading():
-        plan = gpu_manager.plan_gpu_manager(
-            found,
-            gpu_manager.GpuManagerState(
-                node=node,
-                checkpoint=checkpoint,
-                records=read_gpu_manager_checkpoint(checkpoint),
-                live=live,
-                holders=holders,
-                names=_names(objects),
-                answering=[path for path in answering(folder) if not path.name.startswith("nvidia")],
-                registered=registered,
-            ),
-            to=to,
-        )
+    plan = gpu_manager.plan_gpu_manager(
+        found,
+        gpu_manager.GpuManagerState(
+            node=node,
+            checkpoint=checkpoint,
+            records=read_gpu_manager_checkpoint(checkpoint),
+            live=live,
+            holders=holders,
+            names=_names(objects),
+            answering=[path for path in answering(folder) if not path.name.startswith("nvidia")],
+            registered=registered,
+        ),
+        to=to,
+    )
     _finish(plan, "gpu-manager", to, apply=apply, as_json=output == "json")
 
 
@@ -232,11 +229,10 @@ def migrate_hami(
             f"the node's pods are not known: give --kubeconfig FILE, or --pods FILE with what "
             f"`kubectl get pods -A --field-selector spec.nodeName={node} -o json` prints"
         )
-    with _reading():
-        objects = _read((*pod_files, *manifests))
-        if kubeconfig is not None:
-            objects += asyncio.run(_fetch_node_and_pods(kubeconfig, node))
-        config = read_config(objects, node)
+    objects = _read((*pod_files, *manifests))
+    if kubeconfig is not None:
+        objects += asyncio.run(_fetch_node_and_pods(kubeconfig, node))
+    config = read_config(objects, node)
     folder = Path(str(config.settings.get("kubelet.device_plugin_dir", Settings().kubelet.device_plugin_dir)))
     found = takeover.HamiState(
         node=node,
@@ -249,8 +245,7 @@ def migrate_hami(
     if verify:
         _verify(config, found, to, as_json=output == "json")
     else:
-        with _reading():
-            plan = takeover.plan_take_over(config, found, to=to)
+        plan = takeover.plan_take_over(config, found, to=to)
         _finish(plan, "hami", to, apply=apply, as_json=output == "json")
 
 
@@ -299,15 +294,6 @@ def _library(folder: Path) -> tuple[Path, str] | None:
 
 
 # -- both --------------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Makes the text of an InputError inside the block printable, since it may quote the file."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError("\n".join(map(printable, str(error).split("\n")))) from error
 
 
 def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:

@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.cli.formats import printable
 from gpumgr.cli.options import DEFAULT_NAMESPACE, PodName, default_kubeconfig
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
@@ -40,8 +39,8 @@ class RemotePod:
             if (found := await self._server.find(self._path)) is not None:
                 return found
         except AnswerError as error:
-            raise GpumgrError(f"pod {printable(str(self._name))} can't be read: {error}") from error
-        raise GpumgrError(f"there is no pod {printable(str(self._name))}; name it as NAMESPACE/POD")
+            raise GpumgrError(f"pod {self._name} can't be read: {error}") from error
+        raise GpumgrError(f"there is no pod {self._name}; name it as NAMESPACE/POD")
 
     async def read_for(self, seconds: float) -> AsyncIterator[dict[str, Any]]:
         """Yields the pod again and again for this time, at least once. Raises as `read`."""

@@ -67,18 +67,16 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
     names = [str(each["container"]) for each in found if each.get("container")]
     by_claim = {each["name"] for each in pod["spec"].get("containers") or () if (each.get("resources") or {}).get("claims")}
     if container is None and len(names) > 1:
-        raise InputError(f"several containers of the pod have GPUs: give --container with one of {printable(', '.join(names))}")
+        raise InputError(f"several containers of the pod have GPUs: give --container with one of {', '.join(names)}")
     chosen = container or next(iter(names or sorted(by_claim)), None)
     if chosen is not None and chosen in by_claim:
         raise GpumgrError(
-            f"container {printable(chosen)} uses a ResourceClaim, and the capacity of a claim is fixed by the API: create a pod with "
+            f"container {chosen} uses a ResourceClaim, and the capacity of a claim is fixed by the API: create a pod with "
             "another claim"
         )
     if chosen not in names or chosen is None:
-        held = f"these have: {printable(', '.join(names))}" if names else "no container of the pod has"
-        raise GpumgrError(
-            f"container {printable(chosen or '?')} has no share of a GPU by gpumgr (annotation {ALLOCATIONS}); {held}"
-        )
+        held = f"these have: {', '.join(names)}" if names else "no container of the pod has"
+        raise GpumgrError(f"container {chosen or '?'} has no share of a GPU by gpumgr (annotation {ALLOCATIONS}); {held}")
     return chosen
 
 
@@ -95,7 +93,7 @@ async def _answer(pod: RemotePod, container: str, at: str) -> str:
         if answer.get("requestedAt") == at:
             text = f"{answer.get('cores')} cores and {answer.get('memoryMiB')} MiB of each of its GPUs"
             if why := answer.get("refused"):
-                raise GpumgrError(f"not resized: {printable(str(why))}; container {printable(container)} has {text}")
+                raise GpumgrError(f"not resized: {why}; container {container} has {text}")
             late = "; programs that run keep their former limits" if answer.get("newProgramsOnly") else ""
             return f"container {printable(container)} has {text}{late}"
     raise GpumgrError(

@@ -1,4 +1,4 @@
-"""Commands with a closed or full standard output."""
+"""Commands with a closed or full standard output, and errors with texts that a terminal would act on."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
+from .conftest import Gpumgr
 
 FULL = Path("/dev/full")
 
@@ -32,3 +34,10 @@ def test_a_closed_pipe_is_not_reported() -> None:
     finally:
         os.close(writing)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+async def test_an_error_does_nothing_to_the_terminal(folder: Path, gpumgr_command: Gpumgr) -> None:
+    options = ("--kubeconfig", folder / "kubeconfig", "--token-file", folder / "\x1b[2Jnone\nnext")
+    ended = await gpumgr_command("why", "team/one", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"gpumgr: --token-file {folder}/\\x1b[2Jnone\nnext can't be read")
