@@ -44,7 +44,6 @@ async def kubeconfig(answer: Any, tmp_path: Path) -> AsyncIterator[Path]:
         (MIGRATE, {}, MISSING),
         (MIGRATE, {"items": [None]}, "Expected `object`, got `null` - at `$[0]`"),
         (WHY, {}, MISSING),
-        (WHY, [], "Expected `object`, got `array`"),
         (("suspend", "team/web"), {}, "KeyError: 'metadata'"),
     ],
 )
@@ -54,6 +53,13 @@ async def test_an_answer_of_another_structure_is_an_error(
     ended = await gpumgr_command(*command, "--kubeconfig", kubeconfig)
     assert (ended.code, ended.out) == (1, "")
     assert ended.err == f"gpumgr: the answer of the API server of {kubeconfig} has another structure: {wrong}\n"
+
+
+@pytest.mark.parametrize("answer", [[]])
+async def test_an_answer_that_is_no_object_is_an_error(kubeconfig: Path, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command(*WHY, "--kubeconfig", kubeconfig)
+    assert (ended.code, ended.out) == (1, "")
+    assert "(the API server's answer is no JSON object: Expected `object`, got `array`); name the scheduler's pod" in ended.err
 
 
 @pytest.mark.parametrize("answer", [{"items": None}])
