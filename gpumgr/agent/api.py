@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.pods import pod_of
 from gpumgr.agent.ports import Pods
 from gpumgr.common.foreign_text import decode_json
@@ -20,14 +21,6 @@ from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 from gpumgr.placement.pods import PodKey
-
-
-class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a GPU is out of service. `since` is in unix seconds. A GPU without such a row is not cordoned."""
-
-    reason: str = ""
-    since: float = 0.0
-    draining: bool = False
 
 
 class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +50,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool | None = True
     reason: str | None = None
     message: str | None = None
-    cordon: CordonRow | None = None
+    cordon: Cordon | None = None
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
     temperature_celsius: float | None = None
@@ -231,13 +224,14 @@ class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
 class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
     """The response to a maintenance request: the GPU's state at `at` (unix seconds), and the containers and processes on it.
 
-    `changed`: the request changed the cordon. `said` is the output of the driver's program after a reset.
+    A GPU is not `empty` before the first sample of its processes. `changed`: the request changed the cordon. `evicting`: the pods that are
+    to be evicted; `not_evicted`: the containers that stay, with the reasons. `said` is the output of the driver's program after a reset.
     """
 
     action: str = ""
     at: float
     gpu: MaintainedGpu
-    cordon: CordonRow | None = None
+    cordon: Cordon | None = None
     empty: bool = True
     containers: tuple[ContainerRow, ...] = ()
     unattributed: tuple[UnattributedProcess, ...] = ()

@@ -1,14 +1,11 @@
 """GPUs that an operator took out of service, with the reasons. A note in the checkpoint keeps them over restarts."""
 
-import json
 from collections.abc import Mapping
 from typing import Final
 
 import msgspec
-from msgspec.structs import asdict
 
-from gpumgr.common.errors import CheckpointError
-from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.ledger.checkpoint.notes import DELETE_IT, decode_note
 
 #: The key of the checkpoint's note.
 CORDONS_NOTE: Final = "cordons"
@@ -31,17 +28,7 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
         return "cordoned by the operator" + (f": {self.reason}" if self.reason else "")
 
 
-def encode_cordons(cordons: Mapping[str, Cordon]) -> str:
-    """The text of the checkpoint's note. `cordons`: UUID -> cordon."""
-    return json.dumps({uuid: asdict(cordon) for uuid, cordon in cordons.items()}, sort_keys=True)
-
-
-def decode_cordons(note: str) -> dict[str, Cordon]:
-    """Raises CheckpointError: a GPU that was taken out of service must not come back because its note can't be read."""
-    try:
-        return decode_json(note, dict[str, Cordon])
-    except UnreadableText as error:
-        raise CheckpointError(
-            f"the checkpoint's note of cordoned GPUs can't be read ({error}): start the version of gpumgr that wrote it, or delete "
-            f"the row {CORDONS_NOTE!r} from the table notes of the checkpoint's database and cordon the GPUs again"
-        ) from error
+def decode_cordons(notes: Mapping[str, str]) -> dict[str, Cordon]:
+    """The cordons in the checkpoint's notes, by UUID. Raises CheckpointError: a GPU that was taken out of service must not come back
+    because its note can't be read."""
+    return decode_note(notes, CORDONS_NOTE, dict[str, Cordon], remedy=f"{DELETE_IT} and cordon the GPUs again")

@@ -8,13 +8,12 @@ cordon stays in force.
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import msgspec
 import structlog
 
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, Refusal
-from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.ledger.checkpoint.notes import decode_note, encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 
@@ -41,8 +40,8 @@ class GoneGpus:
         wait, since the kubelet gets a new list anyway. A note that can't be read counts as empty: an operator can still forget the GPUs.
         """
         try:
-            self._addresses = decode_json(notes.get(ADDRESSES_NOTE, "{}"), dict[str, str])
-        except UnreadableText as error:
+            self._addresses = decode_note(notes, ADDRESSES_NOTE, dict[str, str])
+        except CheckpointError as error:
             log.warning("gpu_addresses_lost", reason=str(error))
             self._addresses = {}
         taken = list(self._addresses.values())
@@ -58,7 +57,7 @@ class GoneGpus:
         addresses |= {gpu.uuid: gpu.bus_id for gpu in listed if gpu.uuid in registered and gpu.bus_id is not None}
         try:
             if addresses != self._addresses:
-                await agent_state.save_note(ADDRESSES_NOTE, msgspec.json.encode(addresses, order="deterministic").decode())
+                await agent_state.save_note(ADDRESSES_NOTE, encode_note(addresses))
                 self._addresses = addresses
             await self._forget_replaced(addresses, {gpu.bus_id: gpu.uuid for gpu in listed})
         except CheckpointError as error:

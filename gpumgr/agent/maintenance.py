@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import structlog
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
-from gpumgr.agent.api import rows_on, to_json_data, unattributed_rows
-from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
+from gpumgr.agent.api import MaintainedGpu, MaintenanceResult, rows_on, unattributed_rows
+from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.history import about
@@ -25,6 +25,7 @@ from gpumgr.agent.ports import Eviction, Evictor, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
+from gpumgr.ledger.checkpoint.notes import encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
@@ -103,7 +104,7 @@ class Maintenance:
 
     def restore(self, notes: Mapping[str, str]) -> None:
         """After a restart: restores the cordons. Raises CheckpointError if the note can't be read."""
-        self.cordons = decode_cordons(notes.get(CORDONS_NOTE, "{}"))
+        self.cordons = decode_cordons(notes)
         for uuid, cordon in self.cordons.items():
             self._health.cordon(uuid, cordon.sentence)
 
@@ -115,14 +116,14 @@ class Maintenance:
                 if gpu is not None and cordon.evict and self._evictor is not None:
                     self._evict(self._evictor, gpu, cordon, again=True)
 
-    async def execute(self, request: MaintenanceRequest) -> Mapping[str, Any]:
-        """Executes the request, to its end even if the caller is cancelled; returns the result and the GPU's state, as JSON.
+    async def execute(self, request: MaintenanceRequest) -> MaintenanceResult:
+        """Executes the request, to its end even if the caller is cancelled.
 
         Raises InputError for a GPU that is not known or a reason that is too long, Refusal if it can't be done now.
         """
         return await run_shielded(self._execute(request), name=f"gpu_{request.action}")
 
-    async def _execute(self, request: MaintenanceRequest) -> Mapping[str, Any]:
+    async def _execute(self, request: MaintenanceRequest) -> MaintenanceResult:
         request = replace(request, reason=" ".join(request.reason.split()))
         if len(request.reason) > REASON_CHARACTERS:
             raise InputError(f"the reason has {len(request.reason)} characters; {REASON_CHARACTERS} at most")
@@ -143,7 +144,7 @@ class Maintenance:
                 case "forget":
                     await self._gone_gpus.forget(gpu, request.reason)
                     done = {}
-            return {"action": request.action, **self._state(gpu), **done}
+            return replace(self._state(gpu), action=request.action, **done)
 
     # -- cordons -----------------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class Maintenance:
                 entry = HistoryEntry(what="event", code=EVICTED, pod=pod, pod_uid=uid, why=f"the pod is evicted: {reason}")
                 self._agent_state.history.add(about(holder, entry))
         evictor.evict(_requester(gpu), [Eviction(uid=uid, pod=pod, reason=reason) for pod, uid in pods], immediately=True)
-        return {"evicting": ["/".join(pod) for pod, _ in pods], "not_evicted": staying}
+        return {"evicting": tuple("/".join(pod) for pod, _ in pods), "not_evicted": tuple(staying)}
 
     async def _put(self, gpu: RegisteredGpu, cordon: Cordon | None, why: str) -> bool:
         """Sets or removes (None) the cordon. False if nothing changes."""
@@ -200,43 +201,37 @@ class Maintenance:
         code = "uncordoned" if cordon is None else "draining" if cordon.draining else "cordoned"
         entry = HistoryEntry(what="gpu", code=code, gpus=(gpu.name,), why=why)
         try:
-            await self._agent_state.save_note(CORDONS_NOTE, encode_cordons(cordons), entry)
+            await self._agent_state.save_note(CORDONS_NOTE, encode_note(cordons), entry)
         except CheckpointError as error:
             raise Refusal("internal", f"it can't be saved, so nothing was changed: {error}") from error
         self.cordons = cordons
         if cordon is None:
+            log.info("gpu_uncordoned", gpu=gpu.uuid, reason=why)
             self._health.uncordon(gpu.uuid)
         else:
+            if cordon.draining:
+                log.info("gpu_draining", gpu=gpu.uuid, reason=why)
+            else:
+                log.info("gpu_cordoned", gpu=gpu.uuid, reason=why)
             self._health.cordon(gpu.uuid, cordon.sentence)
         await self._health.publish_health()
-        if cordon is None:
-            log.info("gpu_uncordoned", gpu=gpu.uuid, reason=why)
-        elif cordon.draining:
-            log.info("gpu_draining", gpu=gpu.uuid, reason=why)
-        else:
-            log.info("gpu_cordoned", gpu=gpu.uuid, reason=why)
         return True
 
     # -- the GPU's state ------------------------------------------------------------------------------------------------------
 
-    def _state(self, gpu: RegisteredGpu) -> dict[str, Any]:
-        """`gpu`, `cordon`, `containers` as /api/state has them, `unattributed` (processes without an allocation), and whether it is
-        `empty`.
-
-        A GPU is not `empty` before the first sample of its processes.
-        """
-        cordon = self.cordons.get(gpu.uuid)
+    def _state(self, gpu: RegisteredGpu) -> MaintenanceResult:
+        """The GPU's cordon, and what is on it."""
         use, over = self._usage()
         containers = rows_on(gpu, self._agent_state.ledger.on(gpu.name), self._pods, use=use, over=over)
         unattributed = unattributed_rows(gpu, use)
-        return {
-            "at": self._agent_state.history.now(),
-            "gpu": {"uuid": gpu.uuid, "name": gpu.name, "index": self._agent_state.node().indices.get(gpu.name)},
-            "cordon": asdict(cordon) if cordon else None,
-            "empty": use is not None and not containers and not unattributed,
-            "containers": [to_json_data(row) for row in containers],
-            "unattributed": [to_json_data(row) for row in unattributed],
-        }
+        return MaintenanceResult(
+            at=self._agent_state.history.now(),
+            gpu=MaintainedGpu(uuid=gpu.uuid, name=gpu.name, index=self._agent_state.node().indices.get(gpu.name)),
+            cordon=self.cordons.get(gpu.uuid),
+            empty=use is not None and not containers and not unattributed,
+            containers=tuple(containers),
+            unattributed=tuple(unattributed),
+        )
 
     # -- reset -------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -14,9 +13,9 @@ from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.ports import Checkpoint, Runs
 from gpumgr.common.errors import CheckpointError, LedgerError
-from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger import quarantine
+from gpumgr.ledger.checkpoint.notes import DELETE_IT, decode_note, encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeView
@@ -150,9 +149,8 @@ class AgentState:
     def leave_open(self, allocation: AllocationId) -> None:
         self._open = (allocation, self._clock() + OPEN_SECONDS)
 
-    def close_open(self, *, unless: AllocationId | None = None) -> None:
-        if self._open is not None and self._open[0] != unless:
-            self._open = None
+    def close_open(self) -> None:
+        self._open = None
 
     def expire_open(self) -> None:
         if self._open is not None and self._clock() >= self._open[1]:
@@ -216,13 +214,7 @@ class AgentState:
 
     def restore_suspensions(self, notes: Mapping[str, str]) -> None:
         """After a restart. Raises CheckpointError for a note that can't be read."""
-        try:
-            note = notes.get(SUSPENSIONS_NOTE)
-            self.suspensions = decode_json(note, dict[AllocationId, Suspension]) if note else {}
-        except UnreadableText as error:
-            raise CheckpointError(
-                f"the checkpoint's note of suspended containers can't be read ({error}): start the version of gpumgr that wrote it"
-            ) from error
+        self.suspensions = decode_note(notes, SUSPENSIONS_NOTE, dict[AllocationId, Suspension])
 
     async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
         """Saves and applies the state of one allocation; None: it runs. Raises CheckpointError; then nothing has changed."""
@@ -230,7 +222,7 @@ class AgentState:
             changed = {name: each for name, each in self.suspensions.items() if name != allocation}
             if suspension is not None:
                 changed[allocation] = suspension
-            await self._checkpoint.save_note(SUSPENSIONS_NOTE, msgspec.json.encode(changed, order="deterministic").decode())
+            await self._checkpoint.save_note(SUSPENSIONS_NOTE, encode_note(changed))
             self.suspensions = changed
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
@@ -241,16 +233,10 @@ class AgentState:
             self._set_quarantine(quarantine.released(state, self._runs))
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
-        """After a restart: restores the processes in quarantine and the unattributed ones, as far as they still run."""
+        """After a restart: restores the processes in quarantine and the unattributed ones, as far as they still run. Raises CheckpointError
+        for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
-        kept: _QuarantineNote = {}
-        try:
-            kept = decode_json(self._noted, _QuarantineNote) if self._noted else {}
-        except UnreadableText as error:
-            raise CheckpointError(
-                f"the checkpoint's note of processes in quarantine can't be read ({error}): start the version of gpumgr that wrote it, "
-                f"or delete the row {QUARANTINE_NOTE!r} from the table notes of the checkpoint's database"
-            ) from error
+        kept = decode_note(notes, QUARANTINE_NOTE, _QuarantineNote, remedy=DELETE_IT)
         state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {}))
         self._held_since = dict.fromkeys(state.held, float("-inf"))  # the start of the quarantine is not known
         self._set_quarantine(quarantine.released(state, self._runs))
@@ -263,7 +249,7 @@ class AgentState:
         """
         state = self.inventory.quarantine
         kept = {"held": state.held, "unattributed": state.unattributed}
-        note = msgspec.json.encode(kept, order="deterministic").decode()
+        note = encode_note(kept)
         if note != self._noted and (self._noted or any(kept.values())):
             await self._checkpoint.save_note(QUARANTINE_NOTE, note)
             self._noted = note

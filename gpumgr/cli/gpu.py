@@ -207,7 +207,7 @@ async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_se
     async with AgentClient(socket) as agent:
         first = await request_maintenance(agent, "drain", gpu, reason=reason, evict=evict)
         last = first if wait_seconds is None else await _Wait(agent, first, time.monotonic() + wait_seconds).run()
-    return {**first, **last, "changed": first["changed"]}
+    return {**last, **{field: first[field] for field in ("changed", "evicting", "not_evicted") if field in first}}
 
 
 class _Wait:

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from gpumgr.agent.api import GpuRow, to_json_data
-from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
+from gpumgr.agent.cordons import Cordon, decode_cordons
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
@@ -142,6 +142,6 @@ def _report_of(loaded: Loaded, at: float) -> NodeReport:
 def _cordons(loaded: Loaded) -> Mapping[str, Cordon]:
     """Empty if they cannot be decoded: then the agent itself refuses to start, with the reason."""
     try:
-        return decode_cordons(loaded.notes.get(CORDONS_NOTE, "{}"))
+        return decode_cordons(loaded.notes)
     except CheckpointError:
         return {}

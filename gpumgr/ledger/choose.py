@@ -16,7 +16,7 @@ from gpumgr.ledger.history import Candidate
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NO_MEMORY, NodeView, blocks_with_ids
-from gpumgr.placement.evaluators.capacity import GpuCapacity, chain_needs
+from gpumgr.placement.evaluators.capacity import ChainNeeds, GpuCapacity, chain_needs
 from gpumgr.placement.evaluators.select import check_request, place
 
 
@@ -38,10 +38,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids to prefer, the GPUs chosen for the container, and the reason of the choice (for the log)."""
+    """The ids to prefer, and the reason of the choice (for the log)."""
 
     masks: Masks
-    gpus: tuple[GpuName, ...]
     evaluator: str
     why: str
 
@@ -53,15 +52,6 @@ class _Room(msgspec.Struct, frozen=True, kw_only=True):
     free: Mapping[Resource, Masks]
     blocked: Masks
     pinned: frozenset[GpuName]
-
-
-class _Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """What must fit on the chosen GPUs. `whole_gpus`: how many entirely free GPUs the container, and the containers that take over its ids,
-    need in total."""
-
-    cores: int
-    memory_blocks: int
-    whole_gpus: int = 0
 
 
 def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
@@ -97,7 +87,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
     else:
         picked = _pick_cores(request, room, gpus)
     _require_full(node, picked, request)
-    return Choice(masks=picked, gpus=gpus, evaluator=evaluator, why=why)
+    return Choice(masks=picked, evaluator=evaluator, why=why)
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
@@ -131,22 +121,17 @@ def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation 
     return frozenset(most[: max(1, caller.spec.cores // CORES_PER_GPU)])
 
 
-def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> _Needs:
+def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> ChainNeeds:
     """What must fit. `alone`: the pod's later containers do not count, since the scheduler has placed each of them."""
     if caller.spec is None:
         if request.resource == "core":
-            return _Needs(cores=request.size, memory_blocks=0 if own or request.size >= CORES_PER_GPU else 1)
-        return _Needs(cores=own.cores if own else 0, memory_blocks=request.size)
+            blocks = 0 if own or request.size >= CORES_PER_GPU else 1
+            return ChainNeeds(cores=request.size, memory_blocks=blocks, most_cores=request.size)
+        cores = own.cores if own else 0
+        return ChainNeeds(cores=cores, memory_blocks=request.size, most_cores=cores)
     needs = chain_needs(caller.chain[:1] if alone else caller.chain)
-    if needs.most_cores >= CORES_PER_GPU:
-        return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
-    if needs.cores > CORES_PER_GPU:
-        raise Refusal(
-            "invalid_request",
-            f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet gives them "
-            f"the init container's ids too; request no more cores in the init container than in each container that follows",
-        )
-    return _Needs(cores=needs.cores, memory_blocks=needs.memory_blocks)
+    needs.check(f"container {caller.container}")
+    return needs
 
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
@@ -174,10 +159,10 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
     return result
 
 
-def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[tuple[GpuName, ...], str, str]:
+def _place(node: NodeView, ledger: Ledger, room: _Room, needs: ChainNeeds) -> tuple[tuple[GpuName, ...], str, str]:
     capacities = _capacities(node, ledger, room)
     entirely_free = sum(c.entirely_free and c.healthy for c in capacities)
-    if needs.whole_gpus > max(entirely_free, needs.cores // CORES_PER_GPU):
+    if needs.whole_gpus > max(entirely_free, needs.cores_to_place // CORES_PER_GPU):
         raise Refusal(
             "no_fit",
             f"the pod's containers need {needs.whole_gpus} entirely free GPUs one after another and this node has {entirely_free}",
@@ -188,7 +173,7 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
     placement = place(
         node.topology,
         capacities,
-        cores=needs.cores,
+        cores=needs.cores_to_place,
         memory_blocks=needs.memory_blocks,
         policy=node.policy,
         required=[node.rows[gpu] for gpu in room.pinned],
@@ -248,7 +233,6 @@ def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room)
     _require_full(node, picked, request)
     return Choice(
         masks=picked,
-        gpus=tuple(g for g in gpus if g in picked),
         evaluator="share",
         why="the kubelet allocates the memory first, and the pod's spec is not known",
     )

@@ -70,7 +70,7 @@ def choose_instances(ledger: Ledger, request: Request) -> Choice:
         chosen = {**union(chosen, {gpu.name: picked} if picked else {})}
     if missing > 0:
         raise Refusal("no_fit", f"{request.size} MIG devices requested, and {request.size - missing} of this profile are free")
-    return Choice(masks=chosen, gpus=tuple(chosen), evaluator="mig", why="")
+    return Choice(masks=chosen, evaluator="mig", why="")
 
 
 def grant_instances(

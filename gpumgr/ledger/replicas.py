@@ -175,9 +175,9 @@ def _choose(
             f"the container needs {wanted.count} of {len(capacities)} GPUs{must}, and {fit} have what it requests of each: "
             f"{'; '.join(problems)}",
         )
-    gpus = tuple(node.gpu_of_row[row] for row in placement.gpus)
+    gpus = (node.gpu_of_row[row] for row in placement.gpus)
     masks = {gpu: request.must.get(gpu) or lowest(free[gpu], 1) for gpu in gpus}
-    return Choice(masks=masks, gpus=gpus, evaluator=placement.evaluator, why=placement.why)
+    return Choice(masks=masks, evaluator=placement.evaluator, why=placement.why)
 
 
 def _requests_of_chain(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
@@ -224,4 +224,4 @@ def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named:
     for gpu, mask in masks.items():
         if mask.bit_count() != named.count(gpu):
             raise Refusal("no_fit", f"{node.label(gpu)} has fewer than {named.count(gpu)} free replicas")
-    return Choice(masks=masks, gpus=tuple(masks), evaluator="mig", why="")
+    return Choice(masks=masks, evaluator="mig", why="")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from gpumgr.agent.api import PodDetails
+from gpumgr.agent.api import MaintenanceResult, PodDetails
 from gpumgr.agent.maintenance import Maintenance, MaintenanceRequest
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.ports import Pods
@@ -230,6 +230,6 @@ class ReadModel:
         """The pods about which something is known, sorted."""
         return pods_with_details(self.view().ledger, self._pods.all(), self.history())
 
-    async def maintain(self, wanted: MaintenanceRequest) -> Mapping[str, Any]:
+    async def maintain(self, wanted: MaintenanceRequest) -> MaintenanceResult:
         """Carries out a maintenance request. Raises Refusal if the GPU's state forbids it, InputError for an unknown GPU."""
         return await self._maintenance.execute(wanted)

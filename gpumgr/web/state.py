@@ -20,7 +20,6 @@ from gpumgr.agent.api import (
     AgentHealth,
     ContainerRequest,
     ContainerRow,
-    CordonRow,
     Failure,
     GpuRow,
     NodeState,
@@ -121,7 +120,7 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
                 healthy=name not in unschedulable,
                 reason=unschedulable.get(name),
                 message=view.node.out_of_service.get(name),
-                cordon=_cordon(report, registered.uuid),
+                cordon=report.cordons.get(registered.uuid),
                 memory_used_bytes=sample.memory_used_bytes,
                 utilization_ratio=sample.utilization_ratio,
                 temperature_celsius=sample.temperature_celsius,
@@ -171,11 +170,6 @@ def _limits_excess_bytes(report: NodeReport, gpu: RegisteredGpu) -> int | None:
         if use is not None and use.memory_limit_bytes is not None:
             beyond += max(0, use.memory_limit_bytes - (holder.gpus[gpu.name].memory_mebibytes << 20))
     return max(0, (ledger.used(gpu.name).memory_mebibytes - gpu.memory_mebibytes << 20) + beyond - away) if beyond else 0
-
-
-def _cordon(report: NodeReport, uuid: str) -> CordonRow | None:
-    cordon = report.cordons.get(uuid)
-    return CordonRow(reason=cordon.reason, since=cordon.since, draining=cordon.draining) if cordon else None
 
 
 def _unattributed(report: NodeReport, gpu: GpuName) -> UnattributedSum:

@@ -132,7 +132,7 @@ def _judge(held: Sequence[tuple[str, str, Iterable[str]]], path: Path, checkpoin
         named |= {(a.uid, a.container) for a in allocations if a.uid and a.container}
     unread = None
     try:
-        named |= {(record.pod_uid, record.container) for record in read_gpu_manager_checkpoint(path) if record.minors}
+        named |= {(record.uid, record.container) for record in read_gpu_manager_checkpoint(path) if record.minors}
     except InputError as exception:
         unread = exception
     left, holders = foreign(held, named), len(foreign(held, ()))

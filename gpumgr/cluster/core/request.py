@@ -183,13 +183,7 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
         memory = blocks * BLOCK_MEBIBYTES
         made.append(ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory))
     for position in range(len(made)):
-        needs = chain_needs(made[position:])
-        if needs.most_cores < CORES_PER_GPU < needs.cores:
-            raise Refusal(
-                "invalid_request",
-                f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet gives them "
-                "the init container's ids too; request no more cores in the init container than in each container that follows",
-            )
+        chain_needs(made[position:]).check()
     return PodRequest(tuple(made))
 
 
@@ -222,7 +216,7 @@ def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]
     if len(chain) == 1:
         return chain[0], chain[0].cores
     needs = chain_needs(chain)
-    cores = needs.most_cores if needs.most_cores >= CORES_PER_GPU else needs.cores
+    cores = needs.cores_to_place
     gpus = max(1, cores // CORES_PER_GPU)
     memory = needs.memory_blocks * BLOCK_MEBIBYTES
     together = ContainerRequest(kind=chain[0].kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory)

@@ -13,9 +13,9 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, InputError
-from gpumgr.common.units import VCUDA_NAMES, blocks_of
+from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, entries_if_readable, ours_of, pods_with_devices
-from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
+from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.rebuild import AnonymousRecord, Holders, foreign, migrate, names_of
 from gpumgr.placement.pods import Listing, PodKey
 from gpumgr.settings import Settings
@@ -132,7 +132,7 @@ class TakeOver:
         if self._remember is None and not self._waiting and not self._left(()):
             return ()
         try:
-            self._records = tuple(map(_record, await asyncio.to_thread(read_gpu_manager_checkpoint, self._path)))
+            self._records = await asyncio.to_thread(read_gpu_manager_checkpoint, self._path)
             self._unreadable = None
         except InputError as error:
             if self._unreadable != str(error):
@@ -265,13 +265,3 @@ def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
         if resource in VCUDA_NAMES
         for device_id in ids
     }
-
-
-def _record(record: GpuManagerRecord) -> AnonymousRecord:
-    return AnonymousRecord(
-        uid=record.pod_uid,
-        container=record.container,
-        minors=record.minors,
-        cores=record.cores,
-        memory_blocks=blocks_of(record.memory_bytes),
-    )

@@ -17,12 +17,10 @@ from typing import Final
 import msgspec
 
 from gpumgr.common.errors import InputError
-from gpumgr.common.units import blocks_of
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags, split_flags
 from gpumgr.compat.objects import KubernetesContainer, KubernetesWorkload, Object, of_type
 from gpumgr.compat.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
-from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord
-from gpumgr.ledger.rebuild import Holders
+from gpumgr.ledger.rebuild import AnonymousRecord, Holders
 
 PROGRAM: Final = "gpu-manager"
 #: Flags that the image's /start.sh passes before $EXTRA_FLAGS.
@@ -172,7 +170,7 @@ class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     checkpoint: Path
-    records: Sequence[GpuManagerRecord] = ()
+    records: Sequence[AnonymousRecord] = ()
     live: Collection[str] | None = None
     holders: Holders = msgspec.field(default_factory=dict)
     names: Mapping[str, str]
@@ -217,12 +215,12 @@ def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: 
 def _pods(found: GpuManagerState) -> Iterator[str]:
     gone = 0
     for record in found.records:
-        if found.live is not None and record.pod_uid not in found.live:
+        if found.live is not None and record.uid not in found.live:
             gone += 1
             continue
         gpus = ", ".join(f"/dev/nvidia{minor}" for minor in record.minors) or "no GPU"
-        size = f"vcuda-core {record.cores}, vcuda-memory {blocks_of(record.memory_bytes)}"
-        yield f"{_name(found, record.pod_uid)} ({record.container}): keeps {gpus} ({size}) until it ends"
+        size = f"vcuda-core {record.cores}, vcuda-memory {record.memory_blocks}"
+        yield f"{_name(found, record.uid)} ({record.container}): keeps {gpus} ({size}) until it ends"
     if gone:
         yield f"left behind, as the kubelet has forgotten their pods: {gone} of {len(found.records)} records in {found.checkpoint}"
     if not found.records:
@@ -241,7 +239,7 @@ def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[st
     for resource, number in sorted(found.registered.items()):
         if found.answering or command.pid is not None:
             yield f"the kubelet has {number} ids of {resource} from it"
-    recorded = {(record.pod_uid, record.container) for record in found.records if record.minors}
+    recorded = {(record.uid, record.container) for record in found.records if record.minors}
     if left := [f"{_name(found, uid)} ({container})" for uid, container in sorted(found.holders.keys() - recorded)]:
         yield (
             f"{', '.join(left)} hold GPUs from gpu-manager, according to the kubelet, and {found.checkpoint} does not say which: "

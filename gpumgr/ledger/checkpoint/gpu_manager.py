@@ -12,19 +12,11 @@ import msgspec
 
 from gpumgr.common.errors import InputError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
+from gpumgr.common.units import blocks_of
+from gpumgr.ledger.rebuild import AnonymousRecord
 
 _DEVICE: Final = re.compile(r"/dev/nvidia([0-9]{1,9})")
 _Amount = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class GpuManagerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What gpu-manager granted to one container: GPUs by minor number, `cores` in 1/100 GPU."""
-
-    pod_uid: str
-    container: str
-    minors: tuple[int, ...]
-    cores: int
-    memory_bytes: int
 
 
 class _Container(msgspec.Struct, rename={"devices": "Devices", "cores": "Cores", "memory_bytes": "Memory"}):
@@ -37,7 +29,7 @@ class _Document(msgspec.Struct, rename={"pods": "PodGPUMapping"}):
     pods: dict[str, dict[str, _Container | None] | None] | None = None
 
 
-def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
+def read_gpu_manager_checkpoint(path: Path) -> tuple[AnonymousRecord, ...]:
     """The records, sorted by pod and container; empty if the file is missing or has no records.
 
     Null maps count as empty ones, and device paths that name no GPU are skipped, as gpu-manager itself does at its start.
@@ -54,12 +46,12 @@ def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
             f"gpu-manager's checkpoint {path} can't be decoded: {error}; move it away if its pods have ended"
         ) from error
     return tuple(
-        GpuManagerRecord(
-            pod_uid=uid,
+        AnonymousRecord(
+            uid=uid,
             container=name,
             minors=_minors(held.devices or ()),
             cores=held.cores,
-            memory_bytes=held.memory_bytes,
+            memory_blocks=blocks_of(held.memory_bytes),
         )
         for uid, containers in sorted((document.pods or {}).items())
         for name, held in sorted((containers or {}).items())

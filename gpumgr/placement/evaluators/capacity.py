@@ -6,6 +6,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from gpumgr.common.errors import Refusal
+from gpumgr.common.units import CORES_PER_GPU
+
 
 class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU's free capacity for one request.
@@ -50,6 +53,25 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     memory_blocks: int = 0
     most_cores: int = 0
+
+    @property
+    def whole_gpus(self) -> int:
+        """How many entirely free GPUs the containers need in total; 0: they share one GPU."""
+        return -(-self.cores // CORES_PER_GPU) if self.most_cores >= CORES_PER_GPU else 0
+
+    @property
+    def cores_to_place(self) -> int:
+        """The cores for which an evaluator chooses GPUs."""
+        return self.most_cores if self.whole_gpus else self.cores
+
+    def check(self, container: str = "an init container") -> None:
+        """Raises Refusal if the containers share a GPU, and need more than a GPU has. `container`: the first one, in the message."""
+        if self.cores_to_place > CORES_PER_GPU and not self.whole_gpus:
+            raise Refusal(
+                "invalid_request",
+                f"{container} and the containers after it need {self.cores} cores on one GPU, because the kubelet gives them the init "
+                "container's ids too; request no more cores in the init container than in each container that follows",
+            )
 
 
 def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:

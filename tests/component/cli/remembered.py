@@ -5,8 +5,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, encode_cordons
+from gpumgr.agent.cordons import CORDONS_NOTE, Cordon
 from gpumgr.common.units import BLOCK_MEBIBYTES
+from gpumgr.ledger.checkpoint.notes import encode_note
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
@@ -68,5 +69,5 @@ async def remember(folder: Path, *, cordons: Mapping[str, Cordon] | None = None)
     """Writes it, as an agent that has ended; GPUs with these UUIDs were cordoned."""
     checkpoint = SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0)
     await checkpoint.save(replace(LEDGER.since(Ledger()), entries=ENTRIES))
-    await checkpoint.save_note(CORDONS_NOTE, encode_cordons(cordons or {}))
+    await checkpoint.save_note(CORDONS_NOTE, encode_note(cordons or {}))
     assert await checkpoint.close()

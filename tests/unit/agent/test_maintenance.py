@@ -1,14 +1,14 @@
 """Cordon, drain, uncordon, reset, forget: what is refused, what is saved, and what is reported."""
 
 import asyncio
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.agent.cordons import Cordon, decode_cordons
+from gpumgr.agent.api import to_json_data
+from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
 from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus
 from gpumgr.agent.inventory import EMPTY, HardwareHealth
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
@@ -119,8 +119,7 @@ class Bench:
 
     async def maintain(self, action: Action, gpu: str = "0", **more: Any) -> dict[str, Any]:
         answer = await self.maintenance.execute(MaintenanceRequest(action=action, gpu=gpu, **more))
-        plain: dict[str, Any] = json.loads(json.dumps(answer))
-        return plain
+        return to_json_data(answer)
 
     async def refused(self, action: Action, **more: Any) -> str:
         with pytest.raises(Refusal) as refusal:
@@ -196,12 +195,12 @@ async def test_a_cordon_survives_a_restart() -> None:
 
 
 def test_no_note_is_no_cordon_and_a_damaged_one_is_an_error() -> None:
-    assert decode_cordons("{}") == {}
+    assert decode_cordons({}) == {}
     old = '{"GPU-0": {"draining": true, "reason": "", "since": 1.0}}'
-    assert decode_cordons(old) == {"GPU-0": Cordon(since=1.0, draining=True, evict=False)}
+    assert decode_cordons({CORDONS_NOTE: old}) == {"GPU-0": Cordon(since=1.0, draining=True, evict=False)}
     for damaged in ('["GPU-0"]', '{"GPU-0": null}', "{", '{"GPU-0": {"reason": "", "since": null, "draining": false}}'):
         with pytest.raises(CheckpointError, match="cordon the GPUs again"):
-            decode_cordons(damaged)
+            decode_cordons({CORDONS_NOTE: damaged})
 
 
 async def test_a_missing_gpu_can_be_cordoned_and_uncordoned() -> None:

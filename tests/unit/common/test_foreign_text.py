@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gpumgr.agent.cordons import decode_cordons
+from gpumgr.agent.cordons import CORDONS_NOTE, decode_cordons
 from gpumgr.cli import agent_client as schema
 from gpumgr.cli import live_objects
 from gpumgr.cli.examination.cluster_config import parse_config
@@ -169,7 +169,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "kubelet's devices": (lambda text: parse_registered_devices(text.encode()), (GpumgrError,)),
     "volume.conf": (lambda text: parse_volume_conf(text.encode(), Path("volume.conf"), Path("/base")), (GpumgrError,)),
     "settings": (lambda text: compose(text.encode()[:YAML_BYTES]), (GpumgrError,)),
-    "cordons": (decode_cordons, (GpumgrError,)),
+    "cordons": (lambda text: decode_cordons({CORDONS_NOTE: text}), (GpumgrError,)),
     "allocation": (lambda text: decode_allocation("a", text, checksum("a", text)), (CorruptError,)),
     "history": (lambda text: decode_entry(1, text.encode(), checksum("1", text)), (CorruptError,)),
     "KubeSchedulerConfiguration": (parse_config, (ValueError,)),

@@ -185,7 +185,7 @@ def test_why_a_gpu_takes_nothing_new(view: AgentView, reasons: Mapping[str, str]
 def test_a_cordon_stands_beside_its_gpu() -> None:
     cordon = Cordon(reason="a riser", since=900.0, draining=True)
     gpus = document(picture_of(cordons={uuid_of(1): cordon}))["gpus"]
-    assert [gpu["cordon"] for gpu in gpus] == [None, {"reason": "a riser", "since": 900.0, "draining": True}]
+    assert [gpu["cordon"] for gpu in gpus] == [None, {"reason": "a riser", "since": 900.0, "draining": True, "evict": False}]
 
 
 def test_a_gpu_that_the_driver_lost_keeps_its_memory_and_its_holders() -> None:

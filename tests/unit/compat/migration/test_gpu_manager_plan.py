@@ -9,15 +9,15 @@ from msgspec.structs import replace
 from gpumgr.common.errors import SettingsError
 from gpumgr.compat.gpu_manager.takeover import DaemonSet, GpuManagerCommand, GpuManagerState, from_text, plan_gpu_manager
 from gpumgr.compat.plan import Plan, settings_yaml, text_of
-from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord
+from gpumgr.ledger.rebuild import AnonymousRecord
 
 CHECKPOINT = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
 NOTHING = GpuManagerState(node="gpu-7", checkpoint=CHECKPOINT, live=(), names={}, registered={})
 TO = Path("/etc/gpumgr/gpumgr.yaml")
 
 
-def record(uid: str, *minors: int, cores: int = 50, blocks: int = 4) -> GpuManagerRecord:
-    return GpuManagerRecord(pod_uid=uid, container="main", minors=minors, cores=cores, memory_bytes=blocks << 28)
+def record(uid: str, *minors: int, cores: int = 50, blocks: int = 4) -> AnonymousRecord:
+    return AnonymousRecord(uid=uid, container="main", minors=minors, cores=cores, memory_blocks=blocks)
 
 
 def plan(flags: str = "--share-mode=true", found: GpuManagerState = NOTHING, daemon_set: DaemonSet | None = None) -> Plan:

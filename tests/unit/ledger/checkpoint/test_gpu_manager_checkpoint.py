@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import InputError
-from gpumgr.ledger.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
+from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
+from gpumgr.ledger.rebuild import AnonymousRecord
 
 WRITTEN = (
     '{"PodGPUMapping":{"uid-b":{"main":{"Devices":["/dev/nvidia3","/dev/nvidia0"],"Cores":200,"Memory":0}},'
@@ -13,7 +14,7 @@ WRITTEN = (
 )
 
 
-def read(tmp_path: Path, content: str | bytes) -> tuple[GpuManagerRecord, ...]:
+def read(tmp_path: Path, content: str | bytes) -> tuple[AnonymousRecord, ...]:
     path = tmp_path / "gpumanager_internal_checkpoint"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return read_gpu_manager_checkpoint(path)
@@ -21,9 +22,9 @@ def read(tmp_path: Path, content: str | bytes) -> tuple[GpuManagerRecord, ...]:
 
 def test_reads_what_gpu_manager_writes(tmp_path: Path) -> None:
     assert read(tmp_path, WRITTEN) == (
-        GpuManagerRecord(pod_uid="uid-a", container="one", minors=(1,), cores=5, memory_bytes=0),
-        GpuManagerRecord(pod_uid="uid-a", container="two", minors=(1,), cores=50, memory_bytes=268435456),
-        GpuManagerRecord(pod_uid="uid-b", container="main", minors=(3, 0), cores=200, memory_bytes=0),
+        AnonymousRecord(uid="uid-a", container="one", minors=(1,), cores=5, memory_blocks=0),
+        AnonymousRecord(uid="uid-a", container="two", minors=(1,), cores=50, memory_blocks=1),
+        AnonymousRecord(uid="uid-b", container="main", minors=(3, 0), cores=200, memory_blocks=0),
     )
 
 

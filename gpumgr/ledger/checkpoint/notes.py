@@ -1,0 +1,29 @@
+"""The checkpoint's notes that are JSON: what the agent remembers over a restart besides the ledger."""
+
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+import msgspec
+
+from gpumgr.common.errors import CheckpointError
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+
+T = TypeVar("T")
+
+#: The remedy for a note whose loss is not dangerous.
+DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
+
+
+def encode_note(value: object) -> str:
+    """Equal values have equal texts."""
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def decode_note(notes: Mapping[str, str], key: str, kind: type[T], *, remedy: str = "") -> T:
+    """The note with this key; {} if there is none. `remedy`: what else may be done if it can't be read. Raises CheckpointError then."""
+    try:
+        return decode_json(notes.get(key) or "{}", kind)
+    except UnreadableText as error:
+        raise CheckpointError(
+            f"the checkpoint's note {key} can't be read ({error}): start the version of gpumgr that wrote it{remedy}"
+        ) from error
