@@ -10,8 +10,8 @@ from gpumgr.cluster.core.request import PodRequest, Shares, replica_request, vcu
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.topology.matrix import topology_from_matrix
 from tests.mig_profiles import H100
+from tests.topologies import topology_from_matrix
 
 GPU_MEBIBYTES = 16384
 

@@ -242,9 +242,7 @@ def mig_devices_in(annotations: Mapping[str, str]) -> tuple[MigDevice, ...]:
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:
     """Response to the memory call, in bytes as in gpu-manager."""
-    return ContainerResponse(
-        envs={}, mounts=(), devices=(), annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)}
-    )
+    return ContainerResponse(annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)})
 
 
 def allocation_id_in(mounts: Mapping[str, str]) -> str | None:

@@ -53,10 +53,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     def owns(self, allocation: Allocation) -> bool:
         """Whether this allocation is the caller's own: the call for the container's other resource came earlier."""
-        if self.pod is None or self.spec is None:
-            return False
-        probe = Allocation(id="", pod=self.pod, uid=self.uid)
-        return allocation.container == self.spec.name and allocation.same_pod(probe)
+        return self.spec is not None and allocation.container == self.spec.name and allocation.of_pod(self.pod, self.uid)
 
 
 UNKNOWN_CALLER = Caller()

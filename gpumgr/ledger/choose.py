@@ -4,7 +4,7 @@ The placement covers both resources of the container and the pod's later contain
 resource gets the same GPUs: the first grant fixes them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -17,7 +17,7 @@ from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, m
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NO_MEMORY, NodeView, blocks_with_ids
 from gpumgr.placement.evaluators.capacity import ChainNeeds, GpuCapacity, chain_needs
-from gpumgr.placement.evaluators.select import check_request, place
+from gpumgr.placement.evaluators.select import check_request, find, place
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,11 +81,8 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
     if needs.cores == 0:
         return _memory_first(node, ledger, request, room)
     gpus, evaluator, why = _place(node, ledger, room, needs)
-    if request.resource == "memory":
-        own_cores = caller.spec.cores if caller.spec else needs.cores
-        picked = _pick_blocks(request, room, gpus, share=own_cores < CORES_PER_GPU)
-    else:
-        picked = _pick_cores(request, room, gpus)
+    own_cores = caller.spec.cores if caller.spec else needs.cores
+    picked = _pick(request, room, gpus, share=own_cores < CORES_PER_GPU)
     _require_full(node, picked, request)
     return Choice(masks=picked, evaluator=evaluator, why=why)
 
@@ -181,9 +178,9 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: ChainNeeds) -> tu
     return tuple(node.gpu_of_row[row] for row in placement.gpus), placement.evaluator, placement.why
 
 
-def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
-    """`size` memory blocks on these GPUs: for a share, all on the first GPU; for whole GPUs, spread evenly."""
-    order = _pinned_first(room, gpus)[: 1 if share else None]
+def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
+    """`size` ids on these GPUs: for a share, all on the first GPU; for whole GPUs, spread evenly."""
+    order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[: 1 if share else None]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
     for position, gpu in enumerate(order):
@@ -198,44 +195,16 @@ def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, shar
     return {gpu: mask for gpu, mask in picked.items() if mask}
 
 
-def _pinned_first(room: _Room, gpus: Iterable[GpuName]) -> list[GpuName]:
-    return sorted(gpus, key=lambda gpu: gpu not in room.pinned)
-
-
-def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks:
-    """`size` cores, GPU after GPU: whole GPUs, or a share of the first one."""
-    picked: dict[GpuName, int] = {}
-    left = request.size
-    for gpu in _pinned_first(room, gpus):
-        must = request.must.get(gpu, 0)
-        take = must | lowest(room.free["core"].get(gpu, 0) & ~must, max(0, left - must.bit_count()))
-        picked[gpu] = take
-        left -= take.bit_count()
-    return {gpu: mask for gpu, mask in picked.items() if mask}
-
-
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
     """The memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that its cores fit
-    too."""
-    capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
-    names = node.gpu_of_row
-    one = [
-        c
-        for c in capacities
-        if c.cores_free and c.memory_blocks_free >= request.size and (not room.pinned or room.pinned == {names[c.index]})
-    ]
-    if one:
-        best = max(one, key=lambda c: (c.cores_free, c.memory_blocks_free, -c.index))
-        gpus: tuple[GpuName, ...] = (names[best.index],)
-    else:
-        gpus = tuple(names[c.index] for c in capacities if c.entirely_free)
-    picked = _pick_blocks(request, room, gpus, share=bool(one)) if gpus else NO_IDS
+    too; if no GPU has room, on the entirely free ones."""
+    capacities = _capacities(node, ledger, room)
+    pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
+    one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)
+    rows = one.gpus if one else [each.index for each in capacities if each.healthy and each.entirely_free]
+    picked = _pick(request, room, [node.gpu_of_row[row] for row in rows], share=one is not None)
     _require_full(node, picked, request)
-    return Choice(
-        masks=picked,
-        evaluator="share",
-        why="the kubelet allocates the memory first, and the pod's spec is not known",
-    )
+    return Choice(masks=picked, evaluator="share", why="the kubelet allocates the memory first, and the pod's spec is not known")
 
 
 def _require_full(node: NodeView, picked: Masks, request: Request) -> None:

@@ -9,7 +9,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, GpuName
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Choice, Request
-from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.node import NodeView
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 from gpumgr.placement.pods import PodView
@@ -68,11 +68,9 @@ def _problem(node: NodeView, view: PodView, gpu: GpuName, ledger: Ledger | None)
     mig = bool(shown.mig_enabled or node.mig_profiles.get(gpu))
     if not wanted.allows(shown.uuid, shown.model or "", mig=mig):
         return f"is {shown.model or 'of an unknown model'} {shown.uuid}, and the pod demands a GPU{wanted.text}"
-    if view.constraints.unused and ledger is not None:
-        own = Allocation(id="", pod=view.key, uid=view.uid)
-        if other := next((each for each in ledger.on(gpu) if not (each.same_pod(own) or each.admin)), None):
-            return f"has {other.describe()}, and the pod demands a GPU without other containers"
-    return None
+    others = ledger.on(gpu) if view.constraints.unused and ledger is not None else ()
+    other = next((each for each in others if not (each.of_pod(view.key, view.uid) or each.admin)), None)
+    return f"has {other.describe()}, and the pod demands a GPU without other containers" if other else None
 
 
 def _numa_nodes(node: NodeView, gpus: Iterable[GpuName], unknown: int | None = None) -> list[int]:

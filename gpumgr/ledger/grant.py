@@ -112,13 +112,15 @@ def _refuse_shape(
     """The new ids (`fresh`) must be a valid placement; ids that are taken over from the pod's init containers need not be."""
     if not fresh:
         return
-    whole = count(masks) >= CORES_PER_GPU if resource == "core" else (own.whole if own else _whole_wanted(caller))
+    whole = own.whole if own else caller.spec.cores >= CORES_PER_GPU if caller.spec else None
+    if resource == "core":
+        whole = count(masks) >= CORES_PER_GPU
     if resource == "core" and whole:
         _refuse_broken_gpus(node, ledger, caller, masks, fresh, own)
         return
     for gpu in fresh:
         owner = ledger.exclusive.get(gpu)
-        if owner is not None and owner is not own and not _of_caller(owner, caller):
+        if owner is not None and owner is not own and not owner.of_pod(caller.pod, caller.uid):
             raise Refusal("conflict", f"{node.label(gpu)} belongs entirely to {owner.describe()}")
     if whole is None or whole:
         _refuse_foreign_memory(node, masks, own)
@@ -139,7 +141,7 @@ def _refuse_broken_gpus(
                 "conflict",
                 f"whole GPUs were asked for, but the kubelet's ids hold only {masks[gpu].bit_count()} cores of {node.label(gpu)}",
             )
-        others = [a for a in ledger.on(gpu) if a is not own and not _of_caller(a, caller)]
+        others = [a for a in ledger.on(gpu) if a is not own and not a.of_pod(caller.pod, caller.uid)]
         if others:
             raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {others[0].describe()} has a part of it")
     outside = set(own.held("memory")) - set(masks) if own else set()
@@ -155,14 +157,6 @@ def _refuse_foreign_memory(node: NodeView, masks: Masks, own: Allocation | None)
             f"the container's GPUs are {', '.join(map(node.label, own.gpus if own else ()))}, its memory lies on "
             f"{node.label(min(outside))}",
         )
-
-
-def _whole_wanted(caller: Caller) -> bool | None:
-    return caller.spec.cores >= CORES_PER_GPU if caller.spec else None
-
-
-def _of_caller(allocation: Allocation, caller: Caller) -> bool:
-    return allocation.same_pod(Allocation(id="", pod=caller.pod, uid=caller.uid))
 
 
 def _granted_gpus(

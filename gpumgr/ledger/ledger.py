@@ -212,10 +212,14 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
                 granted[name] = Amounts(cores.get(name, 0).bit_count(), blocks.get(name, 0).bit_count() * BLOCK_MEBIBYTES)
         return replace(self, gpus=granted, device_ids={resource: masks for resource, masks in device_ids.items() if masks})
 
+    def of_pod(self, pod: PodKey | None, uid: str | None) -> bool:
+        """Whether it is this pod's. If both UIDs are known, they decide, since names recur."""
+        if self.uid and uid:
+            return self.uid == uid
+        return self.pod is not None and self.pod == pod
+
     def same_pod(self, other: "Allocation") -> bool:
-        if self.uid and other.uid:
-            return self.uid == other.uid
-        return self.pod is not None and self.pod == other.pod
+        return self.of_pod(other.pod, other.uid)
 
     def describe(self) -> str:
         """The holder as messages name it."""
@@ -324,8 +328,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
 
     def of(self, pod: PodKey | None, uid: str | None = None) -> list[Allocation]:
         """Allocations of one pod. If its UID and the allocation's are known, the UID decides, since names recur."""
-        probe = Allocation(id="", pod=pod, uid=uid)
-        return [a for a in self.allocations.values() if a.same_pod(probe)]
+        return [a for a in self.allocations.values() if a.of_pod(pod, uid)]
 
     @property
     def claims(self) -> Mapping[str, ClaimRequest]:

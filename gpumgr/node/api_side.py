@@ -130,7 +130,7 @@ class ApiSide:
         inventory = InventoryReporter(
             annotate,
             pods=self.pods,
-            enforcement=components.enforcement.describe_limits,
+            enforcement=lambda: components.enforcement.limits.described,
             topology_manager=settings.kubelet.topology_manager_policy,
         )
         reporters = {"inventory_reporter": inventory.report}

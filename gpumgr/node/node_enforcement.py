@@ -34,7 +34,7 @@ from gpumgr.enforcement.limiter.context_sizes import ContextSizes
 from gpumgr.enforcement.mps.backend import Mps, Trials, UnlimitedMps
 from gpumgr.enforcement.mps.launcher import best_method
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, gpu_limits
+from gpumgr.ledger.gpu_share import GpuShare, gpu_limits
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.runtime.cgroups import Cgroups
@@ -178,14 +178,6 @@ class NodeEnforcement:
         self._hami_core.supply(*hami_core_library(self._settings))
         return self.limits.backends
 
-    def gpu_limits(self) -> Mapping[str, GpuLimits]:
-        """UUID -> limits of new shares on the GPU, without the operator's overrides."""
-        return self.limits.gpu_limits
-
-    def describe_limits(self) -> str:
-        """The limits of new shares on all GPUs, as one text."""
-        return self.limits.described
-
     async def preload(self) -> None:
         """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. It changes nothing on the
         node."""
@@ -213,7 +205,7 @@ class NodeEnforcement:
                 await self.containers.refresh()
         self.backends()
         await self.limits.choose(self._snapshot.gpus)
-        if self._publisher is not None and (description := self.describe_limits()) != self._annotated:
+        if self._publisher is not None and (description := self.limits.described) != self._annotated:
             self._publisher.annotate(NODE_ANNOTATION, description)
             self._annotated = description
 

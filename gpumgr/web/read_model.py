@@ -23,9 +23,9 @@ from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.monitor import Monitor
+from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
-from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.placement.pods import PodKey
 from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher
@@ -45,8 +45,7 @@ class Enforcement(Protocol):
     vcuda: VcudaBackend
     mps: Mps
     driver_files: NodeDriverFiles
-
-    def gpu_limits(self) -> Mapping[str, GpuLimits]: ...
+    limits: Enforcer
 
 
 class Components(Protocol):
@@ -141,7 +140,7 @@ class ReadModel:
             reasons=reasons,
             use=components.memory_watcher.use,
             over=components.memory_watcher.over,
-            gpu_limits=components.enforcement.gpu_limits(),
+            gpu_limits=components.enforcement.limits.gpu_limits,
             vcuda_registrations=dict(components.enforcement.vcuda.registrations),
             mps_daemon_restarts=components.enforcement.mps.restarts(),
         )

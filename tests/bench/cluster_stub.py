@@ -28,7 +28,7 @@ from gpumgr.kube.cluster_annotations import (
     encode,
     levels_of,
 )
-from gpumgr.placement.topology.matrix import topology_from_matrix
+from tests.topologies import topology_from_matrix
 
 GPUS: Final = 8
 GPU_MEBIBYTES: Final = 81_408

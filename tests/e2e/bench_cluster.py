@@ -26,7 +26,7 @@ import yaml
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slices import SLICES
-from gpumgr.placement.topology.matrix import topology_from_matrix
+from tests.topologies import topology_from_matrix
 
 from .agent import Agent
 from .api import phase

@@ -26,8 +26,8 @@ from gpumgr.kubelet.dra.slices import (
     stored_slice,
 )
 from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
-from gpumgr.placement.topology.matrix import topology_from_matrix
 from tests.background import background
+from tests.topologies import topology_from_matrix
 from tools.chart import objects, render
 
 from . import manifests

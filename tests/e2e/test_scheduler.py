@@ -23,7 +23,7 @@ from gpumgr.kube.cluster_annotations import (
     encode,
     levels_of,
 )
-from gpumgr.placement.topology.matrix import topology_from_matrix
+from tests.topologies import topology_from_matrix
 
 from . import manifests
 from .agent import Agent

@@ -57,12 +57,6 @@ def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Al
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
 
 
-def encode_entry(entry: HistoryEntry) -> tuple[int, str, int]:
-    """The row of an entry: (number, record, checksum)."""
-    record = _encoder.encode(entry).decode()
-    return entry.number, record, checksum(str(entry.number), record)
-
-
 def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry:
     """The entry of a row. Raises CorruptRowError for any record that is not an entry."""
     try:
@@ -222,8 +216,8 @@ def _entries(connection: sqlite3.Connection) -> list[HistoryEntry | None]:
 
 
 def _entry_row(entry: HistoryEntry) -> tuple[int, str | None, str, int]:
-    number, record, sum_ = encode_entry(entry)
-    return number, entry.id if entry.what == "granted" else None, record, sum_
+    record = _encoder.encode(entry).decode()
+    return entry.number, entry.id if entry.what == "granted" else None, record, checksum(str(entry.number), record)
 
 
 def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:

@@ -1,4 +1,4 @@
-"""Reads a topology from the text that `nvidia-smi topo -m` prints, or from a matrix of its cells.
+"""Reads a topology from the text that `nvidia-smi topo -m` prints.
 
 A cell is X (the GPU itself), a PCIe level (SYS, NODE, PHB, PXB, PIX, PSB), `NVn` for n NVLinks, or `NVn+LEVEL` where both are known.
 nvidia-smi prints `NVn` instead of the PCIe level, so a plain `NVn` counts as SYS. SOC is the old spelling of SYS; N/A (the driver does not
@@ -6,7 +6,6 @@ know the level) also counts as SYS, the farthest one. Columns of NICs are read, 
 """
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -36,12 +35,11 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read. `labels`, `cpu_affinity` and `numa_affinity` have one entry for each GPU; None = not reported, or several nodes."""
+    """What was read. `labels` and `numa_affinity` have one entry for each GPU; None = not reported, or several nodes."""
 
     topology: Topology
     labels: tuple[str, ...]
     nics: tuple[Nic, ...] = ()
-    cpu_affinity: tuple[str | None, ...] = ()
     numa_affinity: tuple[int | None, ...] = ()
 
 
@@ -57,29 +55,13 @@ def parse_topology(text: str) -> ParsedTopology:
         raise TopologyError("no header line with GPU0, GPU1, ... found: expected the text that `nvidia-smi topo -m` prints")
     header = _read_header(*lines[start])
     rows = [_read_row(header, number, line) for number, line in _gpu_lines(header, lines[start + 1 :])]
-    topology = _build([row.links for row in rows], [f"line {row.line}" for row in rows])
+    topology = _build(rows)
     return ParsedTopology(
         topology=topology,
         labels=header.gpus,
         nics=tuple(_nic(name, [row.nics[column] for row in rows]) for column, name in enumerate(header.nics)),
-        cpu_affinity=tuple(row.affinity.get("CPU Affinity") for row in rows),
         numa_affinity=tuple(_node(row.affinity.get("NUMA Affinity")) for row in rows),
     )
-
-
-def topology_from_matrix(rows: Sequence[Sequence[str]]) -> Topology:
-    """A topology from cells; row i and column i are GPU i. Raises TopologyError with row, column and what is allowed."""
-    return _from_cells(tuple(tuple(row) for row in rows))
-
-
-@lru_cache(maxsize=64)
-def _from_cells(rows: tuple[tuple[str, ...], ...]) -> Topology:
-    _check_size(len(rows))
-    for number, row in enumerate(rows):
-        if len(row) != len(rows):
-            raise TopologyError(f"row {number} has {len(row)} cells, expected {len(rows)}: the matrix must be square")
-    links = [[read_cell(cell, f"row {a}, column {b}", a == b) for b, cell in enumerate(row)] for a, row in enumerate(rows)]
-    return _build(links, [f"row {number}" for number in range(len(rows))])
 
 
 def read_cell(cell: str, where: str, itself: bool = False) -> Link:
@@ -187,13 +169,14 @@ def _check_size(count: int) -> None:
         raise TopologyError(f"{count} GPUs, allowed: 1 to {MAX_GPUS}")
 
 
-def _build(links: list[list[Link]], places: list[str]) -> Topology:
-    for a, row in enumerate(links):
-        for b in range(a):
-            if row[b] != links[b][a]:
+def _build(rows: list[_Row]) -> Topology:
+    links = [row.links for row in rows]
+    for a, row in enumerate(rows):
+        for b, other in enumerate(rows[:a]):
+            if row.links[b] != other.links[a]:
                 raise TopologyError(
-                    f"the matrix is not symmetric: GPU{b} to GPU{a} is {cell_text(links[b][a])} ({places[b]}), "
-                    f"GPU{a} to GPU{b} is {cell_text(row[b])} ({places[a]})"
+                    f"the matrix is not symmetric: GPU{b} to GPU{a} is {cell_text(other.links[a])} (line {other.line}), "
+                    f"GPU{a} to GPU{b} is {cell_text(row.links[b])} (line {row.line})"
                 )
     return Topology(
         levels=tuple(tuple(link.level for link in row) for row in links),

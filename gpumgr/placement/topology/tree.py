@@ -163,7 +163,7 @@ def tree_data(topology: Topology, free: int | None = None, labels: Sequence[str]
 
 
 def matrix_cells(topology: Topology) -> list[list[str]]:
-    """The matrix as rows of cells, which `topology_from_matrix` can read."""
+    """The matrix as rows of cells, as `nvidia-smi topo -m` prints them."""
     n = len(topology)
     return [["X" if a == b else cell_text(topology.link(a, b)) for b in range(n)] for a in range(n)]
 

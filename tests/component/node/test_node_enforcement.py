@@ -121,12 +121,12 @@ async def test_a_share_of_mps_on_a_gpu_older_than_volta_is_reported(
 async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated_once(
     enforcement: NodeEnforcement, published: RecordedNode
 ) -> None:
-    assert enforcement.gpu_limits() == {}
+    assert enforcement.limits.gpu_limits == {}
     node = snapshot(2, 16)
     for _ in range(2):
         await enforcement.choose(node)
     assert published.written == [("gpumgr.io/enforcement", "GPU 0-1: memory none, cores none")]
-    assert enforcement.gpu_limits() == {gpu.uuid: GpuLimits() for gpu in node.gpus}
+    assert enforcement.limits.gpu_limits == {gpu.uuid: GpuLimits() for gpu in node.gpus}
     await enforcement.choose(snapshot(1, 16))
     assert published.written[1:] == [("gpumgr.io/enforcement", "GPU 0: memory none, cores none")]
     assert enforcement.limits.choice.obstacles["hami-core"].startswith("no libvgpu.so is installed")

@@ -7,7 +7,8 @@ from click.testing import CliRunner, Result
 
 from gpumgr.cli.topology import command
 from gpumgr.common.errors import TopologyError
-from gpumgr.placement.topology.matrix import parse_topology, topology_from_matrix
+from gpumgr.placement.topology.matrix import parse_topology
+from tests.topologies import topology_from_matrix
 
 DATA = Path(__file__).parents[2] / "data"
 SEVEN = DATA / "conformance" / "topo_seven_3_4.txt"

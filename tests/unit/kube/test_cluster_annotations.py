@@ -16,8 +16,8 @@ from gpumgr.kube.cluster_annotations import (
     mig_rows,
     slices_of,
 )
-from gpumgr.placement.topology.matrix import topology_from_matrix
 from tests.mig_profiles import H100
+from tests.topologies import topology_from_matrix
 
 TOPOLOGY = topology_from_matrix([["X", "NV4+NODE"], ["NV4+NODE", "X"]])
 INVENTORY = Inventory(

@@ -20,8 +20,8 @@ from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.ledger.usage.join import join
 from gpumgr.placement.topology.devices import GpuFailure, GpuProcess, NodeSample
-from gpumgr.placement.topology.matrix import topology_from_matrix
 from gpumgr.web.state import HISTORY_SHOWN, node_state
+from tests.topologies import topology_from_matrix
 from tests.unit.ledger.usage.samples import container
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, sample_of, snapshot_of, uuid_of, view_of, whole
 

@@ -24,11 +24,11 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.topology.matrix import topology_from_matrix
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.http_server import HttpServer
+from tests.topologies import topology_from_matrix
 
 FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
 GPU_MEBIBYTES = 16384

@@ -33,8 +33,8 @@ from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import constraints_of
-from gpumgr.placement.topology.matrix import topology_from_matrix
 from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas
+from tests.topologies import topology_from_matrix
 
 Use = dict[int, tuple[int, int]]
 WHOLE = {count: request(("app", 100 * count, 0)) for count in (1, 2, 3, 4)}

@@ -28,7 +28,7 @@ from gpumgr.kubelet.dra.slices import (
     with_lost,
 )
 from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
-from gpumgr.placement.topology.matrix import topology_from_matrix
+from tests.topologies import topology_from_matrix
 
 SEMVER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 SICK = Taint(key="gpu.gpumgr.io/xid")

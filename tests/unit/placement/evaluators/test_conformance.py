@@ -10,7 +10,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.select import Placement, place
 from gpumgr.placement.topology.devices import Topology
-from gpumgr.placement.topology.matrix import topology_from_matrix
+from tests.topologies import topology_from_matrix
 from tests.unit.placement.evaluators.nodes import capacities
 
 CASES = json.loads((Path(__file__).parents[3] / "data" / "conformance" / "placement.json").read_text())

@@ -6,8 +6,9 @@ import pytest
 
 from gpumgr.driver.snapshot import level_of
 from gpumgr.placement.topology.devices import Level, Topology
-from gpumgr.placement.topology.matrix import parse_topology, topology_from_matrix
+from gpumgr.placement.topology.matrix import parse_topology
 from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, render_matrix, render_tree, tree_data
+from tests.topologies import topology_from_matrix
 
 DATA = Path(__file__).parents[3] / "data"
 CONFORMANCE = DATA / "conformance"
