@@ -68,7 +68,7 @@ class Admission:
         pod_resources: PodResources,
         pod_ends: PodEnds,
         *,
-        pod_wait_seconds: float,
+        pod_wait_seconds: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
         self._pods = pods
@@ -96,10 +96,6 @@ class Admission:
         self._called_at = float("-inf")
         #: UIDs of refused pods that the cache does not show as ended yet.
         self._refused: frozenset[str] = frozenset()
-
-    def apply(self, *, pod_wait_seconds: float) -> None:
-        """Takes effect at the kubelet's next call."""
-        self._pod_wait_seconds = pod_wait_seconds
 
     async def list_pods(self) -> Listing | None:
         """Calls `List`. None if the kubelet does not answer; each new reason is logged once."""
@@ -263,7 +259,7 @@ class Admission:
         pod = self._likely(ledger, listing)
         if pod is None:
             return UNKNOWN_CALLER
-        wait_seconds = max(self._pod_wait_seconds, REPLICA_POD_SECONDS if resource == "replica" else 0.0)
+        wait_seconds = max(self._pod_wait_seconds(), REPLICA_POD_SECONDS if resource == "replica" else 0.0)
         if self._pods.get(pod) is None and await self._pods.wait_for(pod, wait_seconds):
             found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
             if found is not None:

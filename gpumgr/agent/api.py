@@ -1,33 +1,22 @@
-"""The schema of the JSON API: the web server encodes these structs, and the commands decode them. The functions at the end make the rows
-about allocations and processes.
+"""The schema of the JSON API: the web server encodes these structs, and the commands decode them. `container_row` makes the
+row of an allocation.
 
 A field that an agent of another version may leave out has a default. None means "not known" where the struct says nothing else.
 """
 
-from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.agent.pods import pod_of
-from gpumgr.agent.ports import Pods
 from gpumgr.common.foreign_text import decode_json
-from gpumgr.common.units import BLOCK_BYTES, GpuName
+from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.suspension import Suspension
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
+from gpumgr.ledger.usage.node_use import ContainerUse, UnattributedProcess, UnattributedSum
 from gpumgr.placement.pods import PodKey
-
-
-class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of processes on a GPU that belong to no container, and their memory."""
-
-    processes: int | None = None
-    memory_bytes: int | None = None
 
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,14 +192,6 @@ class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[HistoryEntry, ...] = ()
 
 
-class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that uses a GPU without belonging to an allocation on it. `container`: the container that it runs in, if any."""
-
-    pid: int
-    memory_bytes: int | None = None
-    container: str | None = None
-
-
 class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str
     name: str
@@ -285,30 +266,3 @@ def container_row(
         granted_at=holder.granted_at,
         why=holder.why,
     )
-
-
-def rows_on(
-    gpu: RegisteredGpu, holders: Iterable[Allocation], pods: Pods, *, use: NodeUse | None, over: Collection[AllocationOnGpu]
-) -> list[ContainerRow]:
-    """A row for each holder of the GPU. `use` is None before the first sample; `over`: the allocations over their memory."""
-    memory_bytes, uses = gpu.memory_blocks * BLOCK_BYTES or None, use.containers if use else {}
-    return [
-        container_row(
-            holder,
-            gpu.name,
-            memory_bytes,
-            pod=pod_of(holder, pods),
-            use=uses.get((holder.id, gpu.name)),
-            over=(holder.id, gpu.name) in over,
-        )
-        for holder in holders
-    ]
-
-
-def unattributed_rows(gpu: RegisteredGpu, use: NodeUse | None) -> list[UnattributedProcess]:
-    """Processes on this GPU that belong to no allocation there, by pid; empty before the first sample."""
-    found = [process for process in use.unattributed.values() if process.uuid == gpu.uuid] if use else []
-    return [
-        UnattributedProcess(pid=each.pid, memory_bytes=each.memory_bytes, container=each.container)
-        for each in sorted(found, key=lambda process: process.pid)
-    ]

@@ -19,7 +19,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.common.units import Resource
 from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
-from gpumgr.ledger.history import HISTORY_ENTRIES, Call, Candidate, HistoryEntry
+from gpumgr.ledger.history import HISTORY_ENTRIES, Call, Candidate, HistoryEntry, What
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 
 log = structlog.get_logger(__name__)
@@ -161,13 +161,13 @@ class CallRecord(msgspec.Struct, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
 
     def refused(self, refusal: Refusal) -> HistoryEntry:
-        caller = self.caller
-        entry = HistoryEntry(what="refused", id=self.id, pod=caller.pod, pod_uid=caller.uid, container=caller.container)
-        return self._of_call(replace(entry, why=str(refusal), code=refusal.code))
+        who = self.caller
+        entry = replace(self._entry("refused"), id=self.id, pod=who.pod, pod_uid=who.uid, container=who.container)
+        return replace(entry, why=str(refusal), code=refusal.code)
 
     def granted(self, allocation: Allocation, evaluator: str | None) -> HistoryEntry:
-        entry = HistoryEntry(what="granted", amounts=allocation.gpus, evaluator=evaluator, why=allocation.why)
-        return self._of_call(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
+        entry = replace(self._entry("granted"), amounts=allocation.gpus, evaluator=evaluator, why=allocation.why)
+        return about(allocation, replace(entry, mechanisms=allocation.mechanisms))
 
-    def _of_call(self, entry: HistoryEntry) -> HistoryEntry:
-        return replace(entry, call=self.call, kind=self.resource, size=self.size, candidates=self.candidates)
+    def _entry(self, what: What) -> HistoryEntry:
+        return HistoryEntry(what=what, call=self.call, kind=self.resource, size=self.size, candidates=self.candidates)

@@ -15,16 +15,17 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.api import MaintainedGpu, MaintenanceResult, rows_on, unattributed_rows
+from gpumgr.agent.api import MaintainedGpu, MaintenanceResult, container_row
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.history import about
-from gpumgr.agent.pods import find_pod, pods_of
+from gpumgr.agent.pods import find_pod, pod_of, pods_of
 from gpumgr.agent.ports import Eviction, Evictor, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
+from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.checkpoint.notes import encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
@@ -222,15 +223,26 @@ class Maintenance:
     def _state(self, gpu: RegisteredGpu) -> MaintenanceResult:
         """The GPU's cordon, and what is on it."""
         use, over = self._usage()
-        containers = rows_on(gpu, self._agent_state.ledger.on(gpu.name), self._pods, use=use, over=over)
-        unattributed = unattributed_rows(gpu, use)
+        uses, unattributed = (use.containers, use.unattributed) if use else ({}, {})
+        containers = [
+            container_row(
+                holder,
+                gpu.name,
+                gpu.memory_blocks * BLOCK_BYTES or None,
+                pod=pod_of(holder, self._pods),
+                use=uses.get((holder.id, gpu.name)),
+                over=(holder.id, gpu.name) in over,
+            )
+            for holder in self._agent_state.ledger.on(gpu.name)
+        ]
+        processes = sorted((each for each in unattributed.values() if each.uuid == gpu.uuid), key=lambda each: each.pid)
         return MaintenanceResult(
             at=self._agent_state.history.now(),
             gpu=MaintainedGpu(uuid=gpu.uuid, name=gpu.name, index=self._agent_state.node().indices.get(gpu.name)),
             cordon=self.cordons.get(gpu.uuid),
-            empty=use is not None and not containers and not unattributed,
+            empty=use is not None and not containers and not processes,
             containers=tuple(containers),
-            unattributed=tuple(unattributed),
+            unattributed=tuple(processes),
         )
 
     # -- reset -------------------------------------------------------------------------------------------------------------

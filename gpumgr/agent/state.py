@@ -4,6 +4,7 @@ kubelet."""
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
 
 import structlog
 from msgspec.structs import replace
@@ -194,23 +195,23 @@ class AgentState:
 
     async def set_health(self, health: HardwareHealth) -> None:
         """The health of the GPUs now."""
-        async with self.lock:
-            self.inventory = replace(self.inventory, health=health)
-            self.publish()
+        await self._change_inventory(health=health)
 
     async def set_mig_blocked(self, blocked: Mapping[str, int]) -> None:
         """GPU's UUID -> memory slices at which no MIG device can be created now."""
         if blocked != self.inventory.mig_blocked:
-            async with self.lock:
-                self.inventory = replace(self.inventory, mig_blocked=blocked)
-                self.publish()
+            await self._change_inventory(mig_blocked=blocked)
 
     async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
         """GPU -> memory that containers hold above their requests."""
         if mebibytes != self.inventory.burst_mebibytes:
-            async with self.lock:
-                self.inventory = replace(self.inventory, burst_mebibytes=mebibytes)
-                self.publish()
+            await self._change_inventory(burst_mebibytes=mebibytes)
+
+    async def _change_inventory(self, **fields: Any) -> None:
+        """Puts these fields of the inventory in force, and updates the device lists."""
+        async with self.lock:
+            self.inventory = replace(self.inventory, **fields)
+            self.publish()
 
     def restore_suspensions(self, notes: Mapping[str, str]) -> None:
         """After a restart. Raises CheckpointError for a note that can't be read."""

@@ -64,7 +64,7 @@ class Agent:
         starts: ContainerStarts,
         new_id: Callable[[], AllocationId],
         mig_driver: MigDriver,
-        share_mode: bool = True,
+        share_mode: Callable[[], bool],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.agent_state, self.admission, self.reconciler = agent_state, admission, reconciler
@@ -73,10 +73,6 @@ class Agent:
         self.container_starts = starts
         self.mig_devices = MigDevices(agent_state, mig_driver)
         self._starts = PreStart(agent_state=agent_state, reconciler=reconciler, starts=starts, mig_devices=self.mig_devices)
-        self._share_mode = share_mode
-
-    def apply(self, *, share_mode: bool) -> None:
-        """Takes effect at the kubelet's next call."""
         self._share_mode = share_mode
 
     def view(self) -> AgentView:
@@ -195,7 +191,7 @@ class Agent:
     def _refuse_share(self, caller: Caller, resource: Resource, size: int) -> None:
         replicas = caller.spec.replicas if caller.spec and resource == "replica" else None
         share = size < CORES_PER_GPU if resource == "core" else replicas is not None and not replicas.whole
-        if share and not self._share_mode:
+        if share and not self._share_mode():
             raise Refusal(
                 "invalid_request", "this node does not share GPUs (placement.share_mode is off): ask for 100 cores or a multiple"
             )

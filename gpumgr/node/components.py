@@ -99,7 +99,7 @@ class Components:
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, names=profile.inner_names(settings))
         pod_ends = PodEnds(pods, self.enforcement.runtime, node=settings.node.name, clock=time.monotonic)
         self.admission = Admission(
-            pods, self.pod_resources, pod_ends, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic
+            pods, self.pod_resources, pod_ends, pod_wait_seconds=self._pod_wait_seconds, clock=time.monotonic
         )
         self.reconciler = Reconciler(
             agent_state=self.agent_state,
@@ -140,10 +140,8 @@ class Components:
         set_level(settings.log.level)
         self.api_side.apply(settings.kubernetes)
         self.agent_state.apply(policy=settings.placement.policy)
-        self.agent.apply(share_mode=settings.placement.share_mode)
         if self.dra is not None:
             self.dra.apply(settings)
-        self.admission.apply(pod_wait_seconds=_pod_wait_seconds(settings))
         self.memory_watcher.apply(_over_limit(settings))
         self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)
         self.metrics.apply(settings.metrics)
@@ -224,7 +222,7 @@ class Components:
             ),
             new_id=_new_id,
             mig_driver=self.nvml,
-            share_mode=self.settings.placement.share_mode,
+            share_mode=lambda: self.settings.placement.share_mode,
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
@@ -349,6 +347,9 @@ class Components:
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
+    def _pod_wait_seconds(self) -> float:
+        return self.settings.kubernetes.pod_wait_milliseconds / 1000
+
     def _publish(self, node_devices: NodeDevices) -> None:
         if not isinstance(self.link, KubeletLink):
             self.link.update()
@@ -387,10 +388,6 @@ def _new_id() -> str:
 
 def _make_dir(path: str) -> None:
     os.makedirs(path, mode=0o755, exist_ok=True)
-
-
-def _pod_wait_seconds(settings: Settings) -> float:
-    return settings.kubernetes.pod_wait_milliseconds / 1000
 
 
 def _over_limit(settings: Settings) -> OverLimit:

@@ -27,7 +27,6 @@ from gpumgr.agent.api import (
     PodDetails,
     QueueRow,
     TreeNode,
-    UnattributedSum,
     container_row,
 )
 from gpumgr.agent.node_report import NodeReport
@@ -36,7 +35,7 @@ from gpumgr.ledger.gpu_share import describe_limits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.usage.node_use import NodeUse
+from gpumgr.ledger.usage.node_use import NodeUse, UnattributedSum
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.topology.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.topology.tree import Group, build_tree, indices
@@ -173,12 +172,8 @@ def _limits_excess_bytes(report: NodeReport, gpu: RegisteredGpu) -> int | None:
 
 
 def _unattributed(report: NodeReport, gpu: GpuName) -> UnattributedSum:
-    use = report.use.gpus.get(gpu) if report.use and report.nvml_up else None
-    return (
-        UnattributedSum(processes=use.unattributed_processes, memory_bytes=use.unattributed_memory_bytes)
-        if use
-        else UnattributedSum()
-    )
+    known = report.use.gpus.get(gpu) if report.use and report.nvml_up else None
+    return known or UnattributedSum(processes=None, memory_bytes=None)
 
 
 def _health(report: NodeReport, now: float) -> AgentHealth:

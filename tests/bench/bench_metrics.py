@@ -25,7 +25,7 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedSum
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.web.metrics.exposition import Exposition
@@ -109,7 +109,7 @@ def picture_of(containers_per_gpu: int) -> NodeReport:
     sample = NodeSample(gpus={uuid: gpu_sample(uuid) for uuid in map(uuid_of, range(GPUS))})
     view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry))
     uses = {(each.id, gpu): use_of(each, gpu_registry.by_name[gpu].uuid) for each in allocations.values() for gpu in each.gpus}
-    gpus = {gpu.name: GpuUse(uuid=gpu.uuid) for gpu in gpu_registry.gpus}
+    gpus = {gpu.name: UnattributedSum() for gpu in gpu_registry.gpus}
     return NodeReport(
         view=view,
         node="bench",

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedSum
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import PageServer
@@ -72,7 +72,7 @@ def node() -> Node:
             for n, a in enumerate(allocations)
             for gpu in a.gpus
         },
-        gpus={name: GpuUse(uuid=card.uuid) for name, card in gpu_registry.items()},
+        gpus={name: UnattributedSum() for name, card in gpu_registry.items()},
     )
     history = [
         HistoryEntry(

@@ -7,7 +7,7 @@ from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.join import join
-from gpumgr.ledger.usage.node_use import Container, ContainerUse, GpuUse, NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.node_use import Container, ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from tests.allocations import allocated
 from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of
@@ -101,7 +101,7 @@ def test_each_allocation_has_a_use_and_the_sums_agree(
     }
     assert use.gpus.keys() == readable
     for name, gpu in use.gpus.items():
-        assert gpu.unattributed_processes == sum(1 for key in use.unattributed if key[0] == name)
+        assert gpu.processes == sum(1 for key in use.unattributed if key[0] == name)
     for each in use.containers.values():
         reported = [used for used in each.processes.values() if used is not None]
         listed = node.gpus[each.uuid].processes or () if each.gpu in readable else ()
@@ -182,7 +182,7 @@ def test_a_running_unattributed_process_is_reported_once(
         use = NodeUse(
             taken_at=0.0,
             unattributed={key: UnattributedProcess(gpu=key[0], uuid=key[0], pid=key[1]) for key in seen},
-            gpus={gpu: GpuUse(uuid=gpu) for gpu in readable},
+            gpus={gpu: UnattributedSum() for gpu in readable},
         )
         met = update_unattributed(known, use, {pid: 1 for _, pid in seen})
         assert not met.new.keys() & present

@@ -13,7 +13,7 @@ from typing import Literal
 
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUse, GpuUse, NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 
@@ -185,15 +185,13 @@ def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | Non
     return alone.utilization_ratio if alone else None
 
 
-def _sums(ledger: Ledger, sample: NodeSample, unattributed: Iterable[UnattributedProcess]) -> dict[GpuName, GpuUse]:
+def _sums(ledger: Ledger, sample: NodeSample, unattributed: Iterable[UnattributedProcess]) -> dict[GpuName, UnattributedSum]:
     others = defaultdict[str, list[UnattributedProcess]](list)
     for process in unattributed:
         others[process.uuid].append(process)
     return {
-        ledger.gpu_registry.by_uuid[uuid].name: GpuUse(
-            uuid=uuid,
-            unattributed_memory_bytes=_memory_bytes(others[uuid]),
-            unattributed_processes=len(others[uuid]),
+        ledger.gpu_registry.by_uuid[uuid].name: UnattributedSum(
+            memory_bytes=_memory_bytes(others[uuid]), processes=len(others[uuid])
         )
         for uuid, seen in sample.gpus.items()
         if seen.processes is not None and uuid in ledger.gpu_registry.by_uuid

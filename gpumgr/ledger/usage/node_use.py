@@ -78,12 +78,12 @@ class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
     container: str | None = None
 
 
-class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the unattributed processes of one GPU. The memory is None if the driver reports it for no process."""
+class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of unattributed processes on a GPU, and their memory; None: not known. The memory is also None if the driver reports it
+    for no process."""
 
-    uuid: str
-    unattributed_memory_bytes: int | None = 0
-    unattributed_processes: int = 0
+    processes: int | None = 0
+    memory_bytes: int | None = 0
 
 
 class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +96,7 @@ class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
     taken_at: float
     containers: Mapping[AllocationOnGpu, ContainerUse] = msgspec.field(default_factory=dict)
     unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = msgspec.field(default_factory=dict)
-    gpus: Mapping[GpuName, GpuUse] = msgspec.field(default_factory=dict)
+    gpus: Mapping[GpuName, UnattributedSum] = msgspec.field(default_factory=dict)
     unknown: frozenset[int] = frozenset()
 
     def of(self, allocations: Collection[AllocationId]) -> "NodeUse":

@@ -11,7 +11,7 @@ from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge, label_text, render
 from gpumgr.common.units import CORES_PER_GPU, GpuName, ratio
 from gpumgr.ledger.ledger import Ledger, current_shares, granted_mebibytes
-from gpumgr.ledger.usage.node_use import GpuUse
+from gpumgr.ledger.usage.node_use import UnattributedSum
 from gpumgr.placement.topology.devices import GpuSample, NodeSample
 
 _INFO: Final = gauge(
@@ -62,14 +62,14 @@ _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] 
     (gauge("gpu_temperature_celsius", "Temperature of the GPU's die.", "gpu"), lambda sample: sample.temperature_celsius),
     (gauge("gpu_power_watts", "Power that the board draws.", "gpu"), lambda sample: sample.power_watts),
 )
-_UNACCOUNTED: Final[tuple[tuple[Family, Callable[[GpuUse], float | None]], ...]] = (
+_UNACCOUNTED: Final[tuple[tuple[Family, Callable[[UnattributedSum], float | None]], ...]] = (
     (
         gauge("unaccounted_memory_bytes", "Memory of processes on the GPU without an allocation.", "gpu"),
-        lambda use: use.unattributed_memory_bytes,
+        lambda use: use.memory_bytes,
     ),
     (
         gauge("unaccounted_processes", "Processes on the GPU without an allocation.", "gpu"),
-        lambda use: use.unattributed_processes,
+        lambda use: use.processes,
     ),
 )
 
@@ -90,9 +90,10 @@ def render_gpus(report: NodeReport, *, node: str) -> Iterator[RenderedFamily]:
     yield from _healthy(report)
     yield _links(report)
     yield from _allocated(report.view.ledger)
-    uses = report.use.gpus.values() if report.use and report.nvml_up else ()
+    uses, registered = report.use.gpus if report.use and report.nvml_up else {}, report.view.ledger.gpu_registry.by_name
     for unaccounted, count in _UNACCOUNTED:
-        yield render(unaccounted, {_gpu(use.uuid): value for use in uses if (value := count(use)) is not None})
+        values = {_gpu(registered[gpu].uuid): count(use) for gpu, use in uses.items() if gpu in registered}
+        yield render(unaccounted, {labels: value for labels, value in values.items() if value is not None})
 
 
 def _gpu(uuid: str) -> str:

@@ -28,6 +28,10 @@ ROW: dict[str, Any] = {
 ROW |= {"cores": 30, "memory_bytes": 4 << 30, "granted_at": 1_700_000_000.0}
 
 
+def process(pid: int, **more: int) -> dict[str, Any]:
+    return {"pid": pid, "gpu": "0fe1c342", "uuid": UUID, **more}
+
+
 class Agent:
     """Answers requests out of `on` (the containers on GPU3) and remembers them; one container leaves with each state that is asked."""
 
@@ -191,7 +195,7 @@ async def test_a_drain_of_an_empty_gpu_is_done_at_once(agent: Agent) -> None:
 
 async def test_a_drain_prints_the_remaining_containers(agent: Agent) -> None:
     agent.on = [ROW, {**ROW, "allocation": "a2", "namespace": None, "pod": None, "uid": None, "container": None}]
-    agent.unattributed = [{"pid": 77, "memory_bytes": 1 << 30, "container": None}]
+    agent.unattributed = [process(77, memory_bytes=1 << 30)]
     result = await agent.run("drain", "3", "--evict")
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
@@ -230,7 +234,7 @@ async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent
 
 
 async def test_a_drain_that_waits_for_processes_alone_says_to_what_they_belong(agent: Agent) -> None:
-    agent.unattributed = [{"pid": 77}, {"pid": 78}]
+    agent.unattributed = [process(77), process(78)]
     agent.on, agent.leaving, agent.stale = [ROW], True, 1
     agent.processes_stay = 1
     result = await agent.run("drain", "3", "--wait")

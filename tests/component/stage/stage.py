@@ -298,7 +298,7 @@ async def stage(
         )
         runtime = MemoryRuntime(lambda: [pod for pod in kubelet.pods() if kubelet.statuses[pod.uid].phase == "Running"])
         pod_ends = PodEnds(pods, runtime, node="node-1", clock=clock)
-        admission = Admission(pods, client, pod_ends, pod_wait_seconds=0.01, clock=clock)
+        admission = Admission(pods, client, pod_ends, pod_wait_seconds=lambda: 0.01, clock=clock)
         reconciler = Reconciler(
             agent_state=agent_state,
             admission=admission,
@@ -321,7 +321,7 @@ async def stage(
                 make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
                 make_room=no_bursts,
             ),
-            share_mode=share_mode,
+            share_mode=lambda: share_mode,
             new_id=lambda: next(ids),
         )
         await agent_state.set_snapshot(mig.snapshot if mig else node or snapshot())

@@ -16,7 +16,7 @@ from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedSum
 from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.web.state import node_state
@@ -154,11 +154,7 @@ def report(
         )
         for n, a in enumerate(allocations)
     }
-    strange = (
-        {name_of(4): GpuUse(uuid=uuid_of(4), unattributed_memory_bytes=int(1.2 * GIB), unattributed_processes=1)}
-        if count > 4
-        else {}
-    )
+    strange = {name_of(4): UnattributedSum(memory_bytes=int(1.2 * GIB), processes=1)} if count > 4 else {}
     found = NodeReport(
         view=view,
         node="node-1",

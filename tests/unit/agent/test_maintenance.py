@@ -260,7 +260,7 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
     ]
     bench.use = NodeUse(taken_at=1.0, unattributed={(each.gpu, each.pid): each for each in unattributed})
     answer = await bench.maintain("drain")
-    assert (answer["empty"], answer["unattributed"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
+    assert (answer["empty"], answer["unattributed"]) == (False, [to_json_data(unattributed[0])])
 
 
 async def test_each_pod_is_evicted_once_and_the_history_has_the_reason() -> None:

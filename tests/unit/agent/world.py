@@ -208,7 +208,7 @@ class World:
             clock=self.clock,
         )
         pod_ends = PodEnds(self.pods, self.runtime, node="node-1", clock=self.clock)
-        self.admission = Admission(self.pods, _PodResources(self), pod_ends, pod_wait_seconds=0.01, clock=self.clock)
+        self.admission = Admission(self.pods, _PodResources(self), pod_ends, pod_wait_seconds=lambda: 0.01, clock=self.clock)
         self.reconciler = Reconciler(
             agent_state=self.agent_state,
             admission=self.admission,
@@ -233,7 +233,7 @@ class World:
                 make_room=self.make_room,
             ),
             new_id=lambda: next(self._ids),
-            share_mode=self._share_mode,
+            share_mode=lambda: self._share_mode,
             wall_clock=lambda: self.wall,
         )
 

@@ -74,7 +74,7 @@ class TakeoverNode:
     def take_over(self, *, done: bool = False) -> TakeOver:
         """The take-over of a new start."""
         pod_ends = PodEnds(self.pods, MemoryRuntime(), node="node-1", clock=self.clock)
-        admission = Admission(self.pods, self.kubelet, pod_ends, pod_wait_seconds=0, clock=self.clock)
+        admission = Admission(self.pods, self.kubelet, pod_ends, pod_wait_seconds=lambda: 0.0, clock=self.clock)
         ids = (f"{n:016x}" for n in count(1))
         reconciler = self.reconciler = Reconciler(
             agent_state=self.agent_state,

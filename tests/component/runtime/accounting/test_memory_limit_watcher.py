@@ -331,7 +331,7 @@ async def test_an_unattributed_process_is_logged_once_at_its_start_and_once_at_i
         await node.sampled(sample({}, {}))
     assert [entry["event"] for entry in logs] == ["gpu_process_unattributed", "gpu_process_unattributed_gone"]
     assert (logs[0]["pid"], logs[0]["gpus"], logs[0]["memory_bytes"]) == (99, (GPU0, name_of(1)), 11)
-    assert node.use.gpus[GPU0].unattributed_processes == 0
+    assert node.use.gpus[GPU0].processes == 0
 
 
 async def test_a_process_that_has_ended_since_it_was_listed_is_not_unattributed() -> None:

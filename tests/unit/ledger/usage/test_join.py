@@ -85,8 +85,8 @@ def test_the_rate_of_a_whole_gpu_is_its_containers_only_without_other_processes(
 def test_a_process_in_no_container_is_unattributed() -> None:
     found = used(view_of(share()).ledger, sample({99: 3 * MIB}, {99: None}), {99: None})
     assert found.unattributed[GPU0, 99] == UnattributedProcess(gpu=GPU0, uuid=uuid_of(0), pid=99, memory_bytes=3 * MIB)
-    assert found.gpus[GPU0].unattributed_memory_bytes == 3 * MIB
-    assert found.gpus[GPU1].unattributed_processes == 1
+    assert found.gpus[GPU0].memory_bytes == 3 * MIB
+    assert found.gpus[GPU1].processes == 1
     assert found.containers["a", GPU0].process_count == 0
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from gpumgr.ledger.usage.changes import KnownProcesses, UnattributedChange, update_unattributed
-from gpumgr.ledger.usage.node_use import GpuUse, NodeUse, UnattributedProcess
+from gpumgr.ledger.usage.node_use import NodeUse, UnattributedProcess, UnattributedSum
 
 
 def node(
@@ -12,7 +12,7 @@ def node(
     return NodeUse(
         taken_at=0.0,
         unattributed={key: UnattributedProcess(gpu=key[0], uuid=f"GPU-{key[0]}", pid=key[1]) for key in unattributed},
-        gpus={gpu: GpuUse(uuid=f"GPU-{gpu}") for gpu in readable},
+        gpus={gpu: UnattributedSum() for gpu in readable},
         unknown=unknown,
     )
 
