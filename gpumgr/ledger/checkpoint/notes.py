@@ -10,7 +10,7 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 
 T = TypeVar("T")
 
-#: The remedy for a note whose loss is not dangerous.
+#: The remedy for a note that may be lost.
 DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
 
 
