@@ -11,7 +11,7 @@ from typing import Final
 
 from tools.limiter import SOURCES
 
-#: The functions up to CUDA 13.0 that need no hook: they start no work on a GPU, or take so little of its memory that the
+#: The functions up to CUDA 13.5 that need no hook: they start no work on a GPU, or take so little of its memory that the
 #: driver's figure is enough (external and graphics memory belong to others; green contexts are charged by that figure).
 _WITHOUT_HOOK: Final = Path(__file__).with_suffix(".txt")
 _TABLE: Final = """

@@ -54,6 +54,8 @@ HOOK2_PTDS(cuMemcpy2D) HOOK2_PTDS(cuMemcpy2DUnaligned) HOOK2_PTDS(cuMemcpy3D) HO
 HOOK2_PTDS(cuMemcpyDtoA) HOOK2_PTDS(cuMemcpyAtoD) HOOK2_PTDS(cuMemcpyAtoA)
 HOOK2_PTDS(cuMemsetD16) HOOK2_PTDS(cuMemsetD2D8) HOOK2_PTDS(cuMemsetD2D16) HOOK2_PTDS(cuMemsetD2D32) HOOK_PTSZ(cuMemsetD16Async, 3020)
 HOOK_PTDS(cuMemcpy3DPeer, 4000) HOOK_PTSZ(cuMemcpy3DPeerAsync, 4000) HOOK_BATCH(cuMemcpyBatchAsync) HOOK_BATCH(cuMemcpy3DBatchAsync)
+HOOK_PTSZ(cuMemcpyWithAttributesAsync, 13020) HOOK_PTSZ(cuMemcpy3DWithAttributesAsync, 13020) HOOK_PTSZ(cuFabricCpyBatchAsync, 13050)
+HOOK_PTSZ(cuMemBatchDecompressAsync, 12060) HOOK_PTSZ(cuStreamBeginRecaptureToGraph, 13030)
 HOOK_PTSZ(cuMemsetD2D8Async, 3020) HOOK_PTSZ(cuMemsetD2D16Async, 3020) HOOK_PTSZ(cuMemsetD2D32Async, 3020)
 HOOK(cuLaunch, "cuLaunch", 2000, GM_ANY)
 HOOK(cuLaunchGrid, "cuLaunchGrid", 2000, GM_ANY)

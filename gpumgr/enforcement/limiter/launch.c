@@ -163,6 +163,29 @@ static uint64_t batch3_bytes(const struct batched *list, size_t n) {
     GM_WRAPPER(symbol, (size_t n, struct batched *list, unsigned long long flags, CUstream stream)) {                              \
         MOVED(batch3_bytes(list, n), true, stream, per_thread, CALL(symbol, n, list, flags, stream));                              \
     }
+#define BOX(symbol, per_thread)                                                                                                    \
+    GM_WRAPPER(symbol, (struct batched *c, unsigned long long flags, CUstream stream)) {                                           \
+        MOVED(batch3_bytes(c, 1), true, stream, per_thread, CALL(symbol, c, flags, stream));                                       \
+    }
+#define WITH_ATTRIBUTES(symbol, per_thread)                                                                                        \
+    GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n, void *attributes, CUstream stream)) {                          \
+        MOVED(n, on_device(to) && on_device(from), stream, per_thread, CALL(symbol, to, from, n, attributes, stream));             \
+    }
+/* CUDA_FABRIC_COPY_BATCH_OP: from or to the memory of another GPU, which has an address or a number. */
+struct fabric { uint64_t from[3], to[3]; size_t bytes; uint flags; };
+static uint64_t fabric_bytes(const struct fabric *list, size_t n) {
+    uint64_t all = 0;
+    for (const struct fabric *c = list; list && c < list + n; c++) all += c->bytes;
+    return all;
+}
+#define FABRIC(symbol, per_thread)                                                                                                 \
+    GM_WRAPPER(symbol, (size_t n, struct fabric *list, unsigned long long flags, CUstream stream)) {                               \
+        MOVED(fabric_bytes(list, n), true, stream, per_thread, CALL(symbol, n, list, flags, stream));                              \
+    }
+#define DECOMPRESS(symbol, per_thread)                                                                                             \
+    GM_WRAPPER(symbol, (void *list, size_t n, uint flags, size_t *failed, CUstream stream)) {                                      \
+        GATED(stream, per_thread, CALL(symbol, list, n, flags, failed, stream));                                                   \
+    }
 #define FILL(symbol, per_thread, type)                                                                                             \
     GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n)) {                                                                   \
         MOVED(n * sizeof(type), true, NULL, per_thread, CALL(symbol, to, value, n));                                               \
@@ -199,6 +222,10 @@ BATCH_V1(cuMemcpyBatchAsync, false) BATCH_V1(cuMemcpyBatchAsync_ptsz, true)
 BATCH(cuMemcpyBatchAsync_v2, false) BATCH(cuMemcpyBatchAsync_v2_ptsz, true)
 BATCH3_V1(cuMemcpy3DBatchAsync, false) BATCH3_V1(cuMemcpy3DBatchAsync_ptsz, true)
 BATCH3(cuMemcpy3DBatchAsync_v2, false) BATCH3(cuMemcpy3DBatchAsync_v2_ptsz, true)
+BOX(cuMemcpy3DWithAttributesAsync, false) BOX(cuMemcpy3DWithAttributesAsync_ptsz, true)
+WITH_ATTRIBUTES(cuMemcpyWithAttributesAsync, false) WITH_ATTRIBUTES(cuMemcpyWithAttributesAsync_ptsz, true)
+FABRIC(cuFabricCpyBatchAsync, false) FABRIC(cuFabricCpyBatchAsync_ptsz, true)
+DECOMPRESS(cuMemBatchDecompressAsync, false) DECOMPRESS(cuMemBatchDecompressAsync_ptsz, true)
 FILL(cuMemsetD8_v2, false, uint8_t) FILL(cuMemsetD8_v2_ptds, true, uint8_t)
 FILL_ASYNC(cuMemsetD8Async, false, uint8_t) FILL_ASYNC(cuMemsetD8Async_ptsz, true, uint8_t)
 FILL2(cuMemsetD2D8_v2, false, uint8_t) FILL2(cuMemsetD2D8_v2_ptds, true, uint8_t)
@@ -227,12 +254,18 @@ FILL2_ASYNC(cuMemsetD2D32Async, false, uint) FILL2_ASYNC(cuMemsetD2D32Async_ptsz
     GM_WRAPPER(symbol, (CUstream stream, CUgraph graph, const void *nodes, const void *edges, size_t n, int mode)) {               \
         CAPTURING(stream, per_thread, CALL(symbol, stream, graph, nodes, edges, n, mode));                                         \
     }
+#define BEGIN_RECAPTURE(symbol, per_thread)                                                                                        \
+    GM_WRAPPER(symbol, (CUstream stream, int mode, CUgraph graph, void *differs, void *data)) {                                    \
+        CAPTURING(stream, per_thread, CALL(symbol, stream, mode, graph, differs, data));                                           \
+    }
 BEGIN_CAPTURE_V1(cuStreamBeginCapture, false)
 BEGIN_CAPTURE_V1(cuStreamBeginCapture_ptsz, true)
 BEGIN_CAPTURE(cuStreamBeginCapture_v2, false)
 BEGIN_CAPTURE(cuStreamBeginCapture_v2_ptsz, true)
 BEGIN_CAPTURE_TO_GRAPH(cuStreamBeginCaptureToGraph, false)
 BEGIN_CAPTURE_TO_GRAPH(cuStreamBeginCaptureToGraph_ptsz, true)
+BEGIN_RECAPTURE(cuStreamBeginRecaptureToGraph, false)
+BEGIN_RECAPTURE(cuStreamBeginRecaptureToGraph_ptsz, true)
 
 enum { INVALIDATED = 901, UNJOINED = 904 }; /* errors that end a capture */
 #define END_CAPTURE(symbol)                                                                                                        \

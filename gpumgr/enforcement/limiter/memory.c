@@ -7,7 +7,7 @@
 #define BLOCK (2ull << 20)      /* in which the driver takes memory of the GPU */
 #define POOL_STEP (32ull << 20) /* by which the driver lets a pool grow */
 typedef unsigned int uint;
-typedef struct { int type, id; } location; /* CUmemLocation: 1 is a device */
+typedef struct { int type, id; } location; /* CUmemLocation */
 struct allocation_properties { int type, handles; location where; void *security; uint8_t flags[8]; };
 struct pool_properties { int type, handles; location where; void *security; size_t most; uint8_t reserved[56]; };
 struct array2 { size_t width, height; int format; uint channels; };
@@ -27,6 +27,8 @@ static int current_gpu(void) {
     CUdevice d = gm_process() ? gm_current_device() : -1;
     return d < 0 ? -1 : gm_gpu_of_device(d);
 }
+/* 1: a device; 6: a part of one, with the device in the lowest byte; others are not on a device. */
+static CUdevice device_at(location where) { return where.type == 1 ? where.id : where.type == 6 ? where.id & 0xff : -1; }
 static CUcontext current_context(void) {
     CUresult (*get)(CUcontext *) = (CUresult(*)(CUcontext *))gm_driver_function("cuCtxGetCurrent");
     CUcontext c = NULL;
@@ -176,7 +178,7 @@ GM_WRAPPER(cuMipmappedArrayDestroy, (CUarray a)) { FREE((uint64_t)a, CALL(cuMipm
 
 /* -- virtual memory: a handle is charged until its last reference and its last mapping are gone -------------------------------- */
 GM_WRAPPER(cuMemCreate, (CUdeviceptr *handle, size_t n, const struct allocation_properties *p, unsigned long long flags)) {
-    int gpu = handle && p && p->where.type == 1 && gm_process() ? gm_gpu_of_device(p->where.id) : -1;
+    int gpu = handle && p && gm_process() ? gm_gpu_of_device(device_at(p->where)) : -1;
     uint64_t bytes = gpu < 0 ? 0 : n;
     if (!reserve(gpu, GM_VMM, bytes)) return refuse(gpu);
     CUresult r = CALL(cuMemCreate, handle, n, p, flags);
@@ -322,10 +324,26 @@ GM_WRAPPER(cuMemAllocFromPoolAsync, (CUdeviceptr *at, size_t n, pool_t pool, CUs
 GM_WRAPPER(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {
     FROM_POOL(at, n, pool, stream, true, CALL(cuMemAllocFromPoolAsync_ptsz, at, n, pool, stream));
 }
+/* One of managed memory (type 2) that is on no device is the current device's. */
+static void pool_known(pool_t pool, location where, int type, int references) {
+    struct gm_record known;
+    if (!gm_process() || gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &known)) return;
+    int gpu = device_at(where) >= 0 ? gm_gpu_of_device(device_at(where)) : type == 2 ? current_gpu() : -1;
+    if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu, .references = references});
+}
 GM_WRAPPER(cuMemPoolCreate, (pool_t *pool, const struct pool_properties *p)) {
     CUresult r = CALL(cuMemPoolCreate, pool, p);
-    int gpu = r != CUDA_SUCCESS || !gm_process() ? -1 : p->where.type == 1 ? gm_gpu_of_device(p->where.id) : p->type == 2 ? current_gpu() : -1;
-    if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)*pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu});
+    if (r == CUDA_SUCCESS) pool_known(*pool, p->where, p->type, 0);
+    return r;
+}
+GM_WRAPPER(cuMemGetDefaultMemPool, (pool_t *pool, location *where, int type)) {
+    CUresult r = CALL(cuMemGetDefaultMemPool, pool, where, type);
+    if (r == CUDA_SUCCESS) pool_known(*pool, *where, type, 1);
+    return r;
+}
+GM_WRAPPER(cuMemGetMemPool, (pool_t *pool, location *where, int type)) {
+    CUresult r = CALL(cuMemGetMemPool, pool, where, type);
+    if (r == CUDA_SUCCESS) pool_known(*pool, *where, type, 1);
     return r;
 }
 GM_WRAPPER(cuMemPoolDestroy, (pool_t pool)) {
@@ -365,12 +383,12 @@ static CUresult graph(CUresult r) {
     return r;
 }
 GM_WRAPPER(cuGraphAddMemAllocNode, (void **node, CUgraph g, const void *after, size_t n, struct pool_properties *parameters)) {
-    if (parameters && parameters->where.type == 1) into_graph(parameters->where.id);
+    if (parameters) into_graph(device_at(parameters->where));
     return CALL(cuGraphAddMemAllocNode, node, g, after, n, parameters);
 }
 struct node { int type, reserved[3]; struct pool_properties pool; };
 static void node_into_graph(const struct node *x) {
-    if (x && x->type == 10 && x->pool.where.type == 1) into_graph(x->pool.where.id); /* CU_GRAPH_NODE_TYPE_MEM_ALLOC */
+    if (x && x->type == 10) into_graph(device_at(x->pool.where)); /* CU_GRAPH_NODE_TYPE_MEM_ALLOC */
 }
 GM_WRAPPER(cuGraphAddNode, (void **node, CUgraph g, const void *after, size_t n, struct node *parameters)) {
     node_into_graph(parameters);
@@ -379,6 +397,10 @@ GM_WRAPPER(cuGraphAddNode, (void **node, CUgraph g, const void *after, size_t n,
 GM_WRAPPER(cuGraphAddNode_v2, (void **node, CUgraph g, const void *after, const void *edges, size_t n, struct node *parameters)) {
     node_into_graph(parameters);
     return CALL(cuGraphAddNode_v2, node, g, after, edges, n, parameters);
+}
+GM_WRAPPER(cuGraphAddNode_v3, (void **node, CUgraph g, const void *after, const void *edges, size_t n, struct node *parameters)) {
+    node_into_graph(parameters);
+    return CALL(cuGraphAddNode_v3, node, g, after, edges, n, parameters);
 }
 GM_WRAPPER(cuGraphInstantiate, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n)) {
     return graph(CALL(cuGraphInstantiate, out, g, node, log, n));

@@ -571,6 +571,11 @@ static R batch3(struct stream *s, const struct batched *list, size_t n) {
 }
 API_PTSZ(cuMemcpy3DBatchAsync, (size_t n, struct batched *list, size_t *failed, uint64_t flags, V stream), (n, list, failed, flags, S)) { (void)flags; *failed = n; return batch3(stream, list, n); }
 API_PTSZ(cuMemcpy3DBatchAsync_v2, (size_t n, struct batched *list, uint64_t flags, V stream), (n, list, flags, S)) { (void)flags; return batch3(stream, list, n); }
+API_PTSZ(cuMemcpyWithAttributesAsync, (P to, P from, size_t n, V attributes, V stream), (to, from, n, attributes, S)) { (void)attributes; return is_host(to) || is_host(from) ? OK : move(stream, n, COPY_BYTES_PER_US); }
+API_PTSZ(cuMemcpy3DWithAttributesAsync, (struct batched *c, uint64_t flags, V stream), (c, flags, S)) { (void)flags; return batch3(stream, c, 1); }
+struct fabric { P from[3], to[3]; size_t bytes; U flags; };
+API_PTSZ(cuFabricCpyBatchAsync, (size_t n, struct fabric *list, uint64_t flags, V stream), (n, list, flags, S)) { (void)flags; return n == 1 ? move(stream, list->bytes, COPY_BYTES_PER_US) : INVALID; }
+API_PTSZ(cuMemBatchDecompressAsync, (V list, size_t n, U flags, size_t *failed, V stream), (list, n, flags, failed, S)) { (void)list, (void)flags, (void)failed; return move(stream, n * 440000000, COPY_BYTES_PER_US); }
 API_PTSZ(cuMemsetD16Async, (P at, unsigned short value, size_t n, V stream), (at, value, n, S)) { (void)at, (void)value; return move(stream, n * 2, SET_BYTES_PER_US); }
 API_PTSZ(cuMemsetD2D8Async, (P at, size_t pitch, unsigned char value, size_t width, size_t rows, V stream), (at, pitch, value, width, rows, S)) { (void)at, (void)pitch, (void)value; return move(stream, width * rows, SET_BYTES_PER_US); }
 API_PTSZ(cuMemsetD2D32Async, (P at, size_t pitch, unsigned value, size_t width, size_t rows, V stream), (at, pitch, value, width, rows, S)) { (void)at, (void)pitch, (void)value; return move(stream, width * rows * 4, SET_BYTES_PER_US); }
@@ -745,14 +750,15 @@ API(cuMipmappedArrayGetMemoryRequirements, (struct requirements *out, P at, D d)
 /* Virtual memory management */
 struct location { int type, id; };
 struct property { int type, handles; struct location location; V security; unsigned char rest[8]; };
-static int on_device(struct location l) { return l.type == 1; }
+static int on_device(struct location l) { return l.type == 1 || l.type == 6; }
+static D device_at(struct location l) { return l.type == 6 ? l.id & 0xff : l.id; }
 API(cuMemGetAllocationGranularity, (size_t *n, const struct property *p, int option)) { (void)p, (void)option; *n = 2 * MIB; return OK; }
 API(cuMemCreate, (P *h, size_t n, const struct property *p, uint64_t flags)) {
     if (!h || !p || flags || !n || n % (2 * MIB)) return INVALID;
     if (!started) return NOT_INITIALIZED;
-    if (on_device(p->location) && !gpu(p->location.id)) return NO_DEVICE;
-    R r = on_device(p->location) ? take(p->location.id, n, DATA) : OK;
-    if (!r) *h = add(0, n, on_device(p->location) ? HANDLE : HOST, p->location.id)->at;
+    if (on_device(p->location) && !gpu(device_at(p->location))) return NO_DEVICE;
+    R r = on_device(p->location) ? take(device_at(p->location), n, DATA) : OK;
+    if (!r) *h = add(0, n, on_device(p->location) ? HANDLE : HOST, device_at(p->location))->at;
     return r;
 }
 /* Frees the memory of a handle once neither a reference nor a mapping is left. Call with the lock, which it returns. */
@@ -841,10 +847,19 @@ API(cuDeviceSetMemPool, (D d, V p)) { current_pool[d] = p; return OK; }
 API(cuMemPoolCreate, (V *p, const struct pool_properties *x)) {
     if (!p || !x) return INVALID;
     struct pool *n = calloc(1, sizeof *n);
-    n->device = x->location.id, n->host = !on_device(x->location);
+    n->device = device_at(x->location), n->host = !on_device(x->location);
     *p = n;
     return OK;
 }
+static R own_pool(V *p, const struct location *l, int type) {
+    static struct pool managed;
+    if (!p || !l) return INVALID;
+    if (type == 1 && l->type == 1) return cuDeviceGetDefaultMemPool(p, l->id);
+    *p = &managed;
+    return type == 2 ? OK : INVALID;
+}
+API(cuMemGetDefaultMemPool, (V *p, const struct location *l, int type)) { return own_pool(p, l, type); }
+API(cuMemGetMemPool, (V *p, const struct location *l, int type)) { return own_pool(p, l, type); }
 static R from_pool(P *at, size_t n, struct pool *p, struct stream *s) {
     if (!s) return started ? BAD_CONTEXT : NOT_INITIALIZED;
     if (!at || !n) return INVALID;

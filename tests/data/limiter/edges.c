@@ -25,7 +25,8 @@ extern R cuInit(U), cuDevicePrimaryCtxRetain(V *, int), cuDevicePrimaryCtxReleas
     cuMemFree_v2(P), cuMemAllocAsync(P *, size_t, V), cuMemFreeAsync(P, V), cuMemAllocManaged(P *, size_t, U),
     cuMemAllocPitch_v2(P *, size_t *, size_t, size_t, U), cuMemCreate(P *, size_t, const struct property *, P), cuMemRelease(P),
     cuMemExportToShareableHandle(V, P, int, P), cuMemImportFromShareableHandle(P *, V, int), cuIpcOpenMemHandle_v2(P *, struct ipc, U),
-    cuIpcCloseMemHandle(P), cuMemPoolCreate(V *, const struct pool_property *), cuMemPoolDestroy(V), cuMemAllocFromPoolAsync(P *, size_t, V, V),
+    cuIpcCloseMemHandle(P), cuMemPoolCreate(V *, const struct pool_property *), cuMemPoolDestroy(V), cuMemGetDefaultMemPool(V *, const int *, int),
+    cuMemGetMemPool(V *, const int *, int), cuMemAllocFromPoolAsync(P *, size_t, V, V),
     cuArrayCreate_v2(P *, const struct array *), cuArray3DCreate_v2(P *, const struct array3 *), cuArrayDestroy(P), cuModuleLoadData(V *, const char *),
     cuModuleGetFunction(V *, V, const char *), cuLaunchKernel(V, U, U, U, U, U, U, U, V, V *, V *), cuLaunchKernelEx(const struct launch_config *, V, V *, V *),
     cuFakeLastAttribute(U *), cuDeviceGetAttribute(int *, int, int), cuStreamCreate(V *, U), cuStreamDestroy_v2(V), cuCtxSynchronize(void),
@@ -54,7 +55,9 @@ static V create_without_a_context(V unused) {
     return unused;
 }
 static void places(void) {
-    for (int location = 1; location <= 4; location++) { /* device, host, one NUMA node, the current one */
+    static const int places[] = {1, 2, 3, 4, 6}; /* device, host, one NUMA node, the current one, a part of a device */
+    for (unsigned i = 0; i < sizeof places / sizeof *places; i++) {
+        int location = places[i];
         pthread_t thread;
         located.location = location;
         pthread_create(&thread, NULL, create_without_a_context, NULL);
@@ -67,6 +70,18 @@ static void places(void) {
         SAY("from a pool", r, cuMemAllocFromPoolAsync(&at, STEP, pool, NULL));
         SAY("pool destroyed", cuMemFreeAsync(at, NULL), cuMemPoolDestroy(pool));
     }
+}
+/* Pools that the program did not make, as CUDA 13 gives them: a device's, and one of managed memory, which keeps what it has. */
+static void pools(void) {
+    for (int type = 1; type <= 2; type++)
+        for (int current = 0; current < 2; current++) {
+            V pool;
+            P at;
+            int where[] = {type == 1, 0};
+            R r = (current ? cuMemGetMemPool : cuMemGetDefaultMemPool)(&pool, where, type);
+            SAY("from a given pool", r, cuMemAllocFromPoolAsync(&at, STEP, pool, NULL));
+            SAY("freed", cuMemFreeAsync(at, NULL));
+        }
 }
 static void shared(void) {
     int number = 0;
@@ -164,6 +179,7 @@ int main(int argc, char **argv) {
     }
     capabilities();
     places();
+    pools();
     shared();
     frees();
     nothing();

@@ -254,7 +254,7 @@ static int own_threads(void) {
     return n - !!getenv("TSAN_OPTIONS"); /* ThreadSanitizer's own thread */
 }
 /* PyTorch on an H200: a product of 4096 takes 210 us, a small kernel less than its launch, a graph has 50 products of 2048. */
-enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL, ANY, PEER, FLAT, BOX, BOX_PEER, BATCH, BATCH_V1, OFFLOAD, TO_ARRAY, FROM_ARRAY, ARRAYS, BOXES, BOXES_V1, HALVES, ROWS, WORDS, GRID };
+enum way { KERNEL, GRAPH, EXTENDED, COOPERATIVE, SEVERAL, COPY, FILL, ANY, PEER, FLAT, BOX, BOX_PEER, BATCH, BATCH_V1, OFFLOAD, TO_ARRAY, FROM_ARRAY, ARRAYS, BOXES, BOXES_V1, HALVES, ROWS, WORDS, GRID, ATTRIBUTED, ATTRIBUTED_BOX, FABRIC, DECOMPRESSED };
 static const struct job { const char *what, *kernel; N each; int batch, nodes; enum way way; } jobs[] = {
     {"products", "work_210000", 210000, 20, 1, KERNEL}, {"small", "work_2500", 2500, 200, 1, KERNEL}, {"graph", "work_30000", 30000, 1, 50, GRAPH},
     {"long", "work_50000000", 50000000, 1, 1, KERNEL}, {"extended", "work_210000", 210000, 20, 1, EXTENDED},
@@ -263,7 +263,8 @@ static const struct job { const char *what, *kernel; N each; int batch, nodes; e
     {"boxes", "work", 201000, 20, 1, BOX}, {"boxpeers", "work", 201000, 20, 1, BOX_PEER}, {"batches", "work", 201000, 20, 1, BATCH},
     {"toarrays", "work", 201000, 20, 1, TO_ARRAY}, {"fromarrays", "work", 201000, 20, 1, FROM_ARRAY}, {"arrays", "work", 201000, 20, 1, ARRAYS},
     {"offloads", "work", 1000, 20, 1, OFFLOAD}, {"oldbatches", "work", 201000, 20, 1, BATCH_V1}, {"boxbatches", "work", 201000, 20, 1, BOXES}, {"oldboxbatches", "work", 201000, 20, 1, BOXES_V1},
-    {"halves", "work", 201000, 20, 1, HALVES}, {"rows", "work", 201000, 20, 1, ROWS},
+    {"attributed", "work", 201000, 20, 1, ATTRIBUTED}, {"attributedboxes", "work", 201000, 20, 1, ATTRIBUTED_BOX}, {"fabric", "work", 201000, 20, 1, FABRIC},
+    {"decompressed", "work", 201000, 20, 1, DECOMPRESSED}, {"halves", "work", 201000, 20, 1, HALVES}, {"rows", "work", 201000, 20, 1, ROWS},
     {"words", "work", 201000, 20, 1, WORDS}, {"grid", "work_210000", 210000, 20, 1, GRID}, {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
     {"slow", "work_200000000", 200000000, 1, 1, KERNEL}, {"giant", "work_210000", 210000, 20, 1, KERNEL},
     {"deep", "work_210000", 210000, 1000, 1, KERNEL}, {"second", "work_1000000000", 1000000000, 1, 1, KERNEL},
@@ -310,6 +311,10 @@ static R launch(enum way way, V kernel, V stream) {
     case FROM_ARRAY: return FOUND(cuMemcpyAtoD_v2, (P, V, size_t, size_t))(DEVICE, NULL, 0, 440000000);
     case ARRAYS: return FOUND(cuMemcpyAtoA_v2, (V, size_t, V, size_t, size_t))(NULL, 0, NULL, 0, 440000000);
     case BOXES: case BOXES_V1: return box_batches(way == BOXES, stream);
+    case ATTRIBUTED: return FOUND(cuMemcpyWithAttributesAsync, (P, P, size_t, V, V))(DEVICE, DEVICE, 440000000, NULL, stream);
+    case ATTRIBUTED_BOX: return FOUND(cuMemcpy3DWithAttributesAsync, (V, P, V))(&(struct batched){{1, DEVICE, {0}}, {1, DEVICE, {0}}, 2000, 2200, 100, 0, 0}, 0, stream);
+    case FABRIC: return FOUND(cuFabricCpyBatchAsync, (size_t, V, P, V))(1, &(struct { P from[3], to[3]; size_t n; unsigned flags; }){.n = 440000000}, 0, stream);
+    case DECOMPRESSED: return FOUND(cuMemBatchDecompressAsync, (V, size_t, unsigned, size_t *, V))(NULL, 1, 0, NULL, stream);
     case HALVES: return FOUND(cuMemsetD16Async, (P, unsigned short, size_t, V))(DEVICE, 0, 400000000, stream);
     case ROWS: return FOUND(cuMemsetD2D8Async, (P, size_t, unsigned char, size_t, size_t, V))(DEVICE, 0, 0, 20000, 40000, stream);
     case WORDS: return FOUND(cuMemsetD2D32Async, (P, size_t, unsigned, size_t, size_t, V))(DEVICE, 0, 0, 20000, 10000, stream);

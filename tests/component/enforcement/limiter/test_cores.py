@@ -183,9 +183,10 @@ _LAUNCHES = ("extended", "cooperative", "several", "grid")
 _COPIES = ("copies", "unified", "peers", "rectangles", "boxes", "boxpeers", "fills", "halves", "rows", "words")
 _ARRAYS = ("toarrays", "fromarrays", "arrays")
 _BATCHES = ("batches", "oldbatches", "boxbatches", "oldboxbatches")  # of CUDA 13 and 12.8
+_NEWER = ("attributed", "attributedboxes", "fabric", "decompressed")  # of CUDA 13.2 and 13.5; the last one is of 12.6
 
 
-@pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES, *_ARRAYS, *_BATCHES])
+@pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES, *_ARRAYS, *_BATCHES, *_NEWER])
 def test_every_kind_of_launch_waits_for_the_turn(node: Node, tmp_path: Path, work: str) -> None:
     containers = _containers(tmp_path, [25, 75])
     node.arbitrate(containers)

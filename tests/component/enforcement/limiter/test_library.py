@@ -163,7 +163,7 @@ int main(void) {
     void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
     int (*ask)(const char *, void **, int, unsigned long long, int *) = dlsym(cuda, "cuGetProcAddress_v2");
     int (*older)(const char *, void **, int, unsigned long long) = dlsym(cuda, "cuGetProcAddress");
-    static const int versions[] = {3020, 11030, 11040, 11080, 12000, 12020, 12050, 12080, 13000};
+    static const int versions[] = {3020, 11030, 11040, 11080, 12000, 12020, 12050, 12080, 13000, 13020, 13050};
     for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
         for (unsigned k = 0; k < 4 * sizeof versions / sizeof *versions; k++) {
             int version = versions[k / 4], flags = 2 * (k %% 2);
@@ -189,7 +189,7 @@ def test_each_version_of_a_function_gets_the_wrapper_of_that_version(target: Tar
         for preload in ([target.programs / LIBRARY], [])
     )
     assert [line[:5] for line in with_library] == [line[:5] for line in without]
-    assert len(without) == 36 * len(names)
+    assert len(without) == 44 * len(names)
     hooked = {symbol for symbol, _, _ in hooks()}
     for *_, symbol, file in (line for line in with_library if len(line) > 4):
         assert Path(file).name == (LIBRARY if symbol in hooked else "libcuda.so.1"), symbol
