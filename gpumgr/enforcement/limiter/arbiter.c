@@ -73,7 +73,7 @@ static struct tenant {
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */
     uint64_t until, since; /* what was written for it */
-    uint32_t flags, grants, pass, away_from;
+    uint32_t flags, grants, pass, away_from; /* away_from: of all siblings the same */
     bool overran; /* it still has work from a turn that was passed on */
     uint32_t suspended; /* then what its processes say counts for nothing */
     bool damaged; /* the page has other values than it should */
@@ -149,6 +149,30 @@ static void restore(struct tenant *t) {
     t->figures.spoiled++;
     wake(t);
 }
+/* Without an arbiter the containers of a GPU work one after the other: each has a part of every GM_AWAY_NS. It has the same part on all of
+ * its GPUs, since kernels of different GPUs may wait for one another. */
+static bool part_is_free(const struct tenant *t, int64_t from) {
+    const struct tenant *s = t;
+    do
+        for (const struct tenant *before = s->next; before; before = before->next) {
+            int64_t behind = (from + 101 - before->away_from) % 100;
+            if (before->away_from && (behind < before->share || 100 - behind < s->share)) return false;
+        }
+    while ((s = s->sibling) != t);
+    return true;
+}
+/* Next to the parts of the containers that were added before; where no part is free, that of another one, too. */
+static void plan_absence(struct tenant *t) {
+    int64_t from = t->away_from ? t->away_from - 1 : 0;
+    while (from && part_is_free(t, from - 1)) from--;
+    for (int i = 0; i < 100 && !part_is_free(t, from); i++) from = (from + 1) % 100;
+    if (t->away_from == from + 1) return;
+    struct tenant *s = t;
+    do {
+        s->away_from = (uint32_t)from + 1;
+        put(s->limits_fd, &s->away_from, sizeof s->away_from, limits_at(s) + (off_t)offsetof(struct gm_limits_gpu, away_from));
+    } while ((s = s->sibling) != t);
+}
 /* Limits that changed, the heartbeat, and whether launches need a turn at all. */
 static void refresh(struct tenant *t, int64_t now) {
     struct gm_limits_gpu limits;
@@ -161,13 +185,7 @@ static void refresh(struct tenant *t, int64_t now) {
     if (pread(t->limits_fd, &t->suspended, sizeof t->suspended, (off_t)offsetof(struct gm_limits, suspend)) < 0) t->suspended = 0;
     put(t->limits_fd, &beat, sizeof beat, (off_t)offsetof(struct gm_limits, heartbeat_ns));
     restore(t);
-    /* Without an arbiter the containers of a GPU work one after the other: each has a part of every GM_AWAY_NS. */
-    uint32_t before = 0;
-    for (const struct tenant *other = t->next; other; other = other->next) before += (uint32_t)other->share;
-    if (t->away_from != before % 100 + 1) {
-        t->away_from = before % 100 + 1;
-        put(t->limits_fd, &t->away_from, sizeof t->away_from, limits_at(t) + (off_t)offsetof(struct gm_limits_gpu, away_from));
-    }
+    plan_absence(t);
     uint32_t pass = t->ceiling >= 100 && t->gpu->tenants == t && !t->next;
     if (pass == t->pass) return;
     t->pass = pass;
@@ -280,6 +298,10 @@ static bool has_gpu(const struct tenant *t, const struct tenant *other) {
 /* Looks at a GPU; the time until the next look. */
 static int64_t serve(struct gpu *g, int64_t now) {
     int64_t pause = REST_SCAN_NS;
+    if (now - g->served_at > GM_AWAY_NS) { /* the arbiter was stopped, and the tenants limited themselves */
+        if (g->holder) release(g, g->holder);
+        g->served_at = now;
+    }
     for (struct tenant *t = g->tenants; t; t = t->next) {
         if (t->flags & GM_WANTS && g->holder != t) t->figures.waited_ns += (uint64_t)(now - g->served_at);
         look(t, now);

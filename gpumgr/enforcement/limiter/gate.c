@@ -257,7 +257,7 @@ static void wait_for_turn(struct gm_process *p, struct gm_gate *g) {
         uint32_t seen = __atomic_load_n(&turn(p, g)->grants, __ATOMIC_SEQ_CST);
         now = gm_now();
         if (try_pass(p, g, now)) break;
-        if (atomic_load(&helper) != 1 || __atomic_load_n(&limits(p, g)->pass, __ATOMIC_RELAXED)) {
+        if (atomic_load(&helper) != 1 || (__atomic_load_n(&limits(p, g)->pass, __ATOMIC_RELAXED) && !alone(p, now))) {
             atomic_fetch_add(&g->passes, PASS);
             break;
         }

@@ -25,7 +25,8 @@ struct gm_limits_gpu {
     uint32_t ceiling;         /* percent that it may use while others are idle, at least share */
     uint32_t quantum_us;      /* how long one turn lasts */
     uint32_t pass;            /* 1: no other container and a ceiling of 100, launches need no turn */
-    uint32_t away_from; /* where the container's part of each GM_AWAY_NS begins while there is no arbiter, 1 to 100 percent; 0: not known */
+    uint32_t away_from; /* where the container's part of each GM_AWAY_NS begins while there is no arbiter, 1 to 100 percent, on all of its
+                         * GPUs the same; 0: not known */
     uint32_t spare;
     uint64_t reserved[7];
 };

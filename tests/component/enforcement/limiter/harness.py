@@ -148,9 +148,12 @@ class Node:
         _, free, total, _ = with_driver.answer()
         return total - free - 615 * MIB
 
-    def arbitrate(self, containers: "Sequence[Container]", away_seconds: float = 0, tenants: int = 0) -> "Arbiter":
+    def arbitrate(
+        self, containers: "Sequence[Container]", away_seconds: float = 0, tenants: int = 0, *, stops: bool = False
+    ) -> "Arbiter":
         """Starts an arbiter for these containers; its time is the model clock's."""
-        self._arbiters.append(Arbiter(self.programs, self.folder, containers, away_seconds, tenants or len(containers)))
+        away = ("stop" if stops else "kill", away_seconds, tenants or len(containers))
+        self._arbiters.append(Arbiter(self.programs, self.folder, containers, *away))
         return self._arbiters[-1]
 
     def close(self) -> None:
@@ -252,6 +255,11 @@ class Container:
         since, grants = struct.unpack_from("<QI", self.page("turn").read_bytes(), _HEAD + 8)
         return bool(since) and int(grants) > turns
 
+    def part_while_away(self, gpu: int = 0) -> tuple[int, int]:
+        """The part of the time that it uses without an arbiter, in percent: where it begins, and its share."""
+        share, begin = struct.unpack_from("<I12xI", self.page("limits").read_bytes(), _HEAD + 120 * gpu + 40)
+        return int(begin) - 1, int(share)
+
     def reserved_bytes(self, gpu: int = 0) -> int:
         return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD + gpu * _GPU_USE)[0])
 
@@ -283,11 +291,12 @@ class Container:
 
 _ARBITER = """
 import ctypes, os, signal, sys, time
-library, away_seconds, tenants, clock = ctypes.CDLL(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), ctypes.CDLL(None)
+library, how, clock = ctypes.CDLL(sys.argv[1]), sys.argv[2], ctypes.CDLL(None)
+away_seconds, tenants = float(sys.argv[3]), int(sys.argv[4])
 
 def start():
     numbers, threads = [], clock.model_threads()
-    for word in sys.argv[4:]:
+    for word in sys.argv[5:]:
         gpus, folder = word.split(":", 1)
         pages = [os.open(f"{folder}/pages/{page}.1", os.O_RDWR) for page in ("limits", "turn")]
         numbers += [library.gm_arbiter_add(gpu, gpu, *pages) for gpu in range(int(gpus))]
@@ -301,23 +310,30 @@ if away_seconds:
     first = os.fork()
     if not first:
         clock.prctl(1, signal.SIGKILL)
+        signal.signal(signal.SIGUSR1, lambda *_: clock.model_stop())
         start()
         os.write(started, b" ")
-        signal.pause()
+        while True:
+            signal.pause()
     os.read(ready, 1)
     print(flush=True)
     clock.model_enter(tenants + 1)
     time.sleep(5)
-    os.kill(first, signal.SIGKILL)
-    os.waitpid(first, 0)
+    os.kill(first, signal.SIGUSR1 if how == "stop" else signal.SIGKILL)
+    while not os.waitpid(first, os.WUNTRACED | os.WNOHANG)[0]:
+        time.sleep(1e-5)
     time.sleep(away_seconds)
-    numbers = start()
+    if how == "stop":
+        os.kill(first, signal.SIGCONT)
+    numbers = [] if how == "stop" else start()
     clock.model_leave()
 else:
     numbers = start()
     print(flush=True)
 figures = (ctypes.c_uint64 * 4)()
-while sys.stdin.readline():
+while request := sys.stdin.readline():
+    if request.strip():
+        library.gm_arbiter_remove(numbers[int(request)])
     line = []
     for number in numbers:
         library.gm_arbiter_figures(number, figures)
@@ -327,12 +343,14 @@ while sys.stdin.readline():
 
 
 class Arbiter:
-    """A process that loads the arbiter as the agent does. With `away_seconds` it is killed five seconds after so many `tenants` and one
-    more have begun to work, and is away for so long.
+    """A process that loads the arbiter as the agent does. With `away_seconds` it is killed or stopped (`how`) five seconds after so many
+    `tenants` and one more have begun to work, and is away for so long. One that was stopped has no figures.
     """
 
-    def __init__(self, programs: Path, folder: Path, containers: Sequence[Container], away_seconds: float, tenants: int) -> None:
-        words = [str(programs / ARBITER), str(away_seconds), str(tenants)]
+    def __init__(
+        self, programs: Path, folder: Path, containers: Sequence[Container], how: str, away_seconds: float, tenants: int
+    ) -> None:
+        words = [str(programs / ARBITER), how, str(away_seconds), str(tenants)]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ARBITER, *words, *(f"{container.gpus}:{container.folder}" for container in containers)],
             stdin=subprocess.PIPE,
@@ -357,9 +375,13 @@ class Arbiter:
         """By container and GPU: in which at least one thread waited for a turn."""
         return [waited_ns / 1e9 for waited_ns in self._numbers()[3::4]]
 
-    def _numbers(self) -> list[int]:
+    def remove(self, number: int) -> None:
+        """Forgets a container, by its number among those of one GPU."""
+        self._numbers(str(number))
+
+    def _numbers(self, request: str = "") -> list[int]:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{request}\n")
         self._process.stdin.flush()
         return self._answer()
 

@@ -71,6 +71,49 @@ def test_shares_hold_while_the_arbiter_is_killed_and_restarted(
     assert held == pytest.approx(list(shares), abs=3)
 
 
+@pytest.mark.parametrize("away_seconds", [0.3, 1])
+def test_shares_hold_while_the_arbiter_is_stopped(node: Node, tmp_path: Path, away_seconds: float) -> None:
+    """As by a debugger. No tenant pays for that time afterwards."""
+    containers = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(2)]
+    node.arbitrate(containers, away_seconds, stops=True)
+    held = _gpu_time_percent([_started(node, container) for container in containers], ["products"] * 2, others=1)
+    assert held == pytest.approx([50, 50], abs=3)
+
+
+def test_a_tenant_that_needed_no_turn_keeps_to_its_share_without_the_arbiter(node: Node, tmp_path: Path) -> None:
+    """A killed arbiter leaves in the page that launches need none."""
+    container = Container(tmp_path / "0", share_percent=25, ceiling_percent=100)
+    node.arbitrate([container]).kill()
+    tenant = _started(node, container)
+    _gpu_time_percent([tenant], ["products"], milliseconds=500)  # until the library has noticed, and its thread has begun
+    assert _gpu_time_percent([tenant], ["products"]) == pytest.approx([25], abs=3)
+
+
+def _parts(containers: Sequence[Container], gpu: int) -> set[int]:
+    """The percents of the time in which one of the containers works on a GPU without an arbiter; each percent is one container's."""
+    parts = [container.part_while_away(gpu) for container in containers if container.gpus > gpu]
+    percents = {(begin + percent) % 100 for begin, share in parts for percent in range(share)}
+    assert len(percents) == sum(share for _, share in parts)
+    return percents
+
+
+@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+def test_a_container_has_the_same_part_of_the_time_on_its_gpus(node: Node, tmp_path: Path) -> None:
+    """Without an arbiter. Parts move together when a container ends, so that the next one finds its own in one piece."""
+    shares = ((20, 1), (30, 2), (15, 1), (35, 2))
+    containers = [
+        Container(tmp_path / f"{number}", share_percent=share, gpus=gpus) for number, (share, gpus) in enumerate(shares)
+    ]
+    arbiter = node.arbitrate(containers)
+    assert len(_parts(containers, 0)) == 100
+    assert len(_parts(containers, 1)) == 65
+    assert containers[1].part_while_away(0) == containers[1].part_while_away(1) == (20, 30)
+    arbiter.remove(0)
+    while [containers[3].part_while_away(gpu) for gpu in range(2)] != [(45, 35)] * 2:
+        pass
+    assert _parts(containers[1:], 0) == set(range(80))
+
+
 def test_processes_of_a_container_share_its_part_while_the_arbiter_is_away(node: Node, tmp_path: Path) -> None:
     containers = _containers(tmp_path, [40, 60])
     node.arbitrate(containers, away_seconds=8, tenants=4)
@@ -291,6 +334,16 @@ def test_collectives_over_two_shared_gpus_go_on(node: Node, tmp_path: Path, ceil
     assert [result for result, _, _ in answers] == [0, 0]
     assert min(rounds for _, rounds, _ in answers) > 5000
     assert sum(overruns for _, overruns, _ in arbiter.figures()) < 5
+
+
+@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+def test_collectives_go_on_while_there_is_no_arbiter(node: Node, tmp_path: Path) -> None:
+    """The container shares only one of its GPUs. A round takes 200 us, and the container has half of the time."""
+    containers = [Container(tmp_path / str(gpus), share_percent=50, gpus=gpus) for gpus in (1, 2)]
+    node.arbitrate(containers).kill()
+    result, rounds, _ = _started(node, containers[1]).ask(f"reduce 0 0 {_MS} 1")
+    assert result == 0
+    assert rounds > 15_000
 
 
 @pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
