@@ -300,5 +300,6 @@ void gm_leave(struct gm_pass pass) {
     uint32_t unmarked = atomic_load_explicit(&pass.stream->unmarked, memory_order_relaxed) + 1;
     atomic_store_explicit(&pass.stream->unmarked, unmarked, memory_order_relaxed);
     atomic_fetch_sub_explicit(&g->passes, 1, memory_order_release);
-    if (unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed)) gm_stream_mark(pass.stream);
+    bool marks = unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed);
+    if (marks || atomic_load_explicit(&pass.stream->thread, memory_order_relaxed)) gm_stream_mark(pass.stream);
 }

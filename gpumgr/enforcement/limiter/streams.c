@@ -1,7 +1,7 @@
 /* Streams and markers: what this process has on the GPUs. A marker is an event that the limiter records in the program's own stream.
  *
- * The flag `held` of a stream protects its markers. A launching thread never waits for it; the helper tries again later; a thread that
- * destroys the stream or begins a capture waits 100 ms at most. */
+ * The flag `held` of a stream protects its markers. A launching thread never waits for it, but for its per-thread stream; the helper tries
+ * again later; a thread that destroys the stream, begins a capture, or marks its per-thread stream waits 100 ms at most. */
 #define _GNU_SOURCE
 #include "gate.h"
 #include <pthread.h>
@@ -68,7 +68,7 @@ static void adapt(struct gm_stream *s, uint32_t marker) {
     uint32_t depth = AHEAD_US / us, spacing = (uint32_t)((uint64_t)MARKER_US * (covers ? covers : 1) / us), before = atomic_load(&s->spacing);
     if (spacing > 2 * before) spacing = 2 * before;
     if (spacing < before / 2) spacing = before / 2;
-    spacing = s->thread || spacing < 1 ? 1 : spacing > MOST_SPACING ? MOST_SPACING : spacing;
+    spacing = spacing < 1 ? 1 : spacing > MOST_SPACING ? MOST_SPACING : spacing;
     if (depth > MOST_UNENDED / spacing) depth = MOST_UNENDED / spacing; /* the next kernels may be longer */
     s->depth = depth < 1 ? 1 : depth > MOST_DEPTH ? MOST_DEPTH : depth;
     atomic_store(&s->spacing, spacing);
@@ -79,16 +79,20 @@ static void collect(struct gm_stream *s) {
         adapt(s, s->first);
     }
 }
-/* False: there is no free marker. The one before the oldest is kept, to measure the time between both. */
+/* False: there is no free marker. The one before the oldest is kept, to measure the time between both. No other thread can mark a
+ * per-thread stream, so its last marker moves behind each launch until it covers as many as another stream's. */
 static bool record(struct gm_stream *s, uint32_t most) {
-    if (s->next_marker - s->first >= most) return false;
-    uint32_t covers = atomic_exchange(&s->unmarked, 0);
+    uint32_t open = s->next_marker - s->first, last = (s->next_marker - 1) % GM_RING;
+    bool moves = s->thread && open && (s->covers[last] < atomic_load(&s->spacing) || open >= GM_RING - 1);
+    if (open >= most && !moves) return false;
+    if (moves) s->next_marker--;
+    uint32_t at = s->next_marker % GM_RING, covers = atomic_exchange(&s->unmarked, 0) + (moves ? s->covers[last] : 0);
     CUresult r;
-    if (s->thread) r = cuda.record_per_thread(s->event[s->next_marker % GM_RING], PER_THREAD);
+    if (s->thread) r = cuda.record_per_thread(s->event[at], PER_THREAD);
     else {
         CUcontext popped;
         bool pushed = s->handle == LEGACY && cuda.push(s->context) == CUDA_SUCCESS;
-        r = cuda.record(s->event[s->next_marker % GM_RING], s->handle);
+        r = cuda.record(s->event[at], s->handle);
         if (pushed) cuda.pop(&popped);
     }
     if (r != CUDA_SUCCESS) {
@@ -97,8 +101,8 @@ static bool record(struct gm_stream *s, uint32_t most) {
         atomic_store(&s->state, GM_DESTROYED);
         return true;
     }
-    s->covers[s->next_marker % GM_RING] = covers;
-    s->period[s->next_marker % GM_RING] = atomic_load(&s->gate->periods);
+    s->covers[at] = covers;
+    s->period[at] = atomic_load(&s->gate->periods);
     s->next_marker++;
     return true;
 }
@@ -112,13 +116,12 @@ bool gm_stream_captures(CUstream handle, bool per_thread) {
 void gm_stream_mark(struct gm_stream *s) {
     uint64_t until = 0;
     int mode = gm_relax(); /* another thread may begin a capture at any time */
-    while (hold(s)) { /* else another thread does it */
-        bool done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
-        if (!done) collect(s), done = record(s, s->depth);
+    while (s->thread ? hold_soon(s) : hold(s)) { /* else another thread does it */
+        bool late = until && gm_now() > until, done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
+        if (!done) collect(s), done = record(s, late ? GM_RING - 1 : s->depth);
         let_go(s);
-        if (done || gm_suspended()) break;
+        if (done || late || gm_suspended()) break;
         if (!until) until = gm_now() + gm_patience_ns(s->gate);
-        else if (gm_now() > until) break;
         gm_nap(NAP_NS);
     }
     gm_unrelax(mode);
@@ -187,7 +190,7 @@ static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t threa
     s->gate = gate;
     s->first = s->next_marker = 0, s->depth = 2;
     atomic_store(&s->unmarked, 0);
-    atomic_store(&s->spacing, thread ? 1 : 4);
+    atomic_store(&s->spacing, 4);
     atomic_store(&s->state, good ? GM_LIVE : GM_UNUSED);
     let_go(s);
     return good ? s : NULL;

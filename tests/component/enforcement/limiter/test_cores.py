@@ -271,17 +271,23 @@ def test_the_time_waited_is_that_of_the_container(node: Node, tmp_path: Path, th
 
 
 @pytest.mark.parametrize(
-    ("containers", "calls"),
-    [(0, 1.006), (1, 1.006), (2, 2.04)],  # 200 launches, then a wait; within a turn the current context is asked for, too
-    ids=["bare", "unlimited", "limited"],
+    ("containers", "lookup", "calls"),
+    [  # 200 launches, then a wait; within a turn the current context is asked for, too, and a marker takes three calls
+        (0, "proc", 1.006),
+        (1, "proc", 1.006),
+        (2, "proc", 2.04),
+        (2, "stream", 5.04),
+    ],
+    ids=["bare", "unlimited", "limited", "per-thread"],
 )
 def test_a_small_launch_calls_the_driver_once_and_its_turn_seldom_adds_a_marker(
-    node: Node, tmp_path: Path, containers: int, calls: float
+    node: Node, tmp_path: Path, containers: int, lookup: str, calls: float
 ) -> None:
-    """A container needs no turn while it has the GPU for itself. The markers of small kernels are about a millisecond apart."""
+    """A container needs no turn while it has the GPU for itself. The markers of small kernels are about a millisecond apart; only of a
+    per-thread stream the last one is recorded again with each launch."""
     all_of_them = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(containers)]
     node.arbitrate(all_of_them)
-    tenant = node.start(all_of_them[0] if containers else None, clock=True)
+    tenant = node.start(all_of_them[0] if containers else None, lookup, clock=True)
     assert tenant.ask("init 0")[0] == 0
     before = tenant.ask("calls")[1]
     result, gpu_ns, _ = tenant.ask("work small 1000 1")
