@@ -65,7 +65,8 @@ def lean_imports() -> Iterator[None]:
     stand_ins = {**{name: _StandIn(name) for name in _STAND_INS}, "typing_extensions": _typing_extensions()}
     replaced = {name: module for name, module in stand_ins.items() if name not in sys.modules}
     hidden = [name for name in _UNUSED if name not in sys.modules]
-    sys.modules |= {**replaced, **dict.fromkeys(hidden)}  # type: ignore[dict-item]  # None makes an import fail
+    nothing: Any = None  # makes an import fail
+    sys.modules |= {**replaced, **dict.fromkeys(hidden, nothing)}
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ |= _ENVIRONMENT
     known_files, mimetypes.knownfiles = mimetypes.knownfiles, []

@@ -47,6 +47,7 @@ RESOURCE_NAMES: Final[dict[Resource, str]] = {
     "mig": MIG_RESOURCE,
 }
 RESOURCE_BY_NAME: Final[dict[str, Resource]] = {name: resource for resource, name in RESOURCE_NAMES.items()}
+_OTHER: Final[dict[Resource, Resource]] = {"core": "memory", "memory": "core", "replica": "replica", "mig": "mig"}
 VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
 #: The name of a GPU in device ids: the first hex digits of its UUID (8 or more).
@@ -96,7 +97,7 @@ def inner_name(resource: str, names: Mapping[str, str]) -> str:
 
 def other_resource(resource: Resource) -> Resource:
     """The resource of the container's other call; replicas and MIG devices have no other call."""
-    return {"core": "memory", "memory": "core"}.get(resource, resource)  # type: ignore[return-value]
+    return _OTHER[resource]
 
 
 def blocks_of(memory_bytes: int) -> int:

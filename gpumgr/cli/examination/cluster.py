@@ -98,7 +98,11 @@ def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ..
         "claims-policy": _claims_policies,
         "claims-rbac": _claims_rights,
     }
-    return tuple(Check(name, lambda look=look: judged(look(cluster)), IF_HUNG) for name, look in looks.items())  # type: ignore[misc]
+
+    def check(name: str, look: Look) -> Check:
+        return Check(name, lambda: judged(look(cluster)), IF_HUNG)
+
+    return tuple(check(name, look) for name, look in looks.items())
 
 
 async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:

@@ -11,7 +11,7 @@ from typing import Final, get_args
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
 import gpumgr
 from gpumgr.cluster.core.index import ClusterIndex
@@ -113,7 +113,6 @@ class SchedulerMetrics:
         self, index: ClusterIndex, overview: ClusterOverview, watches: ClusterWatches, *, leader: Callable[[], bool]
     ) -> None:
         self._index, self._overview, self._watches, self._leader = index, overview, watches, leader
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
         self._seconds = {(verb, outcome): seconds.labels(verb, outcome) for verb in VERBS for outcome in OUTCOMES}

@@ -168,7 +168,7 @@ class Daemon:
         """Protocol 3: changes the limits of programs that start from now on. `known`: the record; `pids`: the container's processes on the
         GPU. Returns the processes that keep a larger limit of memory until they end. Raises MpsError, OSError: the next
         call tries again."""
-        older = {each: limit_bytes for each, limit_bytes in known.started_with().items() if is_running(each)}
+        older = {each: limit_bytes for each, limit_bytes in known.older if is_running(each)}
         if known.limits != share.limits or known.former_bytes is not None:
             former_bytes = max(known.memory_bytes, known.former_bytes or 0)
             older = dict.fromkeys(_started(pids), former_bytes) | older

@@ -1,7 +1,8 @@
 """What gpumgr keeps on disk about MPS: a folder and a record for each GPU with a daemon, and the node's protocol.
 
 The folder is `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants (the shares of its containers). run_dir is on a tmpfs: these
-files end with the boot, as the daemons do.
+files end with the boot, as the daemons do. Files are JSON without a version: fields that this version does not know are ignored, and a
+file that it can't decode is reported and counts as missing, but its name still counts.
 
 The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the compute mode that the GPU had before. It is not in the daemon's
 folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then take its own compute
@@ -9,20 +10,18 @@ mode for the former one, and start a second daemon for the GPU. A boot ends daem
 boot are ignored.
 """
 
-import contextlib
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from itertools import repeat
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.common.files import replace_file
+from gpumgr.common.files import names_in, replace_file
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import Process
 from gpumgr.enforcement.mps.commands import PROTOCOLS, SERVER, MpsProtocol
@@ -30,36 +29,30 @@ from gpumgr.ledger.ledger import AllocationId
 
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
 _TAIL_BYTES: Final = 4096
-#: More than any GPU has.
-_UNKNOWN_BYTES: Final = 1 << 62
 GPU_UUID: Final = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
 _ALLOCATION = re.compile(r"[0-9A-Za-z_]+\Z")
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """What a container was granted; `cores` in percent. In protocol 3 also: `older`: its processes that run since before the last change,
-    and `older_bytes`: the limit of memory with which each started (a record of an earlier version has no limits). `former_bytes`: while
-    a change is under way, the largest limit of memory that a program may have got before it."""
+    each with the limit of memory with which it started. `former_bytes`: while a change is under way, the largest limit of memory that a
+    program may have got before it."""
 
     cores: int
     memory_bytes: int
-    older: tuple[Process, ...] = ()
-    older_bytes: tuple[int, ...] = ()
+    older: tuple[tuple[Process, int], ...] = ()
     former_bytes: int | None = None
 
     @property
     def limits(self) -> tuple[int, int]:
         return self.cores, self.memory_bytes
 
-    def started_with(self) -> dict[Process, int]:
-        """Process of `older` -> its limit of memory."""
-        return dict(zip(self.older, self.older_bytes or repeat(_UNKNOWN_BYTES), strict=False))
-
-    def beside(self, started_with: Mapping[Process, int], former_bytes: int | None = None) -> Self:
+    def beside(self, older: Mapping[Process, int], former_bytes: int | None = None) -> Self:
         """The same share, with these processes."""
-        return replace(self, older=tuple(started_with), older_bytes=tuple(started_with.values()), former_bytes=former_bytes)
+        return replace(self, older=tuple(older.items()), former_bytes=former_bytes)
 
 
 class GpuFolder:
@@ -105,19 +98,11 @@ class GpuFolder:
 
     def allocations(self) -> list[AllocationId]:
         """The containers on record. Raises OSError if they can't be read, which does not mean that there are none."""
-        return names_in(self._tenants, _ALLOCATION)
+        return sorted(name for name in names_in(self._tenants) if _ALLOCATION.match(name))
 
     def shares(self) -> Mapping[AllocationId, Share]:
         """The shares of the containers with a readable record. Raises OSError."""
-        found: dict[AllocationId, Share] = {}
-        for allocation in self.allocations():
-            path = self._tenants / allocation
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    found[allocation] = decode_json(path.read_bytes(), Share)
-            except UnreadableText as error:
-                log.warning("mps_record_unreadable", path=str(path), error=str(error))
-        return found
+        return {name: share for name in self.allocations() if (share := read_record(self._tenants / name, Share)) is not None}
 
     def put(self, allocation: AllocationId, share: Share) -> None:
         """Raises OSError."""
@@ -130,15 +115,18 @@ class GpuFolder:
 
 def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
     """uuid and folder of each GPU that has a folder. Raises OSError."""
-    return ((name, GpuFolder(root / name)) for name in names_in(root, GPU_UUID) if (root / name).is_dir())
+    return ((name, GpuFolder(root / name)) for name in names_in(root) if GPU_UUID.match(name) and (root / name).is_dir())
 
 
-def names_in(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    """The names in a folder that match, sorted; none if it is missing. Raises OSError."""
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """The value in the file; None if it is missing or can't be decoded, which is logged. Raises OSError."""
     try:
-        return sorted(name for name in os.listdir(folder) if pattern.match(name))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        return decode_json(path.read_bytes(), kind)
+    except FileNotFoundError:
+        return None
+    except UnreadableText as error:
+        log.warning("mps_record_unreadable", path=str(path), error=str(error))
+        return None
 
 
 def socket_path_bytes(root: Path) -> int:
@@ -165,8 +153,8 @@ class DaemonRecords:
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
         self._root, self._boot = root, boot_id()
-        found = {name: self._read(root / name) for name in names_in(root, GPU_UUID)}
-        self._known = {uuid: record for uuid, record in found.items() if record is not None}
+        found = {name: read_record(root / name, Record) for name in names_in(root) if GPU_UUID.match(name)}
+        self._known = {uuid: record for uuid, record in found.items() if record is not None and record.boot == self._boot}
 
     def uuids(self) -> list[str]:
         return sorted(self._known)
@@ -192,14 +180,6 @@ class DaemonRecords:
         self._root.mkdir(parents=True, exist_ok=True)
         replace_file(self._root / uuid, msgspec.json.encode(record), durable=False)  # a record of an earlier boot is ignored
         self._known[uuid] = record
-
-    def _read(self, path: Path) -> Record | None:
-        """None for a record of another boot or an unreadable one; records of this boot are complete."""
-        try:
-            record = decode_json(path.read_bytes(), Record)
-        except UnreadableText:
-            return None
-        return record if record.boot == self._boot else None
 
 
 def boot_id() -> str:

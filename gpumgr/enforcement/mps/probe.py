@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import MpsError, MpsTransientError
 from gpumgr.common.files import replace_file
-from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
-from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, Share, boot_id
+from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, Share, boot_id, read_record
 from gpumgr.enforcement.mps.launcher import LaunchMethod
 
 #: A failure is tried again after this time.
@@ -53,11 +52,8 @@ def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
 
 def last_result(state_dir: Path, program: str) -> ProbeResult | None:
     """The last result with this program; None without one. Raises OSError."""
-    try:
-        result = decode_json((state_dir / RESULT_NAME).read_bytes(), ProbeResult)
-    except (FileNotFoundError, UnreadableText):
-        return None
-    return result if result.program == program else None
+    result = read_record(state_dir / RESULT_NAME, ProbeResult)
+    return result if result is not None and result.program == program else None
 
 
 async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> None:

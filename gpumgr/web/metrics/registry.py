@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common import prometheus_text
@@ -72,8 +72,6 @@ class Metrics:
     ) -> None:
         self._node, self._pods, self._names, self._clocks = node, pods, names, clocks
         self._resources: dict[str, str] = {driver: driver} if driver else {str(kind): name for kind, name in resources.items()}
-        # The start time of each counter would double the series; process_start_time_seconds has it once.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._counted: list[Family] = []
         self._make_kubelet_metrics(_CALLS if driver is None else _CLAIM_CALLS)

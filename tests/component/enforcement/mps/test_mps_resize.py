@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 
 from gpumgr.common.errors import MpsTimeoutError
-from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps.commands import Command
 from gpumgr.enforcement.mps.control import ControlProgram
 from gpumgr.enforcement.mps.folders import Share
@@ -164,12 +163,12 @@ async def test_limits_that_the_agent_was_changing_are_no_tampering(
     assert [finding.code for finding in await new.observe(look)] == ["tampered"]
 
 
-async def test_a_record_of_an_earlier_version_has_programs_of_unknown_limits(place: Place) -> None:
-    backend, pid = await of_8_gib(place)
-    ticks = start_time_ticks(pid)
-    (place.folder.root / "tenants/a1").write_text(f'{{"cores":30,"memory_bytes":{4 * GIB},"older":[[{pid},{ticks}]]}}')
-    assert await backend.adjust([running(SMALL, pid)]) == keeps(pid)
-    assert await backend.adjust([running(LARGE, pid)]) == keeps(pid)
-    await place.detach()
-    assert await backend.adjust([running(LARGE)]) == {}
+async def test_a_record_that_another_version_wrote_and_this_one_can_not_decode_is_written_again(place: Place) -> None:
+    backend, _ = await of_8_gib(place)
+    await backend.close()
+    (place.folder.root / "tenants/a1").write_text('{"version":2,"limits":{"cores":30}}')
+    new = await place.agent()
+    await new.recover([LARGE])
     assert place.folder.shares() == {"a1": Share(cores=30, memory_bytes=8 * GIB)}
+    assert await new.observe([running(LARGE)]) == []
+    assert (await namespaces(new))["a1"][0] == "8G"

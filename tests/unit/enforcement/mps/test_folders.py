@@ -4,34 +4,36 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.common.errors import MpsError
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
 from gpumgr.enforcement.mps.folders import (
     DaemonRecords,
     GpuFolder,
+    Record,
     Share,
     gpu_folders,
     read_protocol,
+    read_record,
     socket_path_bytes,
     write_protocol,
 )
+from gpumgr.enforcement.mps.probe import ProbeResult
 
 
-def test_shares_are_kept_and_what_is_unreadable_is_still_named(tmp_path: Path) -> None:
+def test_shares_are_kept_until_they_are_dropped(tmp_path: Path) -> None:
     folder = GpuFolder(tmp_path / "mps/GPU-1")
     assert folder.allocations() == []
     folder.make()
     folder.put("a1", Share(cores=30, memory_bytes=1 << 30))
     folder.put("a1", Share(cores=40, memory_bytes=1 << 30))
-    folder.put("b2", Share(cores=1, memory_bytes=1))
-    (folder.root / "tenants/b2").write_text("{")
-    assert folder.allocations() == ["a1", "b2"]
     assert folder.shares() == {"a1": Share(cores=40, memory_bytes=1 << 30)}
     folder.drop("a1")
     folder.drop("a1")
-    assert folder.allocations() == ["b2"]
+    assert folder.allocations() == []
 
 
 def test_clients_of_any_user_have_access_with_any_umask(tmp_path: Path) -> None:
@@ -69,7 +71,6 @@ def test_only_gpus_have_folders(tmp_path: Path) -> None:
     (tmp_path / "GPU-file").touch()
     assert [uuid for uuid, _ in gpu_folders(tmp_path)] == ["GPU-1"]
     assert list(gpu_folders(tmp_path / "missing")) == []
-    assert list(gpu_folders(tmp_path / "GPU-file")) == []
 
 
 def test_a_folder_that_is_gone_has_nothing_left_to_remove(tmp_path: Path) -> None:
@@ -116,11 +117,39 @@ def test_a_boot_ends_what_was_before(tmp_path: Path) -> None:
     assert (record.folder, record.former_mode) == ("/run/b", None)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"x"'])
-def test_what_is_no_record_counts_for_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / UUID).write_text(text)
-    (tmp_path / "another").write_text("{}")
-    assert DaemonRecords(tmp_path).uuids() == []
+SHARE = Share(cores=30, memory_bytes=4 << 30, older=(((17, 345), 8 << 30),))
+#: Each record, and its file as this version writes it.
+WRITTEN: dict[msgspec.Struct, str] = {
+    SHARE: '{"cores":30,"memory_bytes":4294967296,"older":[[[17,345],8589934592]],"former_bytes":null}',
+    Record(
+        boot="b", folder="/run/gpumgr/mps/GPU-1", former_mode=0
+    ): '{"boot":"b","folder":"/run/gpumgr/mps/GPU-1","former_mode":0}',
+    ProbeResult(program="p", boot="b", failure="no"): '{"program":"p","boot":"b","failure":"no"}',
+}
+
+
+@pytest.mark.parametrize("record", WRITTEN)
+def test_a_record_has_the_same_form_in_all_versions_and_may_have_more_fields_in_a_newer_one(
+    tmp_path: Path, record: msgspec.Struct
+) -> None:
+    assert msgspec.json.encode(record).decode() == WRITTEN[record]
+    for text in (WRITTEN[record], json.dumps(json.loads(WRITTEN[record]) | {"version": 2, "limits": {"cores": 1}})):
+        (tmp_path / "record").write_text(text)
+        assert read_record(tmp_path / "record", type(record)) == record
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"x"', '{"cores":[1],"memory_bytes":1,"boot":1,"folder":"/run/a"}'])
+def test_a_record_that_can_not_be_decoded_is_reported_and_only_its_name_counts(tmp_path: Path, text: str) -> None:
+    folder = GpuFolder(tmp_path / "mps/GPU-1")
+    folder.make()
+    folder.put("a1", SHARE)
+    share, record = folder.root / "tenants/b2", tmp_path / UUID
+    for path in (share, record, tmp_path / "another"):
+        path.write_text(text)
+    with capture_logs() as logs:
+        assert (folder.allocations(), folder.shares()) == (["a1", "b2"], {"a1": SHARE})
+        assert DaemonRecords(tmp_path).uuids() == []
+    assert [(line["event"], line["path"]) for line in logs] == [("mps_record_unreadable", str(each)) for each in (share, record)]
 
 
 OLD: ControlFeatures = {2: ""}

@@ -69,6 +69,7 @@ def test_all_outcomes_stand_from_the_start_and_none_is_added(metrics: Metrics) -
     metrics.called("GetDevicePluginOptions", "core", "ok", 0.001)
     found = {s.labels["outcome"] for s in families(metrics)["gpumgr_allocate_requests"].samples}
     assert found == set(OUTCOMES)
+    assert not [s.name for family in families(metrics).values() for s in family.samples if s.name.endswith("_created")]
     assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="internal") == 1
 
 
