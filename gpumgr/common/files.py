@@ -1,6 +1,8 @@
 """Files on disk: replaced atomically and durably, and compared without reading them."""
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,6 +68,21 @@ def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterato
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file of at most `most_bytes`. Raises OSError, also for any other file; opening a FIFO does not block."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+    return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def names_in(folder: Path) -> list[str]:

@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, FindingCode, RunningContainer
+from gpumgr.common.errors import GpumgrError, Refusal
 from gpumgr.common.units import Resource
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, Strength, Strengths, describe_limits, gpu_limits
@@ -25,15 +26,18 @@ from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
+from gpumgr.settings import schema
 
-BackendName = Literal["limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none"]
+#: "mps-open": see `UnlimitedMps`; only gpumgr itself chooses it.
+BackendName = Literal[schema.BackendName, "mps-open"]
 
 
 class Backend:
-    """One mechanism. A subclass overrides the methods that it needs. No method blocks the event loop for longer than reading or writing a
-    small file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what
-    the mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `adjustable`: `observe` or `adjust`
-    can change the limits of a running container. `running_keep_limits`: programs that run keep their limits, and new ones get the changed
+    """One mechanism. A subclass overrides the methods that it needs; others call `unavailable` and `start`, which turn the errors of
+    `check_node` and `put_limits` into texts and refusals. No method blocks the event loop for longer than reading or writing a small file
+    takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what the
+    mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `adjustable`: `observe` or `adjust` can
+    change the limits of a running container. `running_keep_limits`: programs that run keep their limits, and new ones get the changed
     limits."""
 
     name: BackendName
@@ -43,7 +47,14 @@ class Backend:
 
     async def unavailable(self) -> str | None:
         """Why this node can't use it and what to do; None if it can."""
+        try:
+            await self.check_node()
+        except (GpumgrError, OSError) as error:
+            return str(error)
         return None
+
+    async def check_node(self) -> None:
+        """Raises GpumgrError or OSError, with what to do, if this node can't use it."""
 
     async def settle(self) -> bool:
         """Waits for the end of a trial of the mechanism that `unavailable` started; returns whether there was one."""
@@ -55,7 +66,17 @@ class Backend:
         return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
-        """Writes the container's files again, before each start of the container. Raises Refusal; the kubelet retries."""
+        """Puts the container's limits in place, before each start of the container. Raises Refusal; the kubelet retries."""
+        try:
+            await self.put_limits(tenant)
+        except Refusal:
+            raise
+        except (GpumgrError, OSError, ValueError) as error:
+            text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+            raise Refusal("internal", f"{tenant.describe()} can't start with the backend {self.name}: {text}") from error
+
+    async def put_limits(self, tenant: GpuShare) -> None:
+        """Writes the container's files again. Raises GpumgrError, OSError, and ValueError for limits that it can't express."""
 
     async def vacate(self, uuids: Collection[str]) -> None:
         """Ends this backend's use of these GPUs, before a container gets them exclusively. Raises Refusal."""
@@ -122,7 +143,7 @@ class Unlimited(Backend):
     def __init__(self, report: ReportUnlimited) -> None:
         self._report = report
 
-    async def start(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:
         self._report(tenant, unlimited_message(tenant, "enforcement backend none"))
 
 

@@ -29,10 +29,10 @@ import msgspec
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.common.errors import NvmlError, Refusal
+from gpumgr.common.errors import GpumgrError, NvmlError
 from gpumgr.common.proc import PROC
 from gpumgr.common.units import Resource
-from gpumgr.enforcement.backend import Backend, BackendName
+from gpumgr.enforcement.backend import Backend, BackendName, finding
 from gpumgr.enforcement.container_processes import mounted_names
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength
 from gpumgr.ledger.ledger import AllocationId
@@ -116,7 +116,7 @@ class DriverMemory(Backend):
         """The driver may have been loaded again: the next `unavailable` tries its limits again."""
         self._tried = False
 
-    async def unavailable(self) -> str | None:
+    async def check_node(self) -> None:
         """Also tries a limit, until a trial has succeeded."""
         of_cgroups, of_driver, uuid = self._cgroup_obstacle(), None, ""
         try:
@@ -126,15 +126,18 @@ class DriverMemory(Backend):
         of_runtime = self._runtime_obstacle()
         if of_runtime is not None:
             of_runtime = f"the cgroups of containers can't be found: {of_runtime}"
-        if (obstacles := [each for each in (of_cgroups, of_driver, of_runtime) if each]) or self._tried:
-            return "; ".join(obstacles) or None
+        if obstacles := [each for each in (of_cgroups, of_driver, of_runtime) if each]:
+            raise GpumgrError("; ".join(obstacles))
+        if self._tried:
+            return
         try:
             with self._new_cgroup() as cgroup:
                 obstacle = await self._put(uuid, cgroup, _TRIAL)
         except (NvmlError, OSError) as error:
             obstacle = str(error)
         self._tried = obstacle is None
-        return obstacle and f"a limit on a new cgroup below {self._cgroup_root} fails: {obstacle}; {_AFTER_FAILED_TRIAL}"
+        if obstacle is not None:
+            raise GpumgrError(f"a limit on a new cgroup below {self._cgroup_root} fails: {obstacle}; {_AFTER_FAILED_TRIAL}")
 
     @contextmanager
     def _new_cgroup(self) -> Iterator[str]:
@@ -168,10 +171,8 @@ class DriverMemory(Backend):
             )
         return None
 
-    async def start(self, tenant: GpuShare) -> None:
-        obstacle = await self.unavailable()
-        if obstacle is not None:
-            raise Refusal("internal", f"the GPU memory of {tenant.describe()} can't be limited: {obstacle}")
+    async def put_limits(self, tenant: GpuShare) -> None:
+        await self.check_node()
         self._expect(tenant)
 
     def _expect(self, tenant: GpuShare) -> None:
@@ -286,7 +287,7 @@ def _limited(tenant: GpuShare) -> Sequence[SharedGpu]:
 
 def _broken(tenant: GpuShare, gpu: SharedGpu, reason: str) -> Finding:
     message = f"the GPU memory of {tenant.describe()} can't be limited to {gpu.limit_bytes >> 20} MiB: {reason}"
-    return Finding(allocation=tenant.allocation, code="broken", message=message)
+    return finding(tenant, "broken", message)
 
 
 def _text_of(limit: MemoryLimit) -> str:

@@ -80,7 +80,8 @@ class Enforcer:
     async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
         """Determines the mechanisms of new containers on these GPUs; allocations keep their mechanisms. Logs a changed result."""
         self._gpus = gpus
-        obstacles = dict(zip(self.backends, await asyncio.gather(*map(_obstacle, self.backends.values())), strict=True))
+        asked = await asyncio.gather(*(backend.unavailable() for backend in self.backends.values()))
+        obstacles = dict(zip(self.backends, asked, strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
         self.choice = choice = choose_mechanisms(self._settings.backend, obstacles, strengths)
         self.gpu_limits = {gpu.uuid: choice.limits(gpu) for gpu in gpus}
@@ -341,13 +342,6 @@ class Enforcer:
     async def close(self) -> None:
         for backend in self.backends.values():
             await backend.close()
-
-
-async def _obstacle(backend: Backend) -> str | None:
-    try:
-        return await backend.unavailable()
-    except (GpumgrError, OSError) as error:
-        return str(error)
 
 
 def _by_mps(mechanisms: Mechanisms) -> bool:

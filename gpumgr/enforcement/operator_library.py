@@ -19,12 +19,9 @@ from typing import Final
 
 import msgspec
 
-from gpumgr.common.elf import ET_DYN, ElfError, read_exports, read_header
+from gpumgr.common.elf import ET_DYN, KERNEL_NAMES, ElfError, read_exports, read_header
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.files import FileIdentity, replace_file, replacing
-
-#: The kernel's name of a machine -> the name that `read_header` returns for its programs.
-_MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
 #: A file beside an installed library, which containers get as /etc/ld.so.preload.
 PRELOAD: Final = "ld.so.preload"
@@ -140,9 +137,9 @@ def _check_elf(path: Path, descriptor: int) -> None:
         raise LibraryError(f"{path} is not a 64-bit little-endian ELF file; build the library for {host}")
     if header.kind != ET_DYN:
         raise LibraryError(f"{path} is an ELF file, but not a shared library")
-    if host not in _MACHINES:
+    if host not in KERNEL_NAMES:
         raise LibraryError(f"this host is {host}; libraries like {path} are supported on x86_64 and aarch64")
-    if header.machine != _MACHINES[host]:
+    if header.machine != KERNEL_NAMES[host]:
         raise LibraryError(f"{path} is built for {header.machine}, this host is {host}: build it for this host")
 
 

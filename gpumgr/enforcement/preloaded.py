@@ -6,12 +6,13 @@ The container mounts the installed copy of the library, the list that preloads i
 import asyncio
 import shutil
 import threading
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
-from gpumgr.agent.ports import RunningContainer
+from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend
@@ -52,6 +53,9 @@ class PreloadedBackend(Backend, Generic[_M]):
     def remains(self) -> Collection[AllocationId]:
         return names_in(self._folder)
 
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
+
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         monitors = {each.tenant.allocation: self._monitors.get(each.tenant.allocation) for each in running}
         return {name: each.obstacle for name, each in monitors.items() if each is not None and each.obstacle is not None}
@@ -73,6 +77,10 @@ class PreloadedBackend(Backend, Generic[_M]):
         )
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        """The new findings about these containers."""
 
     def _install(self, library: CheckedLibrary) -> None:
         """Raises LibraryError or OSError."""

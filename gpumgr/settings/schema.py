@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta, inspect
@@ -43,7 +43,7 @@ BackendName = Literal["limiter", "mps", "hami-core", "vcuda", "nvml-memory", "no
 Override = Annotated[
     str,
     Meta(
-        pattern=rf"^{_SUBJECT}(/[a-z0-9]([a-z0-9.-]*[a-z0-9])?)?=(limiter|mps|hami-core|vcuda|nvml-memory|none)$",
+        pattern=rf"^{_SUBJECT}(/[a-z0-9]([a-z0-9.-]*[a-z0-9])?)?=({'|'.join(get_args(BackendName))})$",
         extra={"allowed": "namespace=mechanism or namespace/serviceaccount=mechanism, such as batch=none"},
     ),
 ]
@@ -188,7 +188,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: What enforces the limits of shares. auto: the driver's memory limits where the node has them, and gpumgr's own limiter.
-    backend: Literal["auto", "limiter", "mps", "hami-core", "vcuda", "nvml-memory", "none"] = "auto"
+    backend: Literal["auto", BackendName] = "auto"
     #: Another backend, or none, for pods of a namespace or of one of its service accounts; the most specific entry counts.
     overrides: tuple[Override, ...] = ()
     #: How containers get devices, files and environment: in the Allocate response, or by the name of a CDI device.

@@ -3,8 +3,6 @@
 For any content of the file, and any other object at its path, the result is a tree or an error of one sentence.
 """
 
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -12,6 +10,7 @@ from typing import Final
 import yaml
 
 from gpumgr.common.errors import SettingsError
+from gpumgr.common.files import read_bounded
 
 #: Several times the size of config/gpumgr.yaml, which has all settings and their comments. PyYAML needs 600 bytes of memory for each byte
 #: of the file, and reads 100 KiB a second.
@@ -31,7 +30,11 @@ class UnreadableError(SettingsError):
 
 def read_tree(path: Path) -> yaml.Node | None:
     """None if the file is empty. Raises UnreadableError."""
-    return compose(_read(path))
+    try:
+        content = read_bounded(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise UnreadableError(f"can't be read: {error.strerror or error}") from error
+    return compose(content)
 
 
 def compose(content: bytes) -> yaml.Node | None:
@@ -86,24 +89,6 @@ def legible(text: str, limit: int = _MAX_NAME) -> str:
     """The text on one line, without lone surrogates and escape sequences, which logs, databases and terminals do not accept."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return cut if cut.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UnreadableError("can't be read: this is no regular file; write the settings into one")
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise UnreadableError(f"can't be read: {error.strerror or error}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise UnreadableError(f"the file has more than {MAX_FILE_BYTES} bytes; this is no settings file")
-    return content
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens the file with O_NONBLOCK: without it, opening a FIFO blocks until the FIFO has a writer."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def _no_yaml(why: str, line: int | None = None) -> UnreadableError:

@@ -7,9 +7,7 @@ not match.
 """
 
 import asyncio
-import os
 import ssl
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
@@ -18,7 +16,7 @@ import structlog
 
 from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import SettingsError
-from gpumgr.common.files import FileIdentity
+from gpumgr.common.files import FileIdentity, read_bounded
 from gpumgr.settings.schema import missing_file
 
 _log = structlog.get_logger(__name__)
@@ -166,19 +164,13 @@ def _stamp(*paths: Path) -> _Stamp:
 
 
 def _read(key: str, path: Path, most_bytes: int) -> bytes:
-    """Raises SettingsError unless it is a regular file of at most `most_bytes`."""
+    """Raises SettingsError."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise SettingsError(f"{key} {path} is not a regular file; name one that is")
-            content = file.read(most_bytes + 1)
+        return read_bounded(path, most_bytes)
     except OSError as error:
         raise SettingsError(
             f"{key} {path} can't be read: {error.strerror or error}; name a file that the agent may read, or set {key} to null"
         ) from error
-    if len(content) > most_bytes:
-        raise SettingsError(f"{key} {path} has more than {most_bytes} bytes; name the right file")
-    return content
 
 
 def _read_token(path: Path) -> bytes:

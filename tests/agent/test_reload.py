@@ -149,7 +149,7 @@ async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: P
         since = len(node.agent_log.lines)
         node.agent.signal(signal.SIGHUP)
         await node.agent_log.until_match(
-            lambda line: line["event"] == "config_rejected" and "no regular file" in line["reason"], since=since
+            lambda line: line["event"] == "config_rejected" and "not a regular file" in line["reason"], since=since
         )
         replace(path, good)
         await node.agent_log.until("config_reloaded", since=since)

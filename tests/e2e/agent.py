@@ -112,16 +112,8 @@ class Agent:
 
     def gpu_index(self, gpu: str) -> int:
         """NVML's index of a GPU that the ledger calls so."""
-
-        def leaves(branch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-            if branch.get("gpu"):
-                yield branch["gpu"]
-            for child in branch.get("children", ()):
-                yield from leaves(child)
-
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/graph?format=json", timeout=30) as answer:
-            tree = json.load(answer)["tree"]
-        return next(int(leaf["index"]) for leaf in leaves(tree) if leaf["name"] == gpu)
+            return next(int(each["index"]) for each in json.load(answer)["gpus"] if each["name"] == gpu)
 
     def log(self) -> list[dict[str, Any]]:
         """The lines of its log so far."""

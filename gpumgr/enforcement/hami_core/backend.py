@@ -73,12 +73,8 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         """Sets the library of containers that start from now on; running containers keep the copy that they have mounted."""
         self._library = path, sha256
 
-    async def unavailable(self) -> str | None:
-        try:
-            await self._usable_library()
-        except LibraryError as error:
-            return str(error)
-        return None
+    async def check_node(self) -> None:
+        await self._usable_library()
 
     async def _usable_library(self) -> CheckedLibrary:
         """Raises LibraryError."""
@@ -129,18 +125,9 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
             ),
         )
 
-    async def start(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:
         """Installs the library and makes a new region file. The container that used the former file has ended."""
-        try:
-            await asyncio.to_thread(self._start, tenant, await self._usable_library())
-        except (LibraryError, ValueError) as error:
-            raise Refusal("internal", f"HAMi-core can't limit {tenant.describe()}: {error}") from error
-        except OSError as error:
-            where = error.filename or self._folder
-            raise Refusal("internal", f"HAMi-core's region can't be made: {where}: {error.strerror or error}") from error
-
-    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
+        await asyncio.to_thread(self._start, tenant, await self._usable_library())
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         if running:

@@ -77,12 +77,8 @@ class Limiter(PreloadedBackend[PageMonitor]):
         """Raises GpumgrError."""
         return Arbiter(self._find(ARBITER))
 
-    async def unavailable(self) -> str | None:
-        try:
-            await asyncio.to_thread(lambda: (self._library, self._arbiter))
-        except GpumgrError as error:
-            return str(error)
-        return None
+    async def check_node(self) -> None:
+        await asyncio.to_thread(lambda: (self._library, self._arbiter))
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         """Raises Refusal if this package has no library for the machine."""
@@ -107,25 +103,15 @@ class Limiter(PreloadedBackend[PageMonitor]):
             )
         )
 
-    async def start(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:
         """Installs the library and makes new pages. The container that used the former pages has ended."""
         if self._contexts is not None:
             await asyncio.gather(*(self._measure(self._contexts, gpu.uuid) for gpu in tenant.gpus))
-        try:
-            await asyncio.to_thread(self._start, tenant)
-        except (GpumgrError, ValueError) as error:
-            raise Refusal("internal", f"the limiter can't limit {tenant.describe()}: {error}") from error
-        except OSError as error:
-            where = error.filename or self._folder
-            raise Refusal("internal", f"the limiter's pages can't be made: {where}: {error.strerror or error}") from error
+        await asyncio.to_thread(self._start, tenant)
 
     async def _measure(self, contexts: ContextSizes, uuid: str) -> None:
         if size_bytes := await contexts.of(uuid):
             self._context_bytes[uuid] = size_bytes
-
-    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        """Also restores what a container changed, and reports it."""
-        return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         monitors = tuple(self._monitors.items())
@@ -164,6 +150,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
             self._monitors[tenant.allocation] = self._monitor(files)
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
+        """Also restores what a container changed, and reports it."""
         return [
             finding
             for each in running

@@ -104,16 +104,20 @@ class Mps(Backend):
     async def open(self, *, keep_protocol: bool) -> None:
         """Must be called first. `keep_protocol`: the ledger has allocations of this backend, so the protocol on record stays."""
         self._keep = keep_protocol
-        if (reason := await self._prepared()) is not None:
-            log.info("mps_unavailable", reason=reason)
+        try:
+            await self._find_program()
+        except (MpsError, OSError) as error:
+            log.info("mps_unavailable", reason=str(error))
 
-    async def unavailable(self) -> str | None:
+    async def check_node(self) -> None:
         """Begins a trial if one is due. Until it ends, the result of the last trial counts; without one, the program counts as working if
         its help lists what is needed."""
-        reason = await self._prepared()
-        return reason if reason is not None else await self._probed()
+        await self._find_program()
+        if (failure := await self._probed()) is not None:
+            raise MpsError(failure)
 
-    async def _prepared(self) -> str | None:
+    async def _find_program(self) -> None:
+        """Finds the control program and configures the daemons. Raises MpsError, OSError."""
         try:
             if (excess := socket_path_bytes(self._root) - MAX_PATH_BYTES) > 0:
                 raise MpsError(
@@ -123,11 +127,10 @@ class Mps(Backend):
                 self._settings.control_program, self._method, self._root.parent, timeout_seconds=self.timeout_seconds
             )
             await asyncio.to_thread(self._settle, control, await control.features())
-        except (MpsError, OSError) as error:
+        except (MpsError, OSError):
             if self._supervisor is None:
                 await asyncio.to_thread(self._resume)
-            return str(error)
-        return None
+            raise
 
     async def _probed(self) -> str | None:
         """Why the last trial failed; None if it succeeded, or if there was none. Raises OSError."""
@@ -237,21 +240,18 @@ class Mps(Backend):
         """The answer for a container with only these limits. Raises Refusal."""
         return answer(tenant, kind, self._ready().config.protocol, limits, self._root)
 
-    async def start(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:
         await self.admit(tenant, _share(tenant.only_gpu("MPS")))
 
     async def admit(self, tenant: GpuShare, share: Share) -> None:
-        """Limits the container to `share` of its GPU. Raises Refusal."""
+        """Limits the container to `share` of its GPU. Raises Refusal, MpsError, OSError."""
         gpu = tenant.only_gpu("MPS")
         if not gpu.uuid.startswith("GPU-"):
             raise Refusal("internal", f"MPS can't share {gpu.uuid}: it shares whole GPUs, not MIG devices")
         await self._await_probe()
         daemon = self._ready().of(gpu.uuid)
         async with daemon.lock:
-            try:
-                await daemon.admit(tenant.allocation, share)
-            except (MpsError, OSError) as error:
-                raise Refusal("internal", f"MPS can't limit {tenant.describe()} on GPU {gpu.name}: {error}") from error
+            await daemon.admit(tenant.allocation, share)
 
     def remains(self) -> Collection[AllocationId]:
         return {allocation for daemon in self.daemons() for allocation in daemon.folder.allocations()}
@@ -468,9 +468,9 @@ class UnlimitedMps(Unlimited):
         """Raises Refusal."""
         return self._mps.answer(tenant, kind, self.limits)
 
-    async def start(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:
         await self._mps.admit(tenant, Share(cores=100, memory_bytes=tenant.only_gpu("MPS").total_bytes or _ALL_MEMORY_BYTES))
-        await super().start(tenant)
+        await super().put_limits(tenant)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Reports only whether the daemon works for the containers; they have no limits to evade. Raises OSError."""

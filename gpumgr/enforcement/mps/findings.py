@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 
 from gpumgr.agent.ports import Finding, RunningContainer
+from gpumgr.enforcement.backend import finding
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
@@ -54,24 +55,24 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
     who, gpu = tenant.describe(), tenant.gpus[0].name
     if view.trouble is not None:
         text = f"MPS on GPU {gpu} does not work at present, CUDA programs that {who} starts now fail: {view.trouble}"
-        yield Finding(allocation=tenant.allocation, code="broken", message=text)
+        yield finding(tenant, "broken", text)
         return
     if (found := view.tampering) is not None and (tenant in view.suspects or tenant.allocation in found.concerned):
         text = _tampered(found.what, [each.describe() for each in view.suspects], view.protocol, gpu)
-        yield Finding(allocation=tenant.allocation, code="tampered", message=text)
+        yield finding(tenant, "tampered", text)
     if unserved(running, view) and users and view.server_user not in users:
         shown = ", ".join(map(str, sorted(users)))
         text = (
             f"{who} runs as user {shown}, and MPS on GPU {gpu} serves user {view.server_user} until all its processes have ended: "
             "give all containers that share GPUs of this node one runAsUser, or install a driver whose MPS has a multi-user mode"
         )
-        yield Finding(allocation=tenant.allocation, code="broken", message=text)
+        yield finding(tenant, "broken", text)
     for pid in sorted(lasting):
         text = (
             f"process {pid} of {who} uses GPU {gpu} outside its MPS limits (it changed CUDA_MPS_PIPE_DIRECTORY?): end it; "
             "with mps.exclusive_process on it could not use the GPU"
         )
-        yield Finding(allocation=tenant.allocation, code="unregistered", message=text)
+        yield finding(tenant, "unregistered", text)
 
 
 def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: str) -> str:
@@ -92,4 +93,4 @@ def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: st
 def lost(tenant: GpuShare) -> Finding:
     """The finding about a container that runs although its record on disk is gone: the folder was emptied."""
     text = f"gpumgr's MPS files of {tenant.describe()} below enforcement.run_dir are gone: delete the pod and create it again"
-    return Finding(allocation=tenant.allocation, code="broken", message=text)
+    return finding(tenant, "broken", text)

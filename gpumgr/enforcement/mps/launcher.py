@@ -23,6 +23,8 @@ SHM_BYTES: Final = 1 << 30
 _CLIENT_SECONDS: Final = 60
 #: Only the mount namespace must change: sockets are found by their paths, and the pod has the host's processes (hostPID).
 _ENTER: Final = ("nsenter", "--target", "1", "--mount", "--")
+_UNIT: Final = ("systemd-run", "--quiet", "--collect")
+_WAIT: Final = ("--wait", "--pipe")
 _BIND: Final = 'mount --bind "$0" /dev/shm && exec "$@"'
 
 
@@ -47,9 +49,8 @@ def daemon_command(
     """The command line that starts the daemon with `command`, which goes into the background. Servers outlive the daemon."""
     match launch:
         case "systemd":
-            unit = ["systemd-run", "--quiet", "--collect", f"--unit=gpumgr-mps-{uuid}", "--service-type=forking"]
-            unit += ["--property=KillMode=process", f"--property=BindPaths={shm}:/dev/shm"]
-            return [*unit, *(f"--setenv={key}={value}" for key, value in environment.items()), "--", *command]
+            options = f"--unit=gpumgr-mps-{uuid}", "--service-type=forking", "--property=KillMode=process"
+            return _as_unit(options, shm, environment, command)
         case "host":
             return [*host_prefix(launch), *daemon_command("systemd", uuid, shm, environment, command)]
         case "namespace":
@@ -62,9 +63,7 @@ def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, st
     """A command that runs a CUDA program with the daemon's /dev/shm and waits for its end. If the agent runs in a pod, the program runs
     in that pod, as clients run in other containers: the host may not have the program."""
     if launch == "systemd":
-        unit = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"]
-        unit.append(f"--property=BindPaths={shm}:/dev/shm")
-        return [*unit, *(f"--setenv={key}={value}" for key, value in environment.items()), "--", *command]
+        return _as_unit((*_WAIT, f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"), shm, environment, command)
     return daemon_command("namespace" if launch == "host" else launch, "", shm, environment, command)
 
 
@@ -79,5 +78,11 @@ def outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
     """The command that runs this one in the host's mount namespace; None if the agent may not mount."""
     if launch == "plain":
         return None
-    before = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--"] if launch == "systemd" else []
+    before = [*_UNIT, *_WAIT, "--"] if launch == "systemd" else []
     return [*host_prefix(launch), *before, *command]
+
+
+def _as_unit(options: Sequence[str], shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
+    """The command that runs this one in a transient service, which has `shm` as its /dev/shm."""
+    variables = [f"--setenv={key}={value}" for key, value in environment.items()]
+    return [*_UNIT, *options, f"--property=BindPaths={shm}:/dev/shm", *variables, "--", *command]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.common.errors import MpsError
-from gpumgr.common.proc import PROC, is_running, start_time_ticks
+from gpumgr.common.proc import PROC, environment, is_running, start_time_ticks
 from gpumgr.common.units import Process
 from gpumgr.enforcement import cuda_client
 from gpumgr.enforcement.mps.commands import SERVER
@@ -77,12 +77,8 @@ async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
 def uses_pipe_folder(pid: int, pipe: Path) -> bool:
     """Whether the process was started with this pipe folder, as the daemon and its servers are. Processes in containers may have it
     in their environment too, but are never checked: pids are read from the daemon's file or socket, its children and its answers."""
-    try:
-        environment = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    folders = (b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(each) for each in (pipe, pipe / SERVER))
-    return any(folder in environment for folder in folders)
+    variables = environment(pid, PROC).split(b"\0")
+    return any(b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(each) in variables for each in (pipe, pipe / SERVER))
 
 
 def daemon_of_others(uuid: str) -> tuple[int, str] | None:

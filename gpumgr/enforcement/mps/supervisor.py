@@ -1,6 +1,7 @@
 """All daemons of the node: checks them periodically and ends idle ones."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,8 @@ class Supervisor:
         self.root, self.config, self._records = root, config, records
         self._idle_seconds = idle_seconds
         self._daemons: dict[str, Daemon] = {}
+        #: GPU -> its running check, and its running trial of a new client.
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        #: GPU -> its running trial of a new client.
         self._clients: dict[str, asyncio.Task[None]] = {}
         for uuid, folder in gpu_folders(root):  # if it has no record, its former mode is unknown
             records.begin(uuid, folder.root, former_mode=DEFAULT)
@@ -61,35 +62,28 @@ class Supervisor:
         # Only a few are checked in each tick, the longest waiting first, since each check runs programs.
         for daemon in due[: -(-len(self.daemons()) // int(_CHECK_SECONDS))]:
             daemon.checked_at = now
-            self._begin(daemon, Daemon.check)
+            self._begin(self._tasks, daemon, Daemon.check)
         for daemon in free if self.config.protocol == 3 else ():
             if daemon.uuid not in self._tasks:
-                self._begin(daemon, Daemon.guard)
+                self._begin(self._tasks, daemon, Daemon.guard)
         for daemon in self.daemons():
             if daemon.client_due and daemon.uuid not in self._clients:
-                self._clients[daemon.uuid] = asyncio.create_task(self._try_client(daemon), name=f"mps client {daemon.uuid}")
+                self._begin(self._clients, daemon, Daemon.try_client)
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
 
-    async def _try_client(self, daemon: Daemon) -> None:
-        try:
-            await daemon.try_client()
-        except Exception as error:  # as in `_run`
-            log.error("mps_daemon_not_checked", gpu=daemon.uuid, error=str(error), kind=type(error).__name__)
-        finally:
-            del self._clients[daemon.uuid]
+    def _begin(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
+        """`tasks`: `_clients` for work that must not hold the daemon's lock."""
+        tasks[daemon.uuid] = asyncio.create_task(self._run(tasks, daemon, work), name=f"mps {daemon.uuid}")
 
-    def _begin(self, daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
-        self._tasks[daemon.uuid] = asyncio.create_task(self._run(daemon, work), name=f"mps {daemon.uuid}")
-
-    async def _run(self, daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
+    async def _run(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
         try:
-            async with daemon.lock:
+            async with daemon.lock if tasks is self._tasks else contextlib.nullcontext():
                 await work(daemon)
         except Exception as error:  # a bug must not end the checks of the other daemons
             log.error("mps_daemon_not_checked", gpu=daemon.uuid, error=str(error), kind=type(error).__name__)
         finally:
-            del self._tasks[daemon.uuid]
+            del tasks[daemon.uuid]
 
     async def end_idle(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
         """Ends each daemon `idle_seconds` after its last container has ended; `known` returns the allocations that exist now. Returns the
@@ -104,7 +98,7 @@ class Supervisor:
             patience = self._idle_seconds if daemon.blocked is None else 0.0
             due.append(max(daemon.idle_since + patience, daemon.end_not_before) - now)
             if due[-1] <= 0 and daemon.uuid not in self._tasks:
-                self._begin(daemon, partial(self._end, known=known))
+                self._begin(self._tasks, daemon, partial(self._end, known=known))
         if self._tasks and any(seconds <= 0 for seconds in due):
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
         return min(due, default=None)

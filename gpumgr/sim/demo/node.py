@@ -102,7 +102,7 @@ class SimulatedNode:
         """The agent's GPUs from /graph, in NVML's order; GPUs that the driver does not show are last."""
         async with self._http.get(f"{self.url}/graph", params={"format": "json"}) as answer:
             document = await answer.json()
-        return [*sorted(_leaves(document["tree"]), key=lambda gpu: int(gpu["index"])), *document["missing"]]
+        return sorted(document["gpus"], key=lambda gpu: (gpu["index"] is None, gpu["index"] or 0))
 
     async def maintain(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
         """Sends a maintenance request as `gpumgr gpu` does, over root's unix socket. Raises aiohttp.ClientError if it is refused."""
@@ -280,12 +280,6 @@ async def open_node(
         stack.push_async_callback(agent.close)
         node = SimulatedNode(folder, load_node(sim), kubelet, runtime, api, agent, http)
         yield node
-
-
-def _leaves(node: Facts) -> list[Facts]:
-    if node.get("gpu"):
-        return [node["gpu"]]
-    return [leaf for child in node.get("children", ()) for leaf in _leaves(child)]
 
 
 def _settings(folder: Path, runtime: SimRuntime, api: SimApiServer | None, over: Sections) -> Sections:

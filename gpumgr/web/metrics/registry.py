@@ -12,12 +12,14 @@ from typing import Final, Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.ports import FindingCode
 from gpumgr.common import prometheus_text
 from gpumgr.common.errors import RefusalCode
 from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, render_metric
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
 from gpumgr.compat.gpu_manager.metrics import HOLDER_LABELS, render_gpu_manager
 from gpumgr.compat.hami.metrics import render_hami
+from gpumgr.enforcement.backend import BackendName
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics import containers
@@ -35,8 +37,8 @@ _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 #: XIDs above every number that NVIDIA has assigned are counted together.
 _LAST_XID: Final = 999
 #: Enforcement backends and their findings; others are counted as "other".
-BACKENDS: Final = ("limiter", "mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none")
-FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
+BACKENDS: Final = get_args(BackendName)
+FINDINGS: Final = get_args(FindingCode)
 #: The resources of a node with the profile tencent.
 VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
 #: RPC of the device plugin API -> name in its metrics.

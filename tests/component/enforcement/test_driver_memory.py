@@ -211,7 +211,7 @@ async def test_a_container_does_not_start_while_something_is_missing(
 ) -> None:
     lack(world)
     assert re.search(said, await world.backend.unavailable() or "")
-    with pytest.raises(Refusal, match=rf"demo/one \(main\) can't be limited: .*{said}"):
+    with pytest.raises(Refusal, match=rf"demo/one \(main\) can't start with the backend nvml-memory: .*{said}"):
         await world.backend.start(world.tenant)
     assert list(world.backend.remains()) == []
 

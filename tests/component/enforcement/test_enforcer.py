@@ -57,15 +57,16 @@ class Files(Backend):
     recovered: list[str] = field(default_factory=list)
     vacated: set[str] = field(default_factory=set)
 
-    async def unavailable(self) -> str | None:
-        return self.obstacle
+    async def check_node(self) -> None:
+        if self.obstacle is not None:
+            raise GpumgrError(self.obstacle)
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         if kind == "memory":
             return ContainerResponse(envs={"MEMORY": str(tenant.gpus[0].memory_bytes)})
         return ContainerResponse(envs={"CORES": str(tenant.gpus[0].cores), "NVIDIA_VISIBLE_DEVICES": "void"})
 
-    async def start(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:
         if self.error is not None:
             raise self.error
         (self.folder / tenant.allocation).write_text("here")
@@ -249,7 +250,7 @@ async def test_a_container_without_limits_is_reported(folder: Path) -> None:
 async def test_a_start_that_fails_is_refused_with_the_failing_backend(folder: Path) -> None:
     made = make(folder)
     made.files.error = OSError(28, "No space left on device", "/run/x")
-    with pytest.raises(Refusal, match="limits can't be put in place: /run/x: No space left on device"):
+    with pytest.raises(Refusal, match=r"team/p \(main\) can't start with the backend mps: /run/x: No space left on device"):
         await made.limits.start(BASE, granted("mps"), tenant())
 
 
@@ -351,10 +352,10 @@ async def test_mps_shares_no_gpu_with_another_mechanism(folder: Path) -> None:
 async def test_an_error_of_one_backend_does_not_affect_the_others(folder: Path) -> None:
     made = make(folder)
 
-    async def unavailable() -> str | None:
+    async def check_node() -> None:
         raise OSError(5, "Input/output error")
 
-    made.files.unavailable = unavailable  # type: ignore[method-assign]
+    made.files.check_node = check_node  # type: ignore[method-assign]
     choice = await made.limits.choose()
     assert choice.mechanisms == ("none",)
     assert "Input/output error" in choice.obstacles["mps"]

@@ -17,6 +17,14 @@ def rewrite(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The settings file, which has no settings yet."""
+    file = tmp_path / "gpumgr.yaml"
+    file.write_text("{}")
+    return file
+
+
 class Watched:
     """`applied` has what was put in force, one after the other; `reads` counts how often the file was read. While `answers` is cleared,
     reading hangs; each of `bugs` is raised once, where the settings are read or applied. `now` is the monotonic clock."""
@@ -55,6 +63,10 @@ class Watched:
         await self.until(lambda: self.reads >= times)
 
 
+def remove(path: Path) -> None:
+    path.unlink()
+
+
 @asynccontextmanager
 async def following(path: Path, *, meanwhile: str | None = None, read_seconds: float = 30.0) -> AsyncIterator[Watched]:
     """`meanwhile` is written into the file after the first read and before the watch starts."""
@@ -88,9 +100,7 @@ def replace(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace])
-async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], None], tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
+async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], None], path: Path) -> None:
     async with following(path) as it:
         change(path, "placement: {policy: spread}\nhttp: {port: 9000}\n")
         await it.until(lambda: bool(it.told))
@@ -102,39 +112,34 @@ async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], None
 
 
 @pytest.mark.parametrize("bad", ["placement: {policy: spread, polcy: spread}", "placement: {policy", "placement: [spread]"])
-async def test_a_bad_file_changes_nothing_and_is_reported(bad: str, tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
+async def test_a_bad_file_changes_nothing_and_is_reported(bad: str, path: Path) -> None:
     with structlog.testing.capture_logs() as lines:
         async with following(path) as it:
-            path.write_text(bad)
+            rewrite(path, bad)
             await it.until(lambda: bool(it.told))
             ((code, why),) = it.told
             assert code == "rejected"
             assert why.startswith(f"the previous settings stay in effect: {path}:1: ")
             assert it.applied == []
-            path.write_text("{}")
+            rewrite(path, "{}")
             await it.until(lambda: len(it.told) == 2)
             assert it.told[1] == ("reloaded", "the file has the settings that are in effect")
     assert [(line["event"], line["log_level"]) for line in lines] == [("config_rejected", "error"), ("config_reloaded", "info")]
     assert str(path) in lines[0]["reason"]
 
 
-async def test_a_file_that_goes_away_is_a_bad_file(tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("placement: {policy: spread}")
+async def test_a_file_that_goes_away_is_a_bad_file(path: Path) -> None:
+    rewrite(path, "placement: {policy: spread}")
     async with following(path) as it:
-        path.unlink()
+        remove(path)
         await it.until(lambda: bool(it.told))
         assert "can't be read" in it.told[0][1]
-        path.write_text("placement: {policy: binpack}")
+        rewrite(path, "placement: {policy: binpack}")
         await it.until(lambda: bool(it.applied))
         assert it.applied[0].placement.policy == "binpack"
 
 
-async def test_a_reload_request_reads_the_file_at_once_changed_or_not(tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
+async def test_a_reload_request_reads_the_file_at_once_changed_or_not(path: Path) -> None:
     async with following(path) as it:
         for times in (2, 3):
             it.source.ask()
@@ -143,9 +148,7 @@ async def test_a_reload_request_reads_the_file_at_once_changed_or_not(tmp_path: 
         assert it.told == []
 
 
-async def test_a_change_between_the_first_read_and_the_start_is_applied(tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
+async def test_a_change_between_the_first_read_and_the_start_is_applied(path: Path) -> None:
     async with following(path, meanwhile="placement: {policy: spread}") as it:
         await it.until(lambda: bool(it.applied))
         assert it.applied[0].placement.policy == "spread"
@@ -155,13 +158,11 @@ async def test_a_change_between_the_first_read_and_the_start_is_applied(tmp_path
 
 
 @pytest.mark.parametrize("where", ["load", "apply"])
-async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: str, tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
+async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: str, path: Path) -> None:
     with structlog.testing.capture_logs() as lines:
         async with following(path) as it:
             it.bugs[where] = LookupError("a bug")
-            path.write_text("placement: {policy: spread}")
+            rewrite(path, "placement: {policy: spread}")
             await it.until(lambda: bool(it.told))
             assert it.told == [
                 ("rejected", "the previous settings stay in effect: a bug, please report it: LookupError('a bug')")
@@ -173,13 +174,11 @@ async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: s
     assert [line["event"] for line in lines] == ["daemon_failed", "config_rejected", "config_reloaded"]
 
 
-async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_when_it_answers(tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
+async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_when_it_answers(path: Path) -> None:
     with structlog.testing.capture_logs() as lines:
         async with following(path, read_seconds=0.2) as it:
             it.answers.clear()
-            path.write_text("placement: {policy: spread}")
+            rewrite(path, "placement: {policy: spread}")
             await it.until(lambda: bool(it.told))
             it.source.ask()
             await it.until(lambda: len(lines) == 2)
@@ -192,10 +191,7 @@ async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_wh
             assert it.told[1] == ("reloaded", "applied: placement.policy")
 
 
-async def test_the_same_reason_is_reported_once_per_interval(tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
-
+async def test_the_same_reason_is_reported_once_per_interval(path: Path) -> None:
     with structlog.testing.capture_logs() as lines:
         async with following(path) as it:
 
@@ -203,27 +199,25 @@ async def test_the_same_reason_is_reported_once_per_interval(tmp_path: Path) -> 
                 it.source.ask()
                 await it.until(lambda: len(lines) == answers)
 
-            path.write_text("placement: {policy: sprad}")
+            rewrite(path, "placement: {policy: sprad}")
             await it.until(lambda: len(lines) == 1)
             for times in range(2, 12):
                 await ask(times)
             assert [code for code, _ in it.told] == ["rejected"]
-            path.write_text("placement: {policy: spred}")
+            rewrite(path, "placement: {policy: spred}")
             await it.until(lambda: len(it.told) == 2)
             it.now += 600
             it.source.ask()
             await it.until(lambda: len(it.told) == 3)
-            path.write_text("{}")
+            rewrite(path, "{}")
             await it.until(lambda: len(it.told) == 4)
-            path.write_text("placement: {policy: spred}")
+            rewrite(path, "placement: {policy: spred}")
             await it.until(lambda: len(it.told) == 5)
             assert [code for code, _ in it.told] == ["rejected"] * 3 + ["reloaded", "rejected"]
 
 
-async def test_a_long_list_of_errors_is_cut(tmp_path: Path) -> None:
-    path = tmp_path / "gpumgr.yaml"
-    path.write_text("{}")
+async def test_a_long_list_of_errors_is_cut(path: Path) -> None:
     async with following(path) as it:
-        path.write_text("".join(f"a{n}: 1\n" for n in range(1000)))
+        rewrite(path, "".join(f"a{n}: 1\n" for n in range(1000)))
         await it.until(lambda: bool(it.told))
         assert len(it.told[0][1]) < 5000

@@ -474,7 +474,7 @@ def limited(folder: Path, running: Collection[str] = ()) -> Enforcer:
         name: BackendName = "vcuda"
         limits: Mapping[Resource, Strength] = {}
 
-        async def start(self, tenant: GpuShare) -> None:
+        async def put_limits(self, tenant: GpuShare) -> None:
             pass
 
     return Enforcer(

@@ -37,7 +37,7 @@ class Recorded(Unlimited):
         (gpu,) = tenant.gpus
         return ContainerResponse(envs={f"LIMIT_{kind}": str(gpu.cores if kind == "core" else gpu.memory_bytes)})
 
-    async def start(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:
         self.started.append(tenant)
 
 

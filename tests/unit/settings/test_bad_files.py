@@ -89,12 +89,12 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: said.extend(problem.message for problem in check_settings(path)), daemon=True)
     reader.start()
     reader.join(10)
-    assert said == ["can't be read: this is no regular file; write the settings into one"]
+    assert said == ["can't be read: it is not a regular file"]
 
 
 def test_a_device_or_a_socket_is_refused(tmp_path: Path) -> None:
     (problem,) = check_settings(Path("/dev/null"))
-    assert "no regular file" in problem.message
+    assert "not a regular file" in problem.message
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
         (problem,) = check_settings(tmp_path / "s")
@@ -103,7 +103,7 @@ def test_a_device_or_a_socket_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_beyond_the_bound_is_refused_unread(tmp_path: Path) -> None:
     (problem,) = check_settings(write(tmp_path, b"#" * (MAX_FILE_BYTES + 1)))
-    assert problem.message == f"the file has more than {MAX_FILE_BYTES} bytes; this is no settings file"
+    assert problem.message == f"can't be read: it has more than {MAX_FILE_BYTES} bytes"
     assert check_settings(write(tmp_path, b"#" * MAX_FILE_BYTES)) == ()
     assert len(SHIPPED.read_bytes()) * 4 < MAX_FILE_BYTES < 1 << 20
 

@@ -29,9 +29,8 @@ def test_a_gpu_that_the_driver_lost_stands_at_the_end_with_its_holders() -> None
         "   takes nothing new: the driver does not list it",
         "   team/share/main: 2 cores, 1 memory blocks",
     ]
-    (missing,) = graph_data(view)["missing"]
-    assert missing["uuid"] == uuid_of(1)
-    assert missing["index"] is None
+    missing = graph_data(view)["gpus"][1]
+    assert (missing["uuid"], missing["row"], missing["index"]) == (uuid_of(1), None, None)
     assert missing["takes_nothing_new"] == "the driver does not list it"
 
 
@@ -42,9 +41,10 @@ def test_gpus_are_numbered_as_the_driver_counts_also_after_one_that_it_can_not_d
     assert lines[4] == "|  |--GPU2:0:1"
     assert uuid_of(2) in lines[5]
     assert lines[7] == f"GPU {name_of(1)} (not in the tree)"
-    leaf = graph_data(view)["tree"]["children"][0]["children"][1]
+    data = graph_data(view)
+    leaf = data["tree"]["children"][0]["children"][1]
     assert (leaf["name"], leaf["gpus"]) == ("GPU2", [1])
-    assert (leaf["gpu"]["row"], leaf["gpu"]["index"], leaf["gpu"]["uuid"]) == (1, 2, uuid_of(2))
+    assert [(gpu["row"], gpu["index"]) for gpu in data["gpus"] if gpu["uuid"] == uuid_of(2)] == [(1, 2)]
 
 
 def test_holders_are_listed_oldest_first_with_their_known_names() -> None:
@@ -59,8 +59,8 @@ def test_holders_are_listed_oldest_first_with_their_known_names() -> None:
         "team/share: 1 cores, 0 memory blocks",
         "pod uid uid-c: 1 cores, 0 memory blocks",
     ]
-    leaf = graph_data(view)["tree"]["children"][0]
-    assert [(h["namespace"], h["pod"], h["container"], h["init"]) for h in leaf["gpu"]["holders"]] == [
+    (gpu,) = graph_data(view)["gpus"]
+    assert [(h.namespace, h.pod, h.container, h.init) for h in gpu["holders"]] == [
         ("team", "share", "prepare", True),
         ("team", "share", None, False),
         (None, None, None, False),

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
+from gpumgr.common.elf import KERNEL_NAMES
 from gpumgr.common.errors import DriverFilesError, SettingsError
 from gpumgr.common.proc import mount_tables, mounted_root
 from gpumgr.compat.gpu_manager.driver_files.discovery import DriverInstallation, VolumeSources, find_driver, inspect, sha256_of
@@ -26,6 +27,7 @@ from gpumgr.compat.gpu_manager.driver_files.volume_plan import (
     VolumePlan,
     plan_volume,
 )
+from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.settings.schema import VcudaSettings
 
 DEFAULT_SHARE_DIR: Final = Path("/etc/gpu-manager/vdriver/nvidia")
@@ -35,7 +37,6 @@ _GRACE_SECONDS: Final = 600.0
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
 #: libcuda-control.so uses the first dotted number of this line as the suffix of the libraries that it loads.
 _PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
-_MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
 _log = structlog.get_logger(__name__)
 
@@ -81,7 +82,7 @@ class DriverMirror:
         self._settings = settings
         self._links = {SHARE: share_dir, WHOLE: whole_dir}
         self._proc_root = proc_root
-        self._machine = machine or _MACHINES.get(platform.machine(), platform.machine())
+        self._machine = machine or KERNEL_NAMES.get(platform.machine(), platform.machine())
         self._wall_clock = wall_clock
         self._bases = {share_dir.parent, whole_dir.parent}
         self._lock = threading.Lock()
@@ -195,19 +196,16 @@ class DriverMirror:
 
     def _overlay(self, sources: VolumeSources) -> Overlay:
         """Raises DriverFilesError, which names the fault of the shim or of the client."""
-        library, wanted, client = self._settings.library_path, self._settings.library_sha256, self._settings.client_path
+        library, client = self._settings.library_path, self._settings.client_path
         if library is None:
             raise DriverFilesError(
                 f"vcuda.library_path is not set: set it to the full path of {SHIM}; without it a share has no libcuda.so.1"
             )
+        try:
+            check(library, self._settings.library_sha256)
+        except LibraryError as error:
+            raise DriverFilesError(f"vcuda.library_path: {error}") from error
         shim = _supplied(library, SHIM, "vcuda.library_path")
-        if shim.elf is None or shim.elf.bits != 64 or shim.elf.machine != self._machine:
-            kind = f"is for {shim.elf.machine}" if shim.elf else shim.not_elf
-            raise DriverFilesError(f"vcuda.library_path {library} {kind}; it must be a 64-bit library for {self._machine}")
-        if wanted is not None and shim.sha256 != wanted.lower():
-            raise DriverFilesError(
-                f"vcuda.library_path {library} has the SHA-256 {shim.sha256}, vcuda.library_sha256 asks for {wanted}"
-            )
         found = next((source.path for source in sources.binaries if source.name == CLIENT), None)
         path = client or found
         if path is None:
@@ -232,7 +230,7 @@ def is_supplied(whole_dir: Path) -> bool:
 
 def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
     """The root folder with the files of a mirror of this driver. Raises DriverFilesError, SettingsError, OSError."""
-    machine = _MACHINES.get(platform.machine(), platform.machine())
+    machine = KERNEL_NAMES.get(platform.machine(), platform.machine())
     volumes = load(volume_conf, DEFAULT_WHOLE_DIR.parent).volumes
     return find_driver(roots, volumes, machine=machine, driver_version=driver_version).root
 

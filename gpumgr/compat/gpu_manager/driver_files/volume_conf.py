@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from gpumgr.common.errors import SettingsError
+from gpumgr.common.files import read_bounded
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 
 #: gpu-manager's names of two volumes: SHARE has its limiting library in the place of libcuda and libnvidia-ml, WHOLE the driver's own
@@ -96,16 +97,13 @@ def built_in(base: Path) -> VolumeConf:
 def load(path: Path, base: Path) -> VolumeConf:
     """The file's volumes, or the built-in ones if there is no file. `base`: for volumes that name none. Raises SettingsError."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
+        content = read_bounded(path, _MAX_FILE_BYTES)
     except FileNotFoundError:
         return built_in(base)
     except OSError as error:
         raise SettingsError(
             f"{path}: can't be read: {error.strerror or error}; make it readable or set vcuda.volume_conf"
         ) from error
-    if len(content) > _MAX_FILE_BYTES:
-        raise SettingsError(f"{path}: has more than {_MAX_FILE_BYTES} bytes; allowed: gpu-manager's volume.conf")
     return parse(content, path, base)
 
 

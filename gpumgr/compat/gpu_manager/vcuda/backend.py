@@ -10,7 +10,7 @@ from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.aio import DaemonCalls
-from gpumgr.common.errors import GpumgrError, Refusal
+from gpumgr.common.errors import GpumgrError
 from gpumgr.common.files import names_in
 from gpumgr.common.proc import environment
 from gpumgr.common.units import Resource
@@ -19,7 +19,7 @@ from gpumgr.compat.gpu_manager.vcuda import files
 from gpumgr.compat.gpu_manager.vcuda.files import MOST_PIDS
 from gpumgr.compat.gpu_manager.vcuda.registration import ContainerOf, HasMounted, RegistrationService
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, PidsOf
-from gpumgr.enforcement.backend import Backend, BackendName
+from gpumgr.enforcement.backend import Backend, BackendName, finding, listed
 from gpumgr.enforcement.container_processes import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.ledger.answer import ContainerResponse
@@ -76,7 +76,7 @@ def _finding(running: RunningContainer, environment: bytes) -> Finding | None:
         f"the image of {running.tenant.describe()} has CUDA {cuda}, and the backend vcuda supports 11.2 and older: its programs fail to "
         "free memory, and sizes are cut to 32 bits. Use an image with CUDA 11.2 or older, or another backend (enforcement.overrides)"
     )
-    return Finding(allocation=running.tenant.allocation, code="broken", message=message)
+    return finding(running.tenant, "broken", message)
 
 
 #: The form of gpumgr's allocation ids. gpu-manager's folders in the same parent have other names.
@@ -122,18 +122,15 @@ class VcudaBackend(Backend):
         """Registrations since the start by outcome: "ok", or a gRPC status in lower case."""
         return self._service.outcomes
 
-    async def unavailable(self) -> str | None:
+    async def check_node(self) -> None:
         if self._library_path is None or self._library_sha256 is None:
-            return f"vcuda needs a {LIBRARY}: set vcuda.library_path and vcuda.library_sha256"
-        try:
-            await asyncio.to_thread(check, self._library_path, self._library_sha256, exports=EXPORTS)
-        except LibraryError as error:
-            return str(error)
+            raise LibraryError(f"vcuda needs a {LIBRARY}: set vcuda.library_path and vcuda.library_sha256")
+        await asyncio.to_thread(check, self._library_path, self._library_sha256, exports=EXPORTS)
         if (obstacle := self._driver_files_obstacle()) is not None:
-            return f"containers get no {LIBRARY}: {obstacle}"
+            raise LibraryError(f"containers get no {LIBRARY}: {obstacle}")
         socket = self._allocation_dir / ("0" * 16) / files.SOCKET
-        problem = path_problem(socket)
-        return problem and f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir"
+        if (problem := path_problem(socket)) is not None:
+            raise GpumgrError(f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir")
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         """Sets NVIDIA_VISIBLE_DEVICES to void, so that NVIDIA's container runtime does not put the driver's libcuda.so.1 before the
@@ -141,15 +138,11 @@ class VcudaBackend(Backend):
         tenant.only_gpu("vcuda")
         return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
 
-    async def start(self, tenant: GpuShare) -> None:
-        if (reason := await self.unavailable()) is not None:
-            raise Refusal("internal", f"the limits of {tenant.describe()} can't be enforced: {reason}")
+    async def put_limits(self, tenant: GpuShare) -> None:
+        await self.check_node()
         slot = self._slot(tenant)
-        try:
-            await asyncio.to_thread(slot.prepare_start, tenant)
-            await slot.listen(self._service)
-        except OSError as error:
-            raise Refusal("internal", f"{slot.folder} can't be prepared: {error.strerror or error}") from error
+        await asyncio.to_thread(slot.prepare_start, tenant)
+        await slot.listen(self._service)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         known = self._known(running)
@@ -216,12 +209,11 @@ def _unregistered(slot: ContainerSlot, running: RunningContainer) -> Finding | N
     unregistered = slot.unregistered(running)
     if not unregistered:
         return None
-    pids = ", ".join(map(str, unregistered[:10])) + (", ..." if len(unregistered) > 10 else "")
     message = (
-        f"{running.tenant.describe()} uses its GPU without {LIBRARY} (pid {pids}), so no limit applies there: "
+        f"{running.tenant.describe()} uses its GPU without {LIBRARY} (pid {listed([*map(str, unregistered)])}), so no limit applies there: "
         "its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must contain no libcuda.so.1 of its own"
     )
-    return Finding(allocation=running.tenant.allocation, code="unregistered", message=message)
+    return finding(running.tenant, "unregistered", message)
 
 
 def _too_many(running: RunningContainer) -> Finding | None:
@@ -232,4 +224,4 @@ def _too_many(running: RunningContainer) -> Finding | None:
         f"the lowest pids; the memory of the other {count - MOST_PIDS} is not counted if they use the GPU. Run fewer processes in "
         "one container"
     )
-    return Finding(allocation=running.tenant.allocation, code="broken", message=message)
+    return finding(running.tenant, "broken", message)

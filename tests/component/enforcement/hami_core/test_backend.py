@@ -191,7 +191,9 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
     assert await backend.unavailable() is None
     mine.write_bytes(content(library) + b"another build")
     assert "has SHA-256" in (await backend.unavailable() or "")
-    with pytest.raises(Refusal, match=r"HAMi-core can't limit .* has SHA-256 .* is set: put the right file there"):
+    with pytest.raises(
+        Refusal, match=r"can't start with the backend hami-core: .* has SHA-256 .* is set: put the right file there"
+    ):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
@@ -231,13 +233,13 @@ async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
 
 @pytest.mark.parametrize(("cores", "memory_bytes"), [(-1, 1 << 30), (100, 1 << 30), (30, 0)])
 async def test_limits_that_mean_unlimited_are_refused(backend: HamiCore, cores: int, memory_bytes: int) -> None:
-    with pytest.raises(Refusal, match=r"can't limit team/p \(main\)"):
+    with pytest.raises(Refusal, match=r"team/p \(main\) can't start with the backend hami-core"):
         await backend.start(tenant(cores=cores, memory_bytes=memory_bytes))
 
 
 async def test_a_folder_that_can_not_be_made_refuses_the_start(tmp_path: Path, backend: HamiCore) -> None:
     (tmp_path / "run").write_text("in the way")
-    with pytest.raises(Refusal, match=r"region can't be made: .*/run.*"):
+    with pytest.raises(Refusal, match=r"can't start with the backend hami-core: .*/run.*"):
         await backend.start(tenant())
 
 

@@ -168,7 +168,7 @@ async def test_without_its_libraries_it_is_unavailable_and_refuses(tmp_path: Pat
 
 
 async def test_a_gpu_that_the_pages_can_not_name_is_refused(place: Place) -> None:
-    with pytest.raises(Refusal, match="the limiter can't limit"):
+    with pytest.raises(Refusal, match="can't start with the backend limiter"):
         await place.start(gpu_share(ID, replace(GPU, uuid="GPU-1")))
 
 

@@ -118,9 +118,9 @@ async def test_what_is_wrong_with_the_shim_is_said(mirror: Mirror, tmp_path: Pat
     script.write_text("#!/bin/sh\n")
     assert "none.so: No such file" in await error(library_path=tmp_path / "none.so")
     assert "is not a regular file" in await error(library_path=tmp_path)
-    assert "is for i386; it must be a 64-bit library" in await error(library_path=other)
-    assert "is not an ELF file; it must be a 64-bit library" in await error(library_path=script)
-    assert "vcuda.library_sha256 asks for 00" in await error(library_sha256="00" * 32)
+    assert f"{other} is not a 64-bit little-endian ELF file" in await error(library_path=other)
+    assert f"{script} is not an ELF file" in await error(library_path=script)
+    assert f"{'00' * 32} is set: put the right file there" in await error(library_sha256="00" * 32)
     assert "vcuda.client_path is not set" in await error(client_path=None)
     assert "vcuda.client_path" in await error(client_path=tmp_path / "none")
 

@@ -185,7 +185,7 @@ async def test_a_strange_file_in_the_folder_stays(node: Node, backend: VcudaBack
 
 async def test_a_wrong_library_is_refused(node: Node) -> None:
     backend = node.backend("0" * 64)
-    with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't be enforced: .* has SHA-256 "):
+    with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't start with the backend vcuda: .* has SHA-256 "):
         await backend.start(TENANT)
     assert not node.place.exists()
     assert "set vcuda.library_path" in str(await node.backend(None).unavailable())
@@ -230,7 +230,7 @@ async def test_a_container_that_would_get_no_library_is_refused(node: Node, libr
     backend = node.backend(library_sha256)
     said = f"containers get no libcuda-control.so: {node.driver_files_obstacle}"
     assert await backend.unavailable() == said
-    with pytest.raises(Refusal, match=rf"the limits of demo/resnet \(main\) can't be enforced: {said}"):
+    with pytest.raises(Refusal, match=rf"demo/resnet \(main\) can't start with the backend vcuda: {said}"):
         await backend.start(TENANT)
     assert not node.place.exists()
     node.driver_files_obstacle = None
