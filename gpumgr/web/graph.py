@@ -24,7 +24,7 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """`tree`: its leaves have the row of their GPU under `gpus`; `gpus`: every GPU with its free amounts and holders, also those that are
+    """`tree`: its leaves have the row of their GPU under `gpus`; `gpus`: every GPU with its free amounts and holders, also a GPU that is
     not in the tree; and the versions of driver and CUDA."""
     snapshot = view.inventory.snapshot
     return {

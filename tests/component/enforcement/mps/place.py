@@ -90,8 +90,7 @@ class Place:
         self._behaviour = root / "behaviour.json"
         self._attached: list[asyncio.subprocess.Process] = []
         self._pids: set[int] = set()
-        self.program.write_text(f'#!/bin/sh\nFAKE_MPS_BEHAVIOUR={self._behaviour} exec {mps_control.build()} "$@"\n')
-        self.program.chmod(0o755)
+        program(self.program, f'FAKE_MPS_BEHAVIOUR={self._behaviour} exec {mps_control.build()} "$@"')
 
     def behave(self, **how: Any) -> None:
         beside = self._behaviour.with_suffix(".new")
@@ -200,6 +199,13 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.01)
+
+
+def program(path: Path, text: str) -> Path:
+    """Makes a shell script of this text."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def children(pid: int) -> tuple[int, ...]:

@@ -13,14 +13,11 @@ from gpumgr.common.errors import MpsTransientError, Refusal
 from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.control import ControlProgram
-from tests.component.enforcement.mps.place import UUID, Place, running, tenant, until
+from tests.component.enforcement.mps.place import UUID, Place, program, running, tenant, until
 
 
-def program(folder: Path, text: str) -> Path:
-    path = folder / "nvidia-cuda-mps-control"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
+def control_program(folder: Path, text: str, *, timeout_seconds: float) -> ControlProgram:
+    return ControlProgram(program(folder / "nvidia-cuda-mps-control", text), timeout_seconds=timeout_seconds)
 
 
 async def pid_in(path: Path) -> int:
@@ -33,7 +30,7 @@ async def pid_in(path: Path) -> int:
 
 @pytest.mark.parametrize("does", ["exec sleep 600", "sleep 600", "exec cat /dev/zero", "exec >&- 2>&-; exec sleep 600"])
 async def test_a_program_that_does_not_end_is_killed_at_the_time_limit(tmp_path: Path, does: str) -> None:
-    control = ControlProgram(program(tmp_path, f"echo $$ > {tmp_path}/pid; {does}"), timeout_seconds=0.5)
+    control = control_program(tmp_path, f"echo $$ > {tmp_path}/pid; {does}", timeout_seconds=0.5)
     with pytest.raises(MpsTransientError, match=r"did not end `get_server_list` within 0\.5 s"):
         await control.communicate([str(control.program)], {}, "get_server_list\n")
     assert start_time_ticks(await pid_in(tmp_path / "pid")) is None
@@ -41,14 +38,14 @@ async def test_a_program_that_does_not_end_is_killed_at_the_time_limit(tmp_path:
 
 async def test_a_process_in_the_background_that_keeps_the_output_open_does_not_block(tmp_path: Path) -> None:
     left = f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 600' &"
-    control = ControlProgram(program(tmp_path, left), timeout_seconds=0.5)
+    control = control_program(tmp_path, left, timeout_seconds=0.5)
     with pytest.raises(MpsTransientError, match="did not end"):
         await control.communicate([str(control.program)], {}, "")
     os.kill(await pid_in(tmp_path / "pid"), signal.SIGKILL)
 
 
 async def test_a_cancelled_call_ends_its_program(tmp_path: Path) -> None:
-    control = ControlProgram(program(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 600"), timeout_seconds=600)
+    control = control_program(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 600", timeout_seconds=600)
     call = asyncio.create_task(control.communicate([str(control.program)], {}, ""))
     pid = await pid_in(tmp_path / "pid")
     call.cancel()
@@ -58,7 +55,7 @@ async def test_a_cancelled_call_ends_its_program(tmp_path: Path) -> None:
 
 
 async def test_of_a_long_output_the_beginning_is_kept(tmp_path: Path) -> None:
-    control = ControlProgram(program(tmp_path, "head -c 5000000 /dev/zero"), timeout_seconds=60)
+    control = control_program(tmp_path, "head -c 5000000 /dev/zero", timeout_seconds=60)
     status, output = await control.communicate([str(control.program)], {}, "")
     assert (status, len(output)) == (0, 1 << 20)
 
@@ -88,13 +85,13 @@ async def test_a_program_that_is_replaced_while_daemons_run_is_reported_and_the_
     await place.pass_time(backend)
     pid = place.daemon_pid()
     working = place.program.read_text()
-    program(place.root, instead)
+    program(place.program, instead)
     for seconds in (1.0, 5.0):
         await place.pass_time(backend, seconds)
         found = await backend.observe([running(tenant(), os.getpid())])
         assert [(finding.code, said in finding.message) for finding in found] == [("broken", True)]
     assert place.daemon_pid() == pid
-    program(place.root, working.partition("\n")[2])
+    program(place.program, working.partition("\n")[2])
     await place.pass_time(backend)
     (daemon,) = backend.daemons()
     assert (daemon.trouble, daemon.pid) == (None, pid)

@@ -7,12 +7,8 @@ import pytest
 
 from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps.backend import Mps
-from tests.component.enforcement.mps.place import UUID, Place, running, tenant
+from tests.component.enforcement.mps.place import UUID, Place, program, running, tenant
 from tests.shares import TWO_GPUS, gpu_share
-
-
-async def refused(place: Place, **settings: Any) -> str:
-    return await refusal_of(await place.agent(**settings))
 
 
 async def refusal_of(backend: Mps) -> str:
@@ -98,29 +94,22 @@ async def test_mig_devices_are_refused(place: Place) -> None:
         await backend.start(gpu_share("a1", *TWO_GPUS))
 
 
-async def test_answers_that_make_no_sense_are_refused(place: Place) -> None:
-    backend = await place.agent(protocol="2")
-    place.behave(garbage="Segmentation fault\nabc")
-    with pytest.raises(Refusal, match=r"answered 'Segmentation fault\\nabc', not process ids"):
-        await backend.start(tenant())
-
-
-async def test_a_daemon_that_does_not_start_is_refused_with_its_own_message(place: Place) -> None:
-    place.behave(refuse_start="Failed to create the log file")
-    assert "'Failed to create the log file'" in await refused(place)
-
-
-async def test_limits_that_are_accepted_and_not_kept_are_refused(place: Place) -> None:
-    place.behave(forget_limits=True)
-    assert "did not accept the limits of namespace a1" in await refused(place)
-
-
-async def test_a_driver_whose_mps_does_not_limit_memory_is_refused_with_its_answer(place: Place) -> None:
-    """As driver 470: it answers an unknown command with exit status 0."""
-    place.behave(knows_memory_limits=False)
-    backend = await place.agent(protocol="2")
-    with pytest.raises(Refusal, match=r'Unknown command "set_default_device_pinned_mem_limit"'):
-        await backend.start(tenant())
+@pytest.mark.parametrize(
+    ("protocol", "behaviour", "said"),
+    [
+        ("2", {"garbage": "Segmentation fault\nabc"}, r"answered 'Segmentation fault\nabc', not process ids"),
+        ("auto", {"refuse_start": "Failed to create the log file"}, "'Failed to create the log file'"),
+        ("auto", {"forget_limits": True}, "did not accept the limits of namespace a1"),
+        # driver 470: it answers an unknown command with exit status 0
+        ("2", {"knows_memory_limits": False}, 'Unknown command "set_default_device_pinned_mem_limit"'),
+    ],
+)
+async def test_a_daemon_that_does_not_do_what_it_should_is_refused_with_its_answer(
+    place: Place, protocol: str, behaviour: dict[str, Any], said: str
+) -> None:
+    backend = await place.agent(protocol=protocol)
+    place.behave(**behaviour)
+    assert said in await refusal_of(backend)
 
 
 async def test_a_percentage_that_a_daemon_ignores_is_refused(place: Place) -> None:
@@ -136,7 +125,7 @@ async def test_a_percentage_that_a_daemon_ignores_is_refused(place: Place) -> No
 
 async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
     place.modes.broken = "Insufficient Permissions"
-    said = await refused(place)
+    said = await refusal_of(await place.agent())
     assert "can't be put in compute mode EXCLUSIVE_PROCESS" in said
     assert "Insufficient Permissions; run gpumgr as root, or set mps.exclusive_process to false" in said
     assert place.daemon_pid() is None
@@ -145,26 +134,19 @@ async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
 INTO_OURSELVES = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
 
 
-def put_nsenter(place: Place, does: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way to the host."""
-    monkeypatch.setenv("PATH", f"{place.root}:{os.environ['PATH']}")
-    (place.root / "nsenter").write_text(f"#!/bin/sh\n{does}\n")
-    (place.root / "nsenter").chmod(0o755)
-
-
-async def test_in_a_pod_mps_requires_daemons_that_survive_the_agent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_nsenter(place, INTO_OURSELVES, monkeypatch)
-    backend = await place.agent(method="host")
-    assert "does not see the host's processes; give the pod hostPID: true" in str(await backend.unavailable())
-
-
-async def test_a_call_to_a_host_that_does_not_answer_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_nsenter(place, "exec sleep 60", monkeypatch)
-    backend = await place.agent(method="host", timeout_seconds=0.1)
-    assert "the host did not answer the agent's pod within 0.1 s" in str(await backend.unavailable())
-
-
-async def test_an_image_without_access_to_the_host_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(place.root))
-    backend = await place.agent(method="host")
-    assert "started on the host by nsenter, which this image lacks; add it" in str(await backend.unavailable())
+@pytest.mark.parametrize(
+    ("nsenter", "timeout_seconds", "said"),
+    [
+        (INTO_OURSELVES, 30.0, "does not see the host's processes; give the pod hostPID: true"),
+        ("exec sleep 60", 0.1, "the host did not answer the agent's pod within 0.1 s"),
+        (None, 30.0, "started on the host by nsenter, which this image lacks; add it"),
+    ],
+)
+async def test_in_a_pod_daemons_must_be_started_on_the_host(
+    place: Place, monkeypatch: pytest.MonkeyPatch, nsenter: str | None, timeout_seconds: float, said: str
+) -> None:
+    monkeypatch.setenv("PATH", str(place.root) if nsenter is None else f"{place.root}:{os.environ['PATH']}")
+    if nsenter is not None:
+        program(place.root / "nsenter", nsenter)
+    backend = await place.agent(method="host", timeout_seconds=timeout_seconds)
+    assert said in str(await backend.unavailable())
