@@ -15,7 +15,7 @@ from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, 
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.unix_socket import is_served
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, Right, allowed
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, Right, allowed, unreadable_text
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import find_shares
@@ -38,7 +38,7 @@ async def judged(look: Awaitable[CheckResult]) -> CheckResult:
     except API_FAILURES as failure:
         return error(f"the API server can't be asked: {' '.join(str(failure).split()) or 'no answer in time'}", IF_HUNG)
     except (*UNREADABLE, IndexError) as failure:
-        return error(f"an object has another structure: {type(failure).__name__}: {failure}", "look at the object with kubectl")
+        return error(f"an object has another structure: {unreadable_text(failure)}", "look at the object with kubectl")
 
 
 async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckResult]]) -> CheckResult:

@@ -22,7 +22,7 @@ from gpumgr.cli.examination.cluster_config import (
 from gpumgr.cli.examination.examine import Check, CheckResult, error, ok, skipped, warning
 from gpumgr.cluster.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.kube.client import ApiServer, Right, allowed
+from gpumgr.kube.client import ApiServer, Right, allowed, items_of
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.settings.hami_resources import ReplicaResources
 
@@ -56,8 +56,7 @@ class Cluster:
         return await self.server.read("GET", path, query=query)
 
     async def items(self, path: str, **query: str) -> list[Json]:
-        found: list[Json] = list((await self.get(path, **query)).get("items") or ())
-        return found
+        return items_of(await self.get(path, **query))
 
     async def nodes(self) -> list[WatchedNode]:
         return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]

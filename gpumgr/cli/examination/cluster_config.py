@@ -10,7 +10,7 @@ from gpumgr.cli.examination.examine import CheckResult, error, ok, skipped, warn
 from gpumgr.cluster.claims.shapes import DEVICE_CLASS, DRIVER
 from gpumgr.common.foreign_text import UnreadableText, decode_yaml
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
-from gpumgr.kube.client import ApiServer, Right
+from gpumgr.kube.client import ApiServer, Right, items_of
 from gpumgr.settings.hami_resources import ReplicaResources
 
 _MAX_BYTES: Final = 1 << 20
@@ -128,17 +128,17 @@ async def policies_in_force(server: ApiServer, kind: Literal["mutating", "valida
     """The policies with a binding; if a binding has validation actions, Deny must be among them. None: the API server does not support
     policies of this kind."""
     found = await server.find(f"{_ADMISSION}/{kind}admissionpolicies")
-    bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings") or {}
-    specs = [each["spec"] for each in bindings.get("items") or ()]
+    bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings")
+    specs = [each["spec"] for each in items_of(bindings)] if bindings is not None else []
     bound = {spec["policyName"] for spec in specs if "Deny" in spec.get("validationActions", ["Deny"])}
-    return None if found is None else [each for each in found.get("items") or () if each["metadata"]["name"] in bound]
+    return None if found is None else [each for each in items_of(found) if each["metadata"]["name"] in bound]
 
 
 async def look_at_class(server: ApiServer) -> CheckResult:
     if await server.find(f"/apis/{_GROUP}/v1/deviceclasses/{DEVICE_CLASS}") is not None:
         return ok(f"{DEVICE_CLASS} exists")
     slices = await server.find(f"/apis/{_GROUP}/v1/resourceslices", query={"fieldSelector": f"spec.driver={DRIVER}"})
-    if not slices or not slices.get("items"):
+    if slices is None or not items_of(slices):
         return skipped("no node is in mode dra")
     return error(f"no DeviceClass {DEVICE_CLASS}: pods that claim GPUs stay Pending", "apply config/dra/device-class.yaml")
 

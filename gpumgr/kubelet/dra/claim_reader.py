@@ -26,7 +26,7 @@ import structlog
 from gpumgr.common.errors import Refusal
 from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import CORES_PER_GPU
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, items_of, unreadable_text
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share
@@ -69,13 +69,17 @@ class ClaimReader:
         """Whether the pod with this UID exists, has not ended and is not being deleted. Raises Refusal. It lists pods, since the agent has
         the right to list but not to get them."""
         query = {"fieldSelector": f"metadata.name={pod[1]}"}
-        found = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline) or {}
-        return any(
-            (meta := each["metadata"])["uid"] == uid
-            and not meta.get("deletionTimestamp")
-            and (each.get("status") or {}).get("phase") not in TERMINAL_PHASES
-            for each in found.get("items") or ()
-        )
+        answer = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline)
+        try:
+            return any(
+                (meta := each["metadata"])["uid"] == uid
+                and not meta.get("deletionTimestamp")
+                and (each.get("status") or {}).get("phase") not in TERMINAL_PHASES
+                for each in items_of(answer)
+            )
+        except UNREADABLE as error:
+            what = f"the API server's answer about pod {pod[0]}/{pod[1]} has another structure"
+            raise Refusal("internal", f"{what}: {unreadable_text(error)}") from error
 
     async def _find(self, path: str, query: Mapping[str, str], what: str, deadline: float) -> dict[str, Any] | None:
         pause, why = _PAUSE_SECONDS[0], ""
@@ -122,10 +126,8 @@ def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) ->
     except _Unusable as error:
         raise Refusal("invalid_request", f"claim {ref} {error}; delete the pod, so that it is scheduled again") from error
     except UNREADABLE as error:
-        what = f"{type(error).__name__}: {error}"
-        raise Refusal(
-            "invalid_request", f"claim {ref} has a structure that can't be read ({what}); report this with the claim's YAML"
-        ) from error
+        text = f"claim {ref} has a structure that can't be read ({unreadable_text(error)}); report this with the claim's YAML"
+        raise Refusal("invalid_request", text) from error
 
 
 class _Unusable(Exception):
@@ -221,7 +223,6 @@ _LONGEST_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
 #: Retries of a pod for a claim that the ledger holds, after each registration.
 _HELD_RETRIES: Final = 3
-#: Time limit for all requests about one pod.
 
 
 class _Wait(msgspec.Struct):

@@ -269,7 +269,8 @@ class DraSide:
             except (*API_FAILURES, *UNREADABLE) as error:
                 failed["the kubelet's list"] = repr(error)
             if failed and failed != logged:
-                log.warning("leaked_claims_not_examined", errors=dict(failed), consequence="they are examined again later")
+                consequence = f"these claims keep their GPUs; the agent examines them again after {RECLAIM_SECONDS:g} s"
+                log.warning("leaked_claims_not_examined", errors=dict(failed), consequence=consequence)
             logged = dict(failed)
 
     async def _keep_specs(self) -> None:

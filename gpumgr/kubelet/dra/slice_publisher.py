@@ -167,12 +167,19 @@ class SlicePublisher:
             except _FAILED as error:
                 text = _text(error)
                 if text != self.state.error:  # each text is logged once until the slice is published
-                    _log.warning("slice_not_published", slice=self._name, error=text, consequence="it is tried again")
+                    _log.warning("slice_not_published", slice=self._name, error=text, consequence=self._until_written())
                 self.state = replace(self.state, published=False, error=text)
                 await asyncio.sleep(self._pause)
                 self._pause = min(2 * self._pause, self._times.retry_seconds[1])
                 continue
             await wait_at_most(self._wake, pause)
+
+    def _until_written(self) -> str:
+        """What a failure means for pods, and when the next try follows."""
+        return (
+            "kube-scheduler places pods by the last published slice, and without a slice new pods with claims wait; running pods keep "
+            f"their GPUs; the agent tries again within {self._times.retry_seconds[1]:g} s"
+        )
 
     async def _step(self) -> float | None:
         """Writes once if a write is due. Returns the seconds until the next step, or None if it depends on events. Raises what requests
@@ -216,7 +223,7 @@ class SlicePublisher:
             except _FAILED as error:
                 if self._not_compared != lists:
                     self._not_compared = lists
-                    _log.warning("slice_not_looked_up", slice=self._name, error=_text(error), consequence="it is tried again")
+                    _log.warning("slice_not_looked_up", slice=self._name, error=_text(error), consequence=self._until_written())
                 return False
             if found is None and self._stored is before:
                 self._deleted()

@@ -201,6 +201,11 @@ def annotated(policy: str, version: str | None) -> Change:
     return change
 
 
+def both(first: Change, second: Change) -> Change:
+    return lambda objects: (first(objects), second(objects))
+
+
+NO_LIST = "an object has another structure: Object missing required field `items`"
 OLD_LEASE = {"spec": {"holderIdentity": "a", "renewTime": "2020-01-01T00:00:00.000000Z", "leaseDurationSeconds": 15}}
 NEWER = json.dumps({"version": 2, "gpus": []})
 
@@ -240,6 +245,10 @@ NEWER = json.dumps({"version": 2, "gpus": []})
      annotated("gpumgr-claims-vcuda", None)),
     ("claims-rbac", "skipped", "no Deployment of gpumgr claims",
      replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler")])),
+    ("inventories", "error", NO_LIST, replaced("/api/v1/nodes", {})),
+    ("admission", "error", NO_LIST, replaced(f"{GROUP}/validatingadmissionpolicies", {})),
+    ("claims-policy", "error", NO_LIST, replaced(f"{GROUP}/mutatingadmissionpolicybindings", {})),
+    ("device-class", "error", NO_LIST, both(dropped(CLASS), replaced(SLICES, {}))),
 ])  # fmt: skip
 async def test_each_fault_is_named(
     check: str, state: str, message: str, change: Change, stub: Stub, tmp_path: Path

@@ -35,7 +35,7 @@ def claim(uid: str = "u-1") -> dict[str, Any]:
 
 
 class Stage:
-    def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer, pods: list[dict[str, Any]]) -> None:
+    def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer, pods: list[Any]) -> None:
         self.sim, self.resources, self.server = sim, resources, server
         self.reader = ClaimReader(server, "node-1")
         self.pods = pods
@@ -46,10 +46,12 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     sim = SimApiServer("node-1")
     resources = Resources(sim)
     resources.claims["team-a", "c"] = claim()
-    pods: list[dict[str, Any]] = []
+    pods: list[Any] = []
 
     async def list_pods(request: web.Request) -> web.Response:
         namespace, name = request.match_info["namespace"], request.query["fieldSelector"].removeprefix("metadata.name=")
+        if pods and "metadata" not in pods[0]:
+            return web.json_response(pods[0])
         found = [each for each in pods if (each["metadata"]["namespace"], each["metadata"]["name"]) == (namespace, name)]
         return web.json_response({"items": found})
 
@@ -83,6 +85,17 @@ async def test_a_pod_that_can_not_be_read_is_a_refusal(stage: Stage) -> None:
     await stage.sim.stop()
     with pytest.raises(Refusal, match=r"pod team-a/p can't be read from the API server"):
         await stage.reader.needs_claims(("team-a", "p"), "u-1", deadline=time.monotonic() + 0.2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"), [({}, "Object missing required field `items`"), ({"items": [{}]}, "KeyError: 'metadata'")]
+)
+async def test_an_answer_that_is_no_list_of_pods_is_a_refusal(stage: Stage, answer: dict[str, Any], fault: str) -> None:
+    """Without the list, nothing shows that the pod has ended."""
+    stage.pods += [answer]
+    with pytest.raises(Refusal) as refused:
+        await stage.reader.needs_claims(("team-a", "p"), "u-1", deadline=later())
+    assert str(refused.value) == f"the API server's answer about pod team-a/p has another structure: {fault}"
 
 
 async def test_transient_answers_are_retried(stage: Stage) -> None:

@@ -362,6 +362,9 @@ async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: 
         task.cancel()
     errors = [each["errors"] for each in logs if each["event"] == "leaked_claims_not_examined"]
     assert [[*each] for each in errors] == [["the kubelet's list"], ["the kubelet's list"], ["team/a", "team/b"]]
+    assert {each["consequence"] for each in logs if each["event"] == "leaked_claims_not_examined"} == {
+        f"these claims keep their GPUs; the agent examines them again after {dra_side.RECLAIM_SECONDS:g} s"
+    }
 
 
 async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_path: Path) -> None:

@@ -249,7 +249,9 @@ async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_publishe
         with capture_logs() as logs:
             stage.publisher._listed()
             await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
-        assert [each["event"] for each in logs] == ["slice_not_looked_up"]
+        assert [(each["event"], each["consequence"]) for each in logs] == [
+            ("slice_not_looked_up", stage.publisher._until_written())
+        ]
         assert (asked, stage.publisher.state.published) == ([True] * (failures + 1), True)
         assert stage.methods == ["POST"]
 
@@ -318,7 +320,12 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
             assert stage.publisher.state.error == f"HTTP 422: {sentence}"
             await stage.settled(*names(*DEVICES))
             assert stage.publisher.state.error is None
-    assert [each["error"] for each in logs if each["event"] == "slice_not_published"] == [f"HTTP 422: {sentence}"]
+    (line,) = [each for each in logs if each["event"] == "slice_not_published"]
+    assert (line["error"], line["consequence"]) == (
+        f"HTTP 422: {sentence}",
+        "kube-scheduler places pods by the last published slice, and without a slice new pods with claims wait; running pods keep "
+        f"their GPUs; the agent tries again within {stage.publisher._times.retry_seconds[1]:g} s",
+    )
 
 
 async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: Path) -> None:
