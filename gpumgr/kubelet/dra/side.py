@@ -15,7 +15,7 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.common.aio import LatestValue, persistently, wait_at_most
+from gpumgr.common.aio import persistently, wait_at_most
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc.unix_server import LinkState, Observe
 from gpumgr.enforcement.enforcer import Enforcer
@@ -25,7 +25,7 @@ from gpumgr.kubelet.dra.claim_reader import ClaimReader, WaitingPods, find_share
 from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import WAIT_SECONDS
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
-from gpumgr.kubelet.dra.slices import SliceDevice, Taint, slice_devices, with_lost
+from gpumgr.kubelet.dra.slices import Taint, slice_devices, with_lost
 from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry
@@ -98,9 +98,7 @@ class DraSide:
             share_mode=lambda: self._settings.placement.share_mode,
             closed=_CLOSED if plugin else None,
         )
-        self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
-        self._registration = LatestValue(LinkState())
-        self.publisher = SlicePublisher(server, node, self._devices, self._registration)
+        self.publisher = SlicePublisher(server, node)
         self._driver, self.link = driver, driver.link
         if not plugin:
             driver.plugin.observe, driver.link.on_state = observe, self._link_changed
@@ -124,8 +122,8 @@ class DraSide:
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
         text, shared = "+".join(self._enforcement.choice.mechanisms), self._settings.placement.share_mode
         now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
-        if now or self._devices.value is not None or time.monotonic() >= self._empty_at:
-            self._devices.set(with_lost(self._devices.value or (), now))
+        if now or self.publisher.devices is not None or time.monotonic() >= self._empty_at:
+            self.publisher.offer(with_lost(self.publisher.devices or (), now))
         failed = inventory.failures(registry)
         self._driver.faults.set({device_name(gpu.name): failed.get(gpu.name) for gpu in registry.gpus})
 
@@ -281,9 +279,9 @@ class DraSide:
             await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
 
     def _link_changed(self, state: LinkState) -> None:
-        if state.registrations > self._registration.value.registrations:
+        if state.registrations > self.publisher.registration.registrations:
             self._waiting_pods.retry_now()
-        self._registration.set(state)
+        self.publisher.follow(state)
         self._on_state(state)
 
 

@@ -8,22 +8,21 @@ Invariants:
    clients delete slices, too.
 3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
 4. A slice is compared with the form in which the API server has stored it, so no write is repeated without a change.
-5. A list may lack the slice although the watch has shown no deletion. So after each list the slice is read once; if that fails, the
-   slice counts as published.
+5. A list may lack the slice although the watch has shown no deletion. Then the slice counts as deleted, unless it is newer than the list.
 6. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
    offered.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NoReturn
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.common.aio import LatestValue, forever, wait_at_most
+from gpumgr.common.aio import forever, wait_at_most
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
@@ -61,20 +60,20 @@ class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
 class SlicePublisher:
     """`run` it as a daemon. `withdraw` deletes the slice; it can be called during `run` or after it.
 
-    `devices` is None until the hardware is known; `registration` is the state of the driver's registration.
+    `devices` is None until the hardware is known; `registration` is the state of the driver's registration. `offer` and `follow` set them.
     """
 
     def __init__(
         self,
         server: ApiServer,
         node: str,
-        devices: LatestValue[tuple[SliceDevice, ...] | None],
-        registration: LatestValue[LinkState],
         *,
         times: PublishTimes | None = None,
         watch_times: WatchTimes | None = None,
     ) -> None:
-        self._server, self._node, self._devices, self._registration = server, node, devices, registration
+        self._server, self._node = server, node
+        self.devices: tuple[SliceDevice, ...] | None = None
+        self.registration = LinkState()
         self._times, self._clock, self._name = times or PublishTimes(), time.monotonic, slices.slice_name(node)
         self._reflector: Reflector[StoredSlice] = Reflector(
             server,
@@ -92,17 +91,12 @@ class SlicePublisher:
         self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
         self._pause = self._times.retry_seconds[0]
         self._withdrawn = False
-        #: The number of lists that the watch received, the number that `_stored` was compared with, and the number at the last failed
-        #: comparison.
-        self._lists = self._compared = self._not_compared = 0
         self.state = PublisherState()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
-            group.create_task(self._follow_devices(), name="slice_devices")
-            group.create_task(self._follow_registration(), name="slice_registration")
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
 
     async def withdraw(self, *, timeout_seconds: float) -> bool:
@@ -126,19 +120,17 @@ class SlicePublisher:
 
     # -- what happens ------------------------------------------------------------------------------------------------------
 
-    async def _follow_devices(self) -> None:
-        with self._devices.subscribe() as changes:
-            async for _ in changes:
-                self._wake.set()
+    def offer(self, devices: tuple[SliceDevice, ...]) -> None:
+        """Sets the devices to publish."""
+        self.devices = devices
+        self._wake.set()
 
-    async def _follow_registration(self) -> None:
-        before = LinkState()
-        with self._registration.subscribe() as states:
-            async for state in states:
-                if state.registered and (not before.registered or state.registrations != before.registrations):
-                    self._registered_at = self._clock()
-                before = state
-                self._wake.set()
+    def follow(self, registration: LinkState) -> None:
+        """Sets the state of the driver's registration: without one, nothing is written."""
+        before, self.registration = self.registration, registration
+        if registration.registered and (not before.registered or registration.registrations != before.registrations):
+            self._registered_at = self._clock()
+        self._wake.set()
 
     def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
         if after is not None:
@@ -147,10 +139,13 @@ class SlicePublisher:
             self._deleted()
         self._wake.set()
 
-    def _listed(self) -> None:
-        """Makes the next step read the slice. It may be missing in the list without an event, since it is newer than the list, or was
-        deleted before."""
-        self._lists += 1
+    def _listed(self, version: str, uids: Collection[str]) -> None:
+        """Notices a deletion that the watch has missed. A slice that is newer than the list is not in the list, but in a later event. A
+        version that is no number counts as older: if the slice exists, its creation is refused, and it is read."""
+        stored = self._stored
+        newer = stored is not None and f"{stored.version}{version}".isdecimal() and int(stored.version) > int(version)
+        if stored is not None and stored.uid not in uids and not newer:
+            self._deleted()
         self._wake.set()
 
     def _deleted(self) -> None:
@@ -167,25 +162,22 @@ class SlicePublisher:
             except _FAILED as error:
                 text = _text(error)
                 if text != self.state.error:  # each text is logged once until the slice is published
-                    _log.warning("slice_not_published", slice=self._name, error=text, consequence=self._until_written())
+                    consequence = (
+                        "kube-scheduler places pods by the last published slice, and without a slice new pods with claims wait; running "
+                        f"pods keep their GPUs; the agent tries again within {self._times.retry_seconds[1]:g} s"
+                    )
+                    _log.warning("slice_not_published", slice=self._name, error=text, consequence=consequence)
                 self.state = replace(self.state, published=False, error=text)
                 await asyncio.sleep(self._pause)
                 self._pause = min(2 * self._pause, self._times.retry_seconds[1])
                 continue
             await wait_at_most(self._wake, pause)
 
-    def _until_written(self) -> str:
-        """What a failure means for pods, and when the next try follows."""
-        return (
-            "kube-scheduler places pods by the last published slice, and without a slice new pods with claims wait; running pods keep "
-            f"their GPUs; the agent tries again within {self._times.retry_seconds[1]:g} s"
-        )
-
     async def _step(self) -> float | None:
         """Writes once if a write is due. Returns the seconds until the next step, or None if it depends on events. Raises what requests
         raise."""
-        devices = self._devices.value
-        if devices is None or not self._registration.value.registered or self._withdrawn:
+        devices = self.devices
+        if devices is None or not self.registration.registered or self._withdrawn:
             return None
         if len(devices) > MAX_DEVICES:
             raise GpumgrError(
@@ -193,11 +185,10 @@ class SlicePublisher:
             )
         async with self._writing:
             await self._probe()
-            looked_up = await self._look_up()
             if self._stored is None or not self._node_uid:
                 node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
                 self._node_uid = str(node["metadata"]["uid"])
-            if self._withdrawn or not self._registration.value.registered:  # changed in the meantime
+            if self._withdrawn or not self.registration.registered:  # changed in the meantime
                 return None
             wanted, stored = slices.offered(devices, self._loss), self._stored
             if not self._settled(wanted, stored):
@@ -210,25 +201,7 @@ class SlicePublisher:
             self._pause = self._times.retry_seconds[0]
             reason = self._loss.sentence if self._loss is not None else None
             self.state = PublisherState(published=True, devices=len(wanted), dropped=reason)
-        if not looked_up:
-            return self._times.retry_seconds[1]
         return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
-
-    async def _look_up(self) -> bool:
-        """Reads after a list whether the slice still exists. Returns False if the read fails; the slice then still counts as published."""
-        lists, before = self._lists, self._stored
-        if lists != self._compared and before is not None:
-            try:
-                found = await self._server.find(f"{SLICES}/{self._name}")
-            except _FAILED as error:
-                if self._not_compared != lists:
-                    self._not_compared = lists
-                    _log.warning("slice_not_looked_up", slice=self._name, error=_text(error), consequence=self._until_written())
-                return False
-            if found is None and self._stored is before:
-                self._deleted()
-        self._compared = lists
-        return True
 
     def _due(self, stored: StoredSlice | None) -> float:
         """The earliest time of the next write."""

@@ -371,9 +371,9 @@ async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_
     world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
     side = side_of(world, server, tmp_path)
     side.update()
-    assert [each.shared for each in side._devices.value or ()] == [True, True]
+    assert [each.shared for each in side.publisher.devices or ()] == [True, True]
     side.apply(Settings(node=NodeSettings(name="node-1", mode="dra"), placement=PlacementSettings(share_mode=False)))
-    assert [each.shared for each in side._devices.value or ()] == [False, False]
+    assert [each.shared for each in side.publisher.devices or ()] == [False, False]
     server.add(world, "a", 0)
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
         await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"), deadline=math.inf)
@@ -383,10 +383,10 @@ async def test_only_a_registration_makes_all_waiting_pods_due(tmp_path: Path, mo
     """Not that the kubelet connects again."""
     side = side_of(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer(), tmp_path)
     due: list[int] = []
-    monkeypatch.setattr(side._waiting_pods, "retry_now", lambda: due.append(side._registration.value.registrations))
+    monkeypatch.setattr(side._waiting_pods, "retry_now", lambda: due.append(side.publisher.registration.registrations))
     for registered, registrations in ((True, 1), (False, 1), (True, 1), (False, 1), (True, 2)):
         side._link_changed(LinkState(registered=registered, registrations=registrations))
-        assert side._registration.value.registered == registered
+        assert side.publisher.registration.registered == registered
     assert due == [0, 1]
 
 
@@ -400,7 +400,7 @@ async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path
     def offer() -> list[list[str]] | None:
         """The taints of each device."""
         side.update()
-        devices = side._devices.value
+        devices = side.publisher.devices
         return None if devices is None else [[taint.key for taint in each.taints] for each in devices]
 
     assert offer() is None, "the driver may only be slow: the slice of the former agent stays"

@@ -1,7 +1,7 @@
 """The publisher in front of the simulated API server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.kubelet.dra.slice_publisher import PublishTimes, SlicePublisher
 from gpumgr.kubelet.dra.slices import SliceDevice, Taint, resource_slice, slice_name
@@ -40,17 +39,14 @@ DEVICES = (device(0), device(1))
 
 
 class Stage:
-    """`devices` and `registration` are what the publisher follows."""
-
     def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer, times: PublishTimes) -> None:
         self.sim, self.resources = sim, resources
-        self.devices: LatestValue[tuple[SliceDevice, ...] | None] = LatestValue(DEVICES)
-        self.registration = LatestValue(LinkState())
-        self.publisher = SlicePublisher(server, NODE, self.devices, self.registration, times=times, watch_times=WATCH)
+        self.publisher = SlicePublisher(server, NODE, times=times, watch_times=WATCH)
+        self.publisher.offer(DEVICES)
 
     def register(self, registrations: int) -> None:
         """0: the registration is over."""
-        self.registration.set(LinkState(registered=bool(registrations), registrations=registrations))
+        self.publisher.follow(LinkState(registered=bool(registrations), registrations=registrations))
 
     @property
     def slice(self) -> Any:
@@ -94,7 +90,7 @@ async def staged(
 
 async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
-        stage.devices.set((*DEVICES, device(2)))
+        stage.publisher.offer((*DEVICES, device(2)))
         await stage.until(stage.publisher._reflector.synced.is_set)
         assert (stage.methods, stage.publisher.state.published) == ([], False)
         stage.register(1)
@@ -103,7 +99,7 @@ async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
         assert (owner["kind"], owner["uid"]) == ("Node", "uid-node-1")
         assert stage.publisher.state.devices == 3
         stage.register(2)
-        stage.devices.set((device(3),))
+        stage.publisher.offer((device(3),))
         await stage.settled(device(3).name)
         assert stage.methods == ["POST", "PUT"], "neither what the server spells anew nor a registration is a change"
 
@@ -158,24 +154,20 @@ async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_w
 ) -> None:
     asked = list[str]()
 
-    async def find(self: ApiServer, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
+    async def read(self: ApiServer, method: Any, path: str, *arguments: Any, **options: Any) -> dict[str, Any]:
         asked.append(path)
         stage.register(0)
-        return await found(self, path, query=query)
+        return await found(self, method, path, *arguments, **options)
 
     async with staged(tmp_path) as stage:
+        found = ApiServer.read
+        monkeypatch.setattr(ApiServer, "read", read)
         stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        found = ApiServer.find
-        monkeypatch.setattr(ApiServer, "find", find)
-        asked.clear()
-        stage.devices.set(DEVICES[:1])
-        stage.publisher._listed()
-        await stage.until(lambda: asked and not stage.publisher._writing.locked())
-        assert stage.methods == ["POST"]
+        await stage.until(lambda: f"/api/v1/nodes/{NODE}" in asked and not stage.publisher._writing.locked())
+        assert stage.methods == []
         monkeypatch.undo()
         stage.register(2)
-        await stage.settled(*names(*DEVICES[:1]))
+        await stage.settled(*names(*DEVICES))
 
 
 async def test_what_others_change_is_changed_back(tmp_path: Path) -> None:
@@ -192,7 +184,7 @@ async def test_a_conflict_is_answered_with_the_present_version(tmp_path: Path) -
         stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.resources.answers += [failure(409, "Conflict", "modified")]
-        stage.devices.set(DEVICES[:1])
+        stage.publisher.offer(DEVICES[:1])
         await stage.settled(*names(*DEVICES[:1]))
         assert (stage.methods, stage.publisher.state.error) == (["POST", "PUT", "PUT"], None)
 
@@ -228,32 +220,19 @@ async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(tmp_pat
         assert stage.methods == ["POST", "POST"]
 
 
-@pytest.mark.parametrize("failures", [1, 3])
-async def test_a_look_up_that_fails_is_repeated_and_the_slice_counts_as_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+@pytest.mark.parametrize(("newer", "methods"), [(True, ["POST"]), (False, ["POST", "POST"])])
+async def test_a_list_without_the_slice_is_a_deletion_unless_the_slice_is_newer(
+    tmp_path: Path, newer: bool, methods: list[str]
 ) -> None:
-    asked = list[bool]()
-
-    async def find(self: ApiServer, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
-        asked.append(stage.publisher.state.published)
-        if len(asked) <= failures:
-            raise AnswerError("HTTP 500: etcd has no leader", status=500)
-        return await found(self, path, query=query)
-
-    found = ApiServer.find
+    """The slice exists: a creation is refused, and the slice is read."""
     async with staged(tmp_path) as stage:
         stage.register(1)
         await stage.settled(*names(*DEVICES))
-        await stage.until(lambda: 0 < stage.publisher._compared == stage.publisher._lists)
-        monkeypatch.setattr(ApiServer, "find", find)
-        with capture_logs() as logs:
-            stage.publisher._listed()
-            await stage.until(lambda: stage.publisher._compared == stage.publisher._lists)
-        assert [(each["event"], each["consequence"]) for each in logs] == [
-            ("slice_not_looked_up", stage.publisher._until_written())
-        ]
-        assert (asked, stage.publisher.state.published) == ([True] * (failures + 1), True)
-        assert stage.methods == ["POST"]
+        await stage.until(lambda: stage.publisher._reflector._objects)
+        stage.publisher._listed("0" if newer else stage.slice["metadata"]["resourceVersion"], ())
+        await stage.until(lambda: stage.methods == methods and stage.publisher._stored)
+        await stage.settled(*names(*DEVICES))
+        assert (stage.methods, stage.publisher.state.error) == (methods, None)
 
 
 async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
@@ -261,7 +240,7 @@ async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
         stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.publisher._registered_at = float("-inf")
-        stage.registration.set(LinkState(registered=True, registrations=1, error="the folder is read-only"))
+        stage.publisher.follow(LinkState(registered=True, registrations=1, error="the folder is read-only"))
         for _ in range(20):
             await asyncio.sleep(0)
         assert stage.publisher._registered_at == float("-inf")
@@ -298,7 +277,7 @@ async def test_changes_are_written_together_and_the_last_one_counts(tmp_path: Pa
         stage.register(1)
         await stage.settled(*names(*DEVICES))
         for number in range(5):
-            stage.devices.set((device(number + 5),))
+            stage.publisher.offer((device(number + 5),))
             await asyncio.sleep(0.01)
         assert stage.methods == ["POST"]
         now[0] += 2.0
@@ -306,7 +285,7 @@ async def test_changes_are_written_together_and_the_last_one_counts(tmp_path: Pa
         await stage.settled(device(9).name)
         assert stage.methods == ["POST", "PUT"]
         now[0] += 2.0
-        stage.devices.set(DEVICES)
+        stage.publisher.offer(DEVICES)
         await stage.settled(*names(*DEVICES))
 
 
@@ -331,12 +310,12 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
 async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: Path) -> None:
     with capture_logs() as logs:
         async with staged(tmp_path) as stage:
-            stage.devices.set(tuple(device(n) for n in range(65)))
+            stage.publisher.offer(tuple(device(n) for n in range(65)))
             stage.register(1)
             await stage.until(lambda: stage.publisher.state.error)
             assert not stage.methods
             most = tuple(device(n) for n in range(64))
-            stage.devices.set(most)
+            stage.publisher.offer(most)
             await stage.settled(*names(*most))
     (error,) = [each["error"] for each in logs if each["event"] == "slice_not_published"]
     assert "this node has 65 GPUs, and a ResourceSlice can have 64 devices" in error
@@ -369,7 +348,7 @@ async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate
     with capture_logs() as logs:
         async with staged(tmp_path, prepare=off) as stage:
             wanted = (DEVICES[0], device(1, taints=(SICK,)))
-            stage.devices.set(wanted)
+            stage.publisher.offer(wanted)
             stage.register(1)
             await stage.settled(*names(*left))
             assert gate in str(stage.publisher.state.dropped)
@@ -387,7 +366,7 @@ async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tm
         stage.register(1)
         await stage.settled(*names(*DEVICES))
         stage.resources.without = {"DRAConsumableCapacity"}
-        stage.devices.set(DEVICES[:1])
+        stage.publisher.offer(DEVICES[:1])
         await stage.settled()
         await stage.until(lambda: stage.publisher.state.dropped is not None)
 
@@ -400,7 +379,7 @@ async def test_a_withdrawn_slice_stays_away(tmp_path: Path) -> None:
         stage.register(1)
         await stage.settled(*names(*DEVICES))
         assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
-        stage.devices.set(())
+        stage.publisher.offer(())
         stage.register(2)
         await stage.until(lambda: not stage.publisher._stored)
         assert (stage.slice, stage.publisher.state.published) == (None, False)
