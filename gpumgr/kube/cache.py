@@ -1,16 +1,14 @@
-"""In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners, deletion of failed pods."""
+"""In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners."""
 
 import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
-import structlog
 
-from gpumgr.common.aio import wait_at_most
-from gpumgr.kube.client import API_FAILURES, ApiServer
+from gpumgr.kube.client import ApiServer
 from gpumgr.kube.hami_formats import MIG_ALLOCATIONS
 from gpumgr.kube.pod_annotations import is_ours
 from gpumgr.kube.pods import parse_pod
@@ -18,10 +16,6 @@ from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.settings.hami_resources import ReplicaResources
 
-log = structlog.get_logger(__name__)
-
-#: Reason of a pod that the kubelet fails because a device plugin refused it.
-REFUSED: Final = "UnexpectedAdmissionError"
 #: Takes the pod before and after a change; None means that it does not exist.
 OnChange = Callable[[PodView | None, PodView | None], None]
 
@@ -40,7 +34,7 @@ class PodCache:
         write_events: bool = True,
     ) -> None:
         """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`; `write_events`: see `Watched`."""
-        self._server, self._resources, self._mig_resource = server, resources, mig_resource
+        self._resources, self._mig_resource = resources, mig_resource
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
         self._annotations: dict[str, Mapping[str, str]] = {}
@@ -127,15 +121,6 @@ class PodCache:
         for known in self.all():
             listener(None, known)
 
-    async def delete_pod(self, pod: PodView) -> bool:
-        """Deletes the pod, with its UID as a precondition. False: it is deleted already, or another pod has its name.
-
-        Raises AnswerError if the API server refuses, aiohttp.ClientError, TimeoutError or OSError if it does not answer.
-        """
-        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
-        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": pod.uid}}
-        return await self._server.send("DELETE", path, body, but=(404, 409))
-
     def _parse(self, item: Mapping[str, Any]) -> "_Known":
         """Raises what `parse_pod` raises."""
         annotations = item["metadata"].get("annotations") or {}
@@ -199,53 +184,3 @@ class NoPods:
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
         """There is nothing to wait for."""
-
-
-class FailedPods:
-    """Deletes pods that the kubelet marked Failed because the agent refused them (setting kubernetes.delete_failed_pods).
-
-    Their owner then creates new ones at once instead of after its back-off. A deletion that fails is tried again until the pod has gone,
-    after pauses that grow from the first to the second number of `pause_seconds`."""
-
-    def __init__(self, pods: PodCache, *, pause_seconds: tuple[float, float] = (1.0, 60.0)) -> None:
-        self._pods, self._pause_seconds = pods, pause_seconds
-        self._due: dict[str, PodView] = {}
-        self._logged: set[str] = set()
-        self._wake = asyncio.Event()
-
-    def changed(self, before: PodView | None, after: PodView | None) -> None:
-        """For PodCache.subscribe."""
-        if before is not None and (after is None or after.uid != before.uid or after.deleted):
-            self._due.pop(before.uid, None)
-            self._logged.discard(before.uid)
-        refused = after is not None and after.reason == REFUSED and after.wants_gpu and after.controlled
-        if after is not None and refused and not after.deleted:
-            self._due[after.uid] = after
-            self._wake.set()
-
-    async def run(self) -> None:
-        """Until it is cancelled."""
-        pause = self._pause_seconds[0]
-        while True:
-            if not self._due:
-                pause = self._pause_seconds[0]
-                await self._wake.wait()
-            self._wake.clear()
-            for view in list(self._due.values()):
-                await self._delete(view)
-            if self._due:
-                await wait_at_most(self._wake, pause)
-                pause = min(2 * pause, self._pause_seconds[1])
-
-    async def _delete(self, view: PodView) -> None:
-        try:
-            deleted = await self._pods.delete_pod(view)
-        except API_FAILURES as error:
-            if view.uid not in self._logged:
-                self._logged.add(view.uid)
-                log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))
-            return
-        self._due.pop(view.uid, None)
-        self._logged.discard(view.uid)
-        if deleted:
-            log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)

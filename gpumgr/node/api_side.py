@@ -12,11 +12,12 @@ from gpumgr.agent.container_starts import report_two_limits
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.aio import forever, persistently
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods, GracePeriods
-from gpumgr.kube.cache import FailedPods, NoPods, PodCache
+from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.decisions import DecisionReporter
 from gpumgr.kube.publisher.hami import RegisterReporter
 from gpumgr.kube.publisher.node_reporter import InventoryReporter, NodeReporter, NodeReports
+from gpumgr.kube.publisher.objects import waits_for_deletion
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.node.components import Components
 from gpumgr.placement.pods import PodView
@@ -88,15 +89,15 @@ class ApiSide:
         """Starts the daemons of this part, and returns their tasks."""
         if not isinstance(self.pods, PodCache) or self.publisher is None:
             return []
-        failed = FailedPods(self.pods)
+        publisher = self.publisher
 
         def changed(before: PodView | None, after: PodView | None) -> None:
             if before is not None and before.wants_gpu and (after is None or (after.ended and not before.ended)):
                 components.reconciler.soon()
             if before is None and after is not None:
                 report_two_limits(components.agent_state, after)
-            if self.delete_failed:
-                failed.changed(before, after)
+            if self.delete_failed and after is not None and waits_for_deletion(after) and not waits_for_deletion(before):
+                publisher.delete_pod(after.key, after.uid)
 
         self.pods.subscribe(changed)
         enforcement, agent_state = components.enforcement, components.agent_state
@@ -117,8 +118,6 @@ class ApiSide:
         }
         tasks: list[asyncio.Task[None]] = [group.create_task(forever("pods", self.watch), name="pods")]
         tasks += [group.create_task(persistently(name, run), name=name) for name, run in daemons.items()]
-        if self.delete_failed:
-            tasks.append(group.create_task(forever("delete_failed_pods", failed.run), name="delete_failed_pods"))
         return tasks
 
     def _annotation_reporters(self, components: Components) -> Mapping[str, Callable[[NodeReport], None]]:

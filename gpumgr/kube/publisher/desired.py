@@ -18,8 +18,8 @@ _ORDER: Final[tuple[What, ...]] = get_args(What)
 class Desired(ABC):
     """The desired state of an object, or of a part of it.
 
-    `rights` are the RBAC rules that the write needs. `wanted_at`: when a caller last wanted a write. `requests` counts the requests since
-    the start. Times are seconds of one monotonic clock.
+    `rights` are the RBAC rules that the write needs. `insists`: a refusal is retried. `wanted_at`: when a caller last wanted a write.
+    `requests` counts the requests since the start. Times are seconds of one monotonic clock.
 
     The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure does not
     change it. `attempts` counts the failures. `again`: when the next write is due, if the state changed during the write.
@@ -27,6 +27,7 @@ class Desired(ABC):
 
     what: ClassVar[What]
     rights: ClassVar[str]
+    insists: ClassVar[bool] = False
     wanted_at: float = -math.inf
     requests: int = 0
     due: float = 0.0

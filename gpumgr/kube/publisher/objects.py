@@ -1,4 +1,4 @@
-"""What the publisher writes besides events: annotations and evictions of pods, and the node's annotations, labels and condition.
+"""What the publisher writes besides events: annotations, evictions and deletions of pods, and the node's annotations, labels and condition.
 
 The condition is a core/v1 NodeCondition. `lastTransitionTime` is the time of the last change of the status; changes of reason or message
 do not change it.
@@ -18,11 +18,13 @@ from gpumgr.agent.ports import Eviction
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired
 from gpumgr.kube.publisher.events import Body, timestamp
-from gpumgr.placement.pods import PodKey
+from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.topology.labels import NVIDIA
 
 _log = structlog.get_logger(__name__)
 
+#: Reason of a pod that the kubelet fails because a device plugin refused it.
+REFUSED: Final = "UnexpectedAdmissionError"
 #: The type of the node's condition.
 CONDITION_TYPE: Final = "GpuTrouble"
 #: Annotation of the node: the keys of the agent's labels, joined by ",". With this list the agent finds and removes its obsolete labels
@@ -53,6 +55,30 @@ class PodAnnotations(Desired):
         namespace, name = self.pod
         patch = {"metadata": {"uid": self.uid, "annotations": self.values}}
         await server.send("PATCH", f"/api/v1/namespaces/{namespace}/pods/{name}", patch, but=(404,))
+
+
+@dataclass(eq=False, slots=True)
+class PodDeletion(Desired):
+    """The deletion of one incarnation of a pod. A refusal is retried, since the right to delete pods may be granted later."""
+
+    what = "pod"
+    rights = "delete on pods"
+    insists = True
+    pod: PodKey
+    uid: str
+
+    async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
+        """404 and 409: the pod is gone, or another pod has its name."""
+        namespace, name = self.pod
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": self.uid}}
+        if await server.send("DELETE", f"/api/v1/namespaces/{namespace}/pods/{name}", body, but=(404, 409)):
+            _log.info("failed_pod_deleted", pod=f"{namespace}/{name}", pod_uid=self.uid)
+
+
+def waits_for_deletion(view: PodView | None) -> bool:
+    """Whether the kubelet failed the pod because a device plugin refused it, and nobody deletes it yet. Its controller then creates another
+    one at once instead of after its back-off."""
+    return view is not None and view.reason == REFUSED and view.wants_gpu and view.controlled and not view.deleted
 
 
 @dataclass(eq=False, slots=True)

@@ -5,8 +5,8 @@ Invariants:
    bounds the queue, and a capacity bounds the events in it; dropped events are counted.
 2. The latest desired state of an object is written before any event.
 3. Outages and errors of the API server are retried with growing, jittered pauses, or after its Retry-After. If a retry can't help,
-   the publisher logs the answer with its remedy and drops the write. It writes again when the desired state changes, or when a caller
-   sets it again after the resync interval.
+   the publisher logs the answer with its remedy and drops the write (except the deletion of a pod, which it retries). It writes again
+   when the desired state changes, or when a caller sets it again after the resync interval.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from gpumgr.kube.publisher.objects import (
     NodeLabels,
     NodePart,
     PodAnnotations,
+    PodDeletion,
     PodEviction,
 )
 from gpumgr.placement.pods import PodKey
@@ -88,13 +89,13 @@ class _DeliveryLog:
 
     def refused(self, desired: Desired, error: AnswerError) -> str:
         """Counts a refusal that a retry can't change, and logs it once an hour for each kind. Returns the remedy."""
-        remedy = "nothing; it is not tried again"
+        remedy = "nothing; it is tried again" if desired.insists else "nothing; it is not tried again"
         if error.status == 403:
             remedy = f"allow it in the agent's ClusterRole: {desired.rights}"
         elif error.status == 404 and isinstance(desired, NodePart):
             remedy = f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
         self.count(desired, "refused")
-        if "NamespaceTerminating" not in error.causes and self._is_new(desired.what, error.status):
+        if "NamespaceTerminating" not in error.causes and self._is_new(desired.rights, error.status):
             _log.warning("announcement_refused", what=desired.what, error=str(error), remedy=remedy)
         return remedy
 
@@ -135,6 +136,7 @@ class Publisher:
         self._annotations, self._labels = NodeAnnotations(), NodeLabels()
         self._condition = NodeCondition(clock, wall)
         self._pods: dict[str, PodAnnotations] = {}
+        self._deletions: dict[str, PodDeletion] = {}
         self._evictions: dict[str, PodEviction] = {}
         self._eviction_retries = 0
         self._refused_evictions: dict[str, tuple[Eviction, str]] = {}
@@ -187,11 +189,15 @@ class Publisher:
         desired.values = dict(values)
         self._put(desired)
 
+    def delete_pod(self, pod: PodKey, uid: str) -> None:
+        """Deletes this incarnation of the pod; tries until the pod is gone."""
+        self._put(self._deletions.setdefault(uid, PodDeletion(pod, uid)))
+
     def forget_pod(self, uid: str) -> None:
         """The pod is deleted. The publisher writes nothing more to it, even if a requester still lists it for eviction until its allocation
         is freed."""
-        if (annotations := self._pods.pop(uid, None)) is not None:
-            self._queue.remove(annotations)
+        for gone in filter(None, (self._pods.pop(uid, None), self._deletions.pop(uid, None))):
+            self._queue.remove(gone)
         if (eviction := self._evictions.get(uid)) is not None:
             self._queue.remove(eviction)
             eviction.wanted_at = math.inf
@@ -289,6 +295,10 @@ class Publisher:
             if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
                 why = f"{error}; {remedy}" if error.status == 403 else str(error)
                 self._refused_evictions[desired.uid] = desired.eviction, why
+            if desired.insists:
+                self._queue.retry(desired, self._clock() + self._backoff(desired))
+                self._log.answered(len(self._queue))
+                return None
         except API_FAILURES as error:
             self._log.failed(f"{type(error).__name__}: {error}")
             return 0.0

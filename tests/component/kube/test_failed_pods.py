@@ -1,72 +1,83 @@
-"""Setting `kubernetes.delete_failed_pods`: a deletion is tried until the pod has gone."""
+"""Setting `kubernetes.delete_failed_pods`: which pods are deleted; a deletion is tried until the pod has gone."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.kube.cache import REFUSED, FailedPods
-from tests.background import background
+from gpumgr.kube.pods import parse_pod
+from gpumgr.kube.publisher.objects import REFUSED, waits_for_deletion
 
-from .conftest import Start
 from .fake_api_server import FakeApiServer, pod, status
+from .stage import POD, Stage
+
+OTHER = ("team", "b")
 
 
-def refused(name: str, **metadata: Any) -> dict[str, Any]:
-    item = pod(name, f"uid-{name}", phase="Failed", ownerReferences=[{"controller": True}], **metadata)
-    item["status"]["reason"] = REFUSED
-    return item
+def deleted(api: FakeApiServer) -> list[tuple[str, str]]:
+    """Name and UID of each request."""
+    return [(path.rpartition("/")[2], body["preconditions"]["uid"]) for path, body in api.deleted]
 
 
-@asynccontextmanager
-async def deleting(start: Start, pause_seconds: tuple[float, float] = (0.005, 0.01)) -> AsyncIterator[None]:
-    async with start() as running:
-        failed = FailedPods(running.cache, pause_seconds=pause_seconds)
-        running.cache.subscribe(failed.changed)
-        async with background(failed.run()) as task:
-            await running.synced()
-            yield
-            assert not task.done(), task
-
-
-async def until_deletions(api: FakeApiServer, number: int) -> None:
-    await api.until(lambda: len(api.deleted) >= number)
-
-
-async def test_a_deletion_that_fails_is_tried_again_and_logged_once(api: FakeApiServer, start: Start) -> None:
-    api.deletions.extend([status(500, "no"), status(503, "no"), status(403, "forbidden"), status(429, "later")])
-    await api.put(refused("a"))
+async def test_a_deletion_that_fails_is_tried_again_and_a_refusal_logged_once(api: FakeApiServer, odd: Stage) -> None:
+    api.deletions.extend([status(500, "no"), status(503, "no"), *[status(403, "forbidden")] * 2, status(429, "later")])
+    odd.publisher.delete_pod(POD, "uid-a")
     with capture_logs() as logs:
-        async with deleting(start):
-            await until_deletions(api, 5)
-            await api.put(refused("b"))
-            await until_deletions(api, 6)
-            await api.put(refused("c"))
-            await until_deletions(api, 7)  # the answer about b has been read
-    assert [each["event"] for each in logs][:3] == ["failed_pod_not_deleted", "failed_pod_deleted", "failed_pod_deleted"]
-    assert [path.rpartition("/")[2] for path, _ in api.deleted] == [*"aaaaabc"]
-    assert {body["preconditions"]["uid"] for path, body in api.deleted if path.endswith("a")} == {"uid-a"}
+        odd.begin()
+        await odd.written()
+    assert deleted(api) == [("web-0", "uid-a")] * 6
+    assert api.deleted[0][0] == "/api/v1/namespaces/team/pods/web-0"
+    named = [each for each in logs if not each["event"].startswith("announcements_")]
+    assert [(each["event"], each.get("remedy")) for each in named] == [
+        ("announcement_refused", "allow it in the agent's ClusterRole: delete on pods"),
+        ("failed_pod_deleted", None),
+    ]
 
 
-async def test_a_pod_that_has_gone_or_is_being_deleted_is_not_deleted(api: FakeApiServer, start: Start) -> None:
+async def test_a_refused_deletion_holds_up_no_other_write(api: FakeApiServer, odd: Stage) -> None:
+    api.deletions.append(status(403, "forbidden"))
+    odd.publisher.delete_pod(POD, "uid-a")
+    odd.publisher.delete_pod(OTHER, "uid-b")
+    odd.begin()
+    await odd.written()
+    assert deleted(api) == [("web-0", "uid-a"), ("b", "uid-b"), ("web-0", "uid-a")]
+
+
+@pytest.mark.parametrize("code", [404, 409])
+async def test_a_pod_that_is_gone_or_whose_name_another_has_is_not_deleted_again(
+    api: FakeApiServer, odd: Stage, code: int
+) -> None:
+    api.deletions.append(status(code, "not this one"))
+    odd.publisher.delete_pod(POD, "uid-a")
+    with capture_logs() as logs:
+        odd.begin()
+        await odd.written()
+    assert (deleted(api), logs) == ([("web-0", "uid-a")], [])
+
+
+async def test_a_deletion_of_a_pod_that_went_by_itself_is_given_up(api: FakeApiServer, odd: Stage) -> None:
     api.deletions.append(status(500, "no"))
-    await api.put(refused("a"))
-    await api.put(refused("ending", deletionTimestamp="2026-03-01T10:00:00Z"))
-    async with deleting(start, pause_seconds=(60, 60)):
-        await until_deletions(api, 1)
-        await api.remove("uid-a")
-        await api.put(refused("b"))
-        await until_deletions(api, 2)
-        await api.put(pod("b", "uid-b", phase="Failed"))
-    assert [path.rpartition("/")[2] for path, _ in api.deleted] == ["a", "b"]
+    odd.time.passes.clear()
+    odd.publisher.delete_pod(POD, "uid-a")
+    odd.begin()
+    await odd.a_try()
+    odd.publisher.forget_pod("uid-a")
+    odd.publisher.delete_pod(OTHER, "uid-b")
+    odd.time.passes.set()
+    await odd.written()
+    assert deleted(api) == [("web-0", "uid-a"), ("b", "uid-b")]
 
 
-async def test_another_pod_of_the_name_counts_as_gone(api: FakeApiServer, start: Start) -> None:
-    api.deletions.append(status(409, "another UID"))
-    await api.put(refused("a"))
-    async with deleting(start):
-        await until_deletions(api, 1)
-        await api.put(refused("b"))
-        await until_deletions(api, 2)
-    assert [path.rpartition("/")[2] for path, _ in api.deleted] == ["a", "b"]
+@pytest.mark.parametrize(("changes", "waits"), [
+    ({}, True),
+    ({"deletionTimestamp": "2026-03-01T10:00:00Z"}, False),
+    ({"ownerReferences": []}, False),
+    ({"cores": None}, False),
+    ({"reason": "Evicted"}, False),
+])  # fmt: skip
+def test_a_pod_that_the_agent_refused_waits_for_its_deletion(changes: dict[str, Any], waits: bool) -> None:
+    reason = changes.pop("reason", REFUSED)
+    item = pod("a", "uid-a", phase="Failed", **{"ownerReferences": [{"controller": True}], **changes})
+    item["status"]["reason"] = reason
+    assert waits_for_deletion(parse_pod(item)) is waits
+    assert not waits_for_deletion(None)

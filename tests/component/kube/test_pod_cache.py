@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpumgr.common.errors import GpumgrError
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.placement.pods import PodView
 from tests.background import background
 
-from .conftest import FAST, Start, write_kubeconfig
+from .conftest import Start, write_kubeconfig
 from .fake_api_server import Answer, FakeApiServer, cut, event, pod, raw, status
 
 
@@ -322,22 +320,6 @@ async def test_waiting_for_a_pod_ends_though_the_api_server_never_answers(tmp_pa
     silent.set()
     server.close()
     await server.wait_closed()
-
-
-async def test_deletes_one_incarnation_of_a_pod(api: FakeApiServer, server: ApiServer) -> None:
-    cache = PodCache(server, "node-1", watch_times=FAST)
-    victim = PodView(namespace="ns", name="web-0", uid="uid-1")
-    assert await cache.delete_pod(victim)
-    path, body = api.deleted[0]
-    assert path == "/api/v1/namespaces/ns/pods/web-0"
-    assert body["preconditions"] == {"uid": "uid-1"}
-    api.deletions.append(status(404, "not found"))
-    api.deletions.append(status(409, "the UID in the precondition does not match"))
-    assert not await cache.delete_pod(victim)
-    assert not await cache.delete_pod(victim)
-    api.deletions.append(status(403, "pods is forbidden"))
-    with pytest.raises(GpumgrError, match=r"HTTP 403: .*forbidden"):
-        await cache.delete_pod(victim)
 
 
 async def test_without_an_api_server_there_are_no_pods() -> None:

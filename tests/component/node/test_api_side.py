@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
+from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.node import api_side
 from gpumgr.node.api_side import ApiSide
@@ -35,12 +36,17 @@ POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer
 
 @asynccontextmanager
 async def started(
-    sim: SimApiServer, folder: Path, *, pods_known: bool = False, profile: Literal["tencent", "both"] = "tencent"
+    sim: SimApiServer,
+    folder: Path,
+    *,
+    pods_known: bool = False,
+    profile: Literal["tencent", "both"] = "tencent",
+    delete_failed: bool = False,
 ) -> AsyncIterator[tuple[ApiSide, Components]]:
     """Only its daemons run. `pods_known`: the pods are listed before, as they are before a takeover from another agent."""
     settings = Settings(
         node=NodeSettings(name="node-1", profile=profile),
-        kubernetes=KubernetesSettings(kubeconfig=sim.kubeconfig(folder / "kubeconfig")),
+        kubernetes=KubernetesSettings(kubeconfig=sim.kubeconfig(folder / "kubeconfig"), delete_failed_pods=delete_failed),
         checkpoint=CheckpointSettings(dir=folder),
         container=ContainerSettings(allocation_dir=folder / "vm"),
         cri=CriSettings(socket=folder / "none.sock"),
@@ -76,6 +82,38 @@ async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
         sim.put(POD, PodStatus(phase="Running"))
         sim.put(replace(POD, name="later", uid="uid-2"))
         assert await seen.get() == "later"
+
+
+@pytest.mark.parametrize("delete_failed", [False, True])
+async def test_pods_that_the_agent_refused_are_deleted_only_if_configured(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delete_failed: bool
+) -> None:
+    """The first one failed before the agent started."""
+    asked: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(Publisher, "delete_pod", lambda _self, pod, _uid: asked.put_nowait(pod[1]))
+    seen: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(api_side, "report_two_limits", lambda _state, pod: seen.put_nowait(pod.name))
+    sim.put_document(refused("a"))
+    async with started(sim, tmp_path, delete_failed=delete_failed), asyncio.timeout(10):
+        assert await seen.get() == "a"
+        item = refused("b")
+        sim.put_document({**item, "status": {"phase": "Pending"}})
+        assert await seen.get() == "b"
+        sim.put_document(item)
+        sim.put_document({**item, "metadata": {**item["metadata"], "annotations": {"changed": "once more"}}})
+        sim.put_document(refused("c"))
+        assert await seen.get() == "c"
+    assert [asked.get_nowait() for _ in range(asked.qsize())] == (["a", "b", "c"] if delete_failed else [])
+
+
+def refused(name: str) -> dict[str, Any]:
+    limits = {"limits": {"tencent.com/vcuda-core": "150"}}
+    owners = [{"kind": "ReplicaSet", "name": "r", "uid": "r", "controller": True}]
+    return {
+        "metadata": {"namespace": "team", "name": name, "uid": name, "ownerReferences": owners},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "main", "resources": limits}]},
+        "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError"},
+    }
 
 
 def terminating(name: str, **annotations: str) -> dict[str, Any]:

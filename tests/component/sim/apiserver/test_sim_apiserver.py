@@ -26,8 +26,8 @@ def pod(name: str, uid: str = "", *containers: SimContainer) -> SimPod:
 class Watched:
     """A pod cache that watches the server, and the changes it reports."""
 
-    def __init__(self, cache: PodCache) -> None:
-        self.cache = cache
+    def __init__(self, server: ApiServer, cache: PodCache) -> None:
+        self.server, self.cache = server, cache
         self._changed = asyncio.Condition()
         self._waker: set[asyncio.Task[None]] = set()
         cache.subscribe(self._record)
@@ -50,7 +50,7 @@ class Watched:
 async def watched(api: SimApiServer, folder: Path) -> AsyncIterator[Watched]:
     server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
     cache = PodCache(server, "node-1", watch_times=PACE)
-    seen = Watched(cache)
+    seen = Watched(server, cache)
     task = asyncio.create_task(cache.run())
     try:
         await asyncio.wait_for(cache.wait_synced(), 10)
@@ -125,10 +125,10 @@ async def test_only_the_pod_with_the_given_uid_is_deleted(tmp_path: Path, uid: s
     async with SimApiServer("node-1", on_delete=deleted.append) as api, watched(api, tmp_path) as seen:
         api.put(pod("web-0", "uid-1"))
         await seen.until({"web-0"})
-        meant = PodView(namespace="team", name="web-0", uid=uid)
-        assert await seen.cache.delete_pod(meant) is gone
+        body = {"preconditions": {"uid": uid}}
+        assert await seen.server.send("DELETE", "/api/v1/namespaces/team/pods/web-0", body, but=(409,)) is gone
         assert deleted == (["uid-1"] if gone else [])
-        assert await seen.cache.delete_pod(PodView(namespace="team", name="none", uid="x")) is False
+        assert await seen.server.send("DELETE", "/api/v1/namespaces/team/pods/none", body, but=(404,)) is False
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------------
