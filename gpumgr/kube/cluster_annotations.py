@@ -6,14 +6,12 @@
 Both readers ignore unknown fields, since a field may be added within a version. The same value always has the same text.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import repeat
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
-from msgspec.structs import replace
 
 from gpumgr.common import foreign_text
 from gpumgr.common.foreign_text import UnreadableText, convert
@@ -47,10 +45,6 @@ Replicas = Annotated[int, Meta(ge=0, le=4096)]
 #: The factor by which the memory, or the cores, of a GPU are multiplied for such containers.
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
 
-#: (GPU, cores, MiB). In an inventory the GPU is its position in `gpus`, in a placement its UUID. A whole GPU has 100 cores and all its MiB.
-OtherShare = tuple[Position, Cores, Mebibytes]
-PlacedShare = tuple[Uuid, Cores, Mebibytes]
-
 #: Memory slices of a GPU: NVIDIA's GPUs have 8.
 MAX_MIG_SLICES: Final = 32
 MigStart = Annotated[int, Meta(ge=0, lt=MAX_MIG_SLICES)]
@@ -65,8 +59,23 @@ MigRow = tuple[
     MigSize,
     Annotated[tuple[MigStart, ...], Meta(max_length=MAX_MIG_SLICES)],
 ]
-#: For each share of a list its memory slices, slice n as bit n; 0: the share is no MIG device.
-SharesSlices = tuple[Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)], ...]
+_Gpu = TypeVar("_Gpu", int, str)
+
+
+class Share(msgspec.Struct, Generic[_Gpu], frozen=True, array_like=True):
+    """What is held of a GPU, in JSON [GPU, cores, MiB, slices, replicas]. In an inventory the GPU is its position in `gpus`, in a placement
+    its UUID. A whole GPU has 100 cores and all its MiB. `slices`: the memory slices of a MIG device, slice n as bit n. `replicas`: how many
+    replicas a pod with HAMi's resources holds. Readers take 0 for a missing number."""
+
+    gpu: _Gpu
+    cores: Cores
+    memory_mebibytes: Mebibytes
+    slices: Annotated[int, Meta(ge=0, lt=1 << MAX_MIG_SLICES)] = 0
+    replicas: Replicas = 0
+
+    @property
+    def held(self) -> tuple[_Gpu, Amounts]:
+        return self.gpu, Amounts(self.cores, self.memory_mebibytes, slices=self.slices, replicas=self.replicas)
 
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,9 +105,8 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
 
-    `other`: pod UID -> its allocations. `slices`: pod UID -> the memory slices of these shares, if at least one is a MIG device.
-    `other_replicas`: UID of a pod with HAMi's resources -> how many replicas it holds for each share. `scaling`: the factors of memory
-    and cores for such pods; it is written if a GPU may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID -> its allocations. `scaling`: the factors of memory and cores for pods with HAMi's resources; it is written if a GPU
+    may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1
@@ -107,24 +115,13 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     topology_manager: TopologyManagerPolicy = msgspec.field(name="topologyManager", default="unknown")
     gpus: Annotated[tuple[InventoryGpu, ...], Meta(max_length=MAX_GPUS)] = ()
     levels: tuple[tuple[Annotated[int, Meta(ge=0, le=100_000)], ...], ...] = ()
-    other: Mapping[str, tuple[OtherShare, ...]] = {}
-    slices: Mapping[str, SharesSlices] | UnsetType = UNSET
-    other_replicas: Mapping[str, tuple[Replicas, ...]] | UnsetType = msgspec.field(name="otherReplicas", default=UNSET)
+    other: Mapping[str, tuple[Share[Position], ...]] = {}
     scaling: tuple[Factor, Factor] | UnsetType = UNSET
 
     @property
     def held(self) -> Mapping[str, tuple[tuple[int, Amounts], ...]]:
         """Pod UID -> (position of the GPU, amounts)."""
-        counts = {} if self.other_replicas is UNSET else self.other_replicas
-        return {
-            uid: tuple(
-                (gpu, replace(amounts, replicas=replicas))
-                for (gpu, amounts), replicas in zip(
-                    _amounts(shares, uid, self.slices), counts.get(uid) or repeat(0), strict=False
-                )
-            )
-            for uid, shares in self.other.items()
-        }
+        return {uid: tuple(share.held for share in shares) for uid, shares in self.other.items()}
 
     def topology(self) -> Topology:
         """The topology that `levels` describes. Raises ValueError."""
@@ -137,35 +134,16 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """`containers`: container name -> its GPUs; empty if the node's agent chooses the GPUs (Topology Manager policy other than none).
-    `slices`: container name -> the memory slices of its shares, if one is a MIG device."""
+    """`containers`: container name -> its GPUs; empty if the node's agent chooses the GPUs (Topology Manager policy other than none)."""
 
     version: Literal[1] = 1
     node: Annotated[str, Meta(min_length=1, max_length=253)]
-    containers: Mapping[str, tuple[PlacedShare, ...]] = {}
-    slices: Mapping[str, SharesSlices] | UnsetType = UNSET
+    containers: Mapping[str, tuple[Share[Uuid], ...]] = {}
 
     @property
     def named(self) -> Mapping[str, tuple[tuple[str, Amounts], ...]]:
         """Container name -> (UUID of the GPU, amounts)."""
-        return {name: tuple(_amounts(shares, name, self.slices)) for name, shares in self.containers.items()}
-
-
-_Gpu = TypeVar("_Gpu", int, str)
-
-
-def _amounts(
-    shares: Iterable[tuple[_Gpu, int, int]], key: str, slices: Mapping[str, SharesSlices] | UnsetType
-) -> Iterator[tuple[_Gpu, Amounts]]:
-    bits: Iterable[int] = repeat(0) if slices is UNSET or key not in slices else slices[key]
-    for (gpu, cores, memory), each in zip(shares, bits, strict=False):
-        yield gpu, Amounts(cores, memory, slices=each)
-
-
-def slices_of(named: Mapping[str, Iterable[tuple[object, Amounts]]]) -> Mapping[str, SharesSlices] | UnsetType:
-    """The field `slices` of an inventory or a placement, from the keys of its shares and their amounts."""
-    slices = {key: tuple(amounts.slices for _, amounts in shares) for key, shares in named.items()}
-    return {key: bits for key, bits in slices.items() if any(bits)} or UNSET
+        return {name: tuple(share.held for share in shares) for name, shares in self.containers.items()}
 
 
 def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
@@ -195,14 +173,10 @@ def decode_inventory(text: str) -> Inventory:
     inventory.topology()
     for rows in {gpu.mig for gpu in inventory.gpus if gpu.mig is not UNSET}:
         _profiles(rows)
-    _check_slices(inventory.slices, inventory.other)
     for uid, shares in inventory.other.items():
-        positions = [position for position, _, _ in shares]
-        if len(set(positions)) != len(positions) or any(position >= len(inventory.gpus) for position in positions):
+        positions = {share.gpu for share in shares}
+        if len(positions) != len(shares) or any(position >= len(inventory.gpus) for position in positions):
             raise ValueError(f"other[{uid[:64]!r}] names a GPU twice, or one that is not in gpus")
-    replicas = {} if inventory.other_replicas is UNSET else inventory.other_replicas
-    if any(len(counts) != len(inventory.other.get(uid, ())) for uid, counts in replicas.items()):
-        raise ValueError("otherReplicas must have one number for each share")
     return inventory
 
 
@@ -210,15 +184,9 @@ def decode_placement(text: str) -> Placement:
     """Raises ValueError that says what is wrong: no JSON, another version, values out of range, a GPU twice in a container."""
     placement = _decode(text, Placement)
     for name, shares in placement.containers.items():
-        if not shares or len({uuid for uuid, _, _ in shares}) != len(shares):
+        if not shares or len({share.gpu for share in shares}) != len(shares):
             raise ValueError(f"containers[{name[:64]!r}] names no GPU, or one twice")
-    _check_slices(placement.slices, placement.containers)
     return placement
-
-
-def _check_slices(slices: Mapping[str, SharesSlices] | UnsetType, shares: Mapping[str, tuple[object, ...]]) -> None:
-    if slices is not UNSET and any(len(bits) != len(shares.get(key, ())) for key, bits in slices.items()):
-        raise ValueError("slices must have one number for each share")
 
 
 class _Versioned(msgspec.Struct):

@@ -214,7 +214,11 @@ class Server:
     async def _bind(self, request: web.Request) -> web.Response:
         binding = await request.json()
         placement = decode_placement(binding["metadata"]["annotations"][PLACEMENT_ANNOTATION])
-        made = gpu_pod(binding["metadata"]["uid"], binding["target"]["name"], list(placement.containers["main"]))
+        made = gpu_pod(
+            binding["metadata"]["uid"],
+            binding["target"]["name"],
+            [(each.gpu, each.cores, each.memory_mebibytes) for each in placement.containers["main"]],
+        )
         self._cluster.bound[made["metadata"]["uid"]] = made
         self._send("pods", "MODIFIED", json.dumps(made))
         return web.json_response({"kind": "Status", "status": "Success"}, status=201)

@@ -120,11 +120,12 @@ class SoakApi:
 
     def _give(self, uid: str, item: Json) -> None:
         placement = decode_placement(item["metadata"]["annotations"][PLACEMENT_ANNOTATION])
-        for gpu, cores, mebibytes in placement.containers["main"]:
-            self._given[gpu][uid] = cores, mebibytes
-            given = [sum(each) for each in zip(*self._given[gpu].values(), strict=True)]
+        for share in placement.containers["main"]:
+            held = self._given[share.gpu]
+            held[uid] = share.cores, share.memory_mebibytes
+            given = [sum(each) for each in zip(*held.values(), strict=True)]
             if given[0] > 100 or given[1] > GPU_MEBIBYTES:
-                self.overcommitted.append(f"{gpu}: {sorted(self._given[gpu])}")
+                self.overcommitted.append(f"{share.gpu}: {sorted(held)}")
 
     async def _bind(self, request: web.Request) -> web.Response:
         binding = await request.json()

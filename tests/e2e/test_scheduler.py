@@ -107,7 +107,7 @@ class Scheduled:
         found = self._cluster.pods.all()[name]
         placement = decode_placement(found["metadata"]["annotations"][PLACEMENT_ANNOTATION])
         assert placement.node == found["spec"]["nodeName"]
-        return placement.node, [[gpu for gpu, _, _ in shares] for _, shares in sorted(placement.containers.items())]
+        return placement.node, [[share.gpu for share in shares] for _, shares in sorted(placement.containers.items())]
 
     def node_of(self, name: str) -> str | None:
         node: str | None = self._cluster.pods.all().get(name, {}).get("spec", {}).get("nodeName")

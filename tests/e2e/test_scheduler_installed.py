@@ -155,7 +155,7 @@ def test_a_pod_is_placed_by_what_the_chart_installs(cluster: Cluster, installed:
             raise TimeoutError(f"{error}: {log_of(leader)[-3000:]}") from error
         found = cluster.pods.all()["chart-placed"]
         placement = decode_placement(found["metadata"]["annotations"][PLACEMENT_ANNOTATION])
-        assert (placement.node, placement.containers["main"][0][0]) == ("api-a", uuid("api-a", 0))
+        assert (placement.node, placement.containers["main"][0].gpu) == ("api-a", uuid("api-a", 0))
         told = doctor(cluster)
     finally:
         cluster.processes.stop("e2e-kube-scheduler")

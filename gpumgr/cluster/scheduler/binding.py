@@ -22,8 +22,8 @@ from gpumgr.kube.cluster_annotations import (
     PREDICATE_NODE,
     PREDICATE_TIME,
     Placement,
+    Share,
     encode,
-    slices_of,
 )
 from gpumgr.kube.hami_formats import (
     HAMI_ALLOCATED,
@@ -99,10 +99,9 @@ def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement
     return Placement(
         node=node.name,
         containers={
-            name: tuple((str(gpu), amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares)
+            name: tuple(Share(str(gpu), a.cores, a.memory_mebibytes, a.slices) for gpu, a in shares)
             for name, shares in zip(pod.containers, placed.shares, strict=True)
         },
-        slices=slices_of(dict(zip(pod.containers, placed.shares, strict=True))),
     )
 
 

@@ -25,11 +25,11 @@ from gpumgr.kube.cluster_annotations import (
     INVENTORY_ANNOTATION,
     Inventory,
     InventoryGpu,
+    Share,
     TopologyManagerPolicy,
     encode,
     levels_of,
     mig_rows,
-    slices_of,
 )
 from gpumgr.kube.publisher.events import cut
 from gpumgr.kube.publisher.objects import Condition
@@ -85,7 +85,6 @@ class InventoryReporter:
         cordoned = view.inventory.unschedulable_reasons(registry).keys() & view.node.out_of_service.keys()
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
         other = self._other(view, pods, {name: position for position, name in enumerate(names) if name}, now)
-        replicas = {uid: tuple(each.replicas for _, each in shares) for uid, shares in other.items()}
         return Inventory(
             driver=(snapshot.driver_version or "")[:_MAX_TEXT],
             enforcement=enforcement[:_MAX_TEXT],
@@ -107,9 +106,10 @@ class InventoryReporter:
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
             ),
             levels=levels_of(snapshot.topology),
-            other={uid: tuple((gpu, each.cores, each.memory_mebibytes) for gpu, each in held) for uid, held in other.items()},
-            slices=slices_of(other),
-            other_replicas={uid: each for uid, each in replicas.items() if any(each)} or UNSET,
+            other={
+                uid: tuple(Share(gpu, a.cores, a.memory_mebibytes, a.slices, a.replicas) for gpu, a in held)
+                for uid, held in other.items()
+            },
             scaling=view.inventory.scaling if view.inventory.replicas else UNSET,
         )
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from msgspec import UNSET
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
@@ -63,7 +63,9 @@ class Node:
 
     @property
     def other(self) -> Mapping[str, object]:
-        return self.inventory.other
+        """Pod UID -> for each of its GPUs (position, cores, MiB), and the slices and replicas if it has some."""
+        rows = {uid: [astuple(share) for share in shares] for uid, shares in self.inventory.other.items()}
+        return {uid: tuple(row if any(row[3:]) else row[:3] for row in each) for uid, each in rows.items()}
 
 
 def pod(letter: str, *shares: NamedGpu, phase: str = "Running", **names: tuple[NamedGpu, ...]) -> PodView:
@@ -194,13 +196,13 @@ def test_mig_devices_are_reported_with_their_places() -> None:
     there = replace(share("a", 0), device_ids={}, gpus={name_of(0): held})
     put(node, pod("a"))
     node.look(there)
-    assert (node.other, node.inventory.slices) == ({"uid-a": ((0, 14, 9984),)}, {"uid-a": (1 << 6,)})
+    assert node.other == {"uid-a": ((0, 14, 9984, 1 << 6, 0),)}
     put(node, pod("a", (uuid_of(0), held)))
     node.look(there)
-    assert (node.other, node.inventory.slices) == ({}, UNSET)
+    assert node.other == {}
     put(node, pod("a", (uuid_of(0), replace(held, slices=1))))
     node.look(there)
-    assert node.inventory.slices == {"uid-a": (1 << 6,)}
+    assert node.other == {"uid-a": ((0, 14, 9984, 1 << 6, 0),)}
 
 
 def test_a_whole_gpu_has_all_its_memory_and_a_gpu_that_is_gone_no_place() -> None:
@@ -254,7 +256,7 @@ def test_a_pod_of_hamis_scheduler_is_reported_until_it_has_a_placement() -> None
     held = replica("h", {0: 1}, {0: Amounts(20, 1000)})
     put(node, theirs)
     node.look(held)
-    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 20, 1000),)}, {"uid-h": (1,)})
+    assert node.other == {"uid-h": ((0, 20, 1000, 0, 1),)}
     put(node, replace(theirs, bound_by_hami=False))
     node.look(held)
     assert node.other == {}
@@ -266,13 +268,13 @@ def test_the_replicas_of_each_share_are_reported() -> None:
     node, first = Node(), replica("h", {0: 0b01}, {0: Amounts(20, 1000)})
     second = replace(replica("h", {0: 0b10}, {0: Amounts(20, 1000)}), id="2", container="side")
     node.look(first, second)
-    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 40, 2000),)}, {"uid-h": (2,)})
+    assert node.other == {"uid-h": ((0, 40, 2000, 0, 2),)}
     node.look(replica("h", {0: 0b01}, {1: Amounts(20, 1000)}))
-    assert (node.other, node.inventory.other_replicas) == ({"uid-h": ((0, 0, 0), (1, 20, 1000))}, {"uid-h": (1, 0)})
+    assert node.other == {"uid-h": ((0, 0, 0, 0, 1), (1, 20, 1000))}
     node.look(replace(replica("gone", {0: 0b01}, {0: Amounts(20, 1000)}), uid=None))
-    assert list((node.inventory.other_replicas or {}).values()) == [(1,)]
+    assert [[share.replicas for share in shares] for shares in node.inventory.other.values()] == [[1]]
     node.look(share("vcuda", 0))
-    assert node.inventory.other_replicas is UNSET
+    assert not any(share.replicas for shares in node.inventory.other.values() for share in shares)
 
 
 def test_a_pod_that_was_resized_to_more_is_reported_with_all_that_it_holds() -> None:

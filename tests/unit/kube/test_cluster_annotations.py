@@ -9,12 +9,12 @@ from gpumgr.kube.cluster_annotations import (
     Inventory,
     InventoryGpu,
     Placement,
+    Share,
     decode_inventory,
     decode_placement,
     encode,
     levels_of,
     mig_rows,
-    slices_of,
 )
 from tests.mig_profiles import H100
 from tests.topologies import topology_from_matrix
@@ -29,16 +29,16 @@ INVENTORY = Inventory(
         InventoryGpu(uuid="GPU-b", model="NVIDIA H100 80GB HBM3", memory=81408, numa=1, healthy=False, cordoned=True),
     ),
     levels=levels_of(TOPOLOGY),
-    other={"uid-1": ((1, 50, 1024),)},
+    other={"uid-1": (Share(1, 50, 1024),)},
 )
 INVENTORY_TEXT = (
     '{"driver":"580.65.06","enforcement":"mps","gpus":['
     '{"cordoned":false,"healthy":true,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":0,"replicas":0,"uuid":"GPU-a"},'
     '{"cordoned":true,"healthy":false,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":1,"replicas":0,"uuid":"GPU-b"}],'
-    '"levels":[[0,420],[420,0]],"other":{"uid-1":[[1,50,1024]]},"topologyManager":"none","version":1}'
+    '"levels":[[0,420],[420,0]],"other":{"uid-1":[[1,50,1024,0,0]]},"topologyManager":"none","version":1}'
 )
-PLACEMENT = Placement(node="node-1", containers={"main": (("GPU-a", 100, 81408), ("GPU-b", 100, 81408))})
-PLACEMENT_TEXT = '{"containers":{"main":[["GPU-a",100,81408],["GPU-b",100,81408]]},"node":"node-1","version":1}'
+PLACEMENT = Placement(node="node-1", containers={"main": (Share("GPU-a", 100, 81408), Share("GPU-b", 100, 81408))})
+PLACEMENT_TEXT = '{"containers":{"main":[["GPU-a",100,81408,0,0],["GPU-b",100,81408,0,0]]},"node":"node-1","version":1}'
 
 
 def test_an_inventory_has_this_text() -> None:
@@ -58,14 +58,13 @@ def test_an_index_is_written_where_it_is_not_the_position() -> None:
 
 def test_what_hamis_pods_need_is_optional() -> None:
     gpus = tuple(msgspec.structs.replace(gpu, replicas=10) for gpu in INVENTORY.gpus)
-    shared = msgspec.structs.replace(INVENTORY, gpus=gpus, other_replicas={"uid-1": (2,)}, scaling=(1.5, 1.0))
+    shared = msgspec.structs.replace(INVENTORY, gpus=gpus, other={"uid-1": (Share(1, 50, 1024, replicas=2),)}, scaling=(1.5, 1.0))
     text = INVENTORY_TEXT.replace('"replicas":0', '"replicas":10').replace(
-        ',"topologyManager"', ',"otherReplicas":{"uid-1":[2]},"scaling":[1.5,1.0],"topologyManager"'
+        '[[1,50,1024,0,0]]},"topologyManager"', '[[1,50,1024,0,2]]},"scaling":[1.5,1.0],"topologyManager"'
     )
     assert encode(shared) == text
     assert decode_inventory(text) == shared
-    with pytest.raises(ValueError, match="otherReplicas must have one number for each share"):
-        decode_inventory(text.replace('"uid-1":[2]', '"uid-1":[2,1]'))
+    assert decode_inventory(text).held == {"uid-1": ((1, Amounts(50, 1024, replicas=2)),)}
     with pytest.raises(ValueError, match="<= 100"):
         decode_inventory(text.replace("[1.5,1.0]", "[1.5,1000.0]"))
 
@@ -78,13 +77,12 @@ def test_a_placement_has_this_text() -> None:
 MIG_INVENTORY = msgspec.structs.replace(
     INVENTORY,
     gpus=(INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], mig=mig_rows(H100[-2:]))),
-    other={"uid-1": ((1, 14, 9984),), "uid-2": ((0, 10, 256),)},
-    slices={"uid-1": (64,)},
+    other={"uid-1": (Share(1, 14, 9984, 64),), "uid-2": (Share(0, 10, 256),)},
 )
 MIG_INVENTORY_TEXT = INVENTORY_TEXT.replace(
     '"healthy":false,"memory":81408,',
     '"healthy":false,"memory":81408,"mig":[["1g.20gb",15,20096,1,2,[0,2,4,6]],["1g.10gb",19,9984,1,1,[0,1,2,3,4,5,6]]],',
-).replace('"other":{"uid-1":[[1,50,1024]]}', '"other":{"uid-1":[[1,14,9984]],"uid-2":[[0,10,256]]},"slices":{"uid-1":[64]}')
+).replace('"other":{"uid-1":[[1,50,1024,0,0]]}', '"other":{"uid-1":[[1,14,9984,64,0]],"uid-2":[[0,10,256,0,0]]}')
 
 
 def test_an_inventory_with_dynamic_mig_has_this_text() -> None:
@@ -93,39 +91,21 @@ def test_an_inventory_with_dynamic_mig_has_this_text() -> None:
     assert found == MIG_INVENTORY
     assert [gpu.mig_profiles for gpu in found.gpus] == [(), H100[-2:]]
     assert found.held == {"uid-1": ((1, Amounts(14, 9984, slices=64)),), "uid-2": ((0, Amounts(10, 256)),)}
-    assert slices_of(found.held) == found.slices
-
-
-def test_slices_are_written_only_where_there_are_some() -> None:
     assert mig_rows(()) is msgspec.UNSET
-    assert slices_of({"a": [("GPU-a", Amounts(1, 2))], "b": []}) is msgspec.UNSET
-    assert slices_of({"a": [("x", Amounts(1, 2)), ("y", Amounts(1, 2, slices=3))], "b": []}) == {"a": (0, 3)}
 
 
 def test_a_placement_of_mig_devices_has_this_text() -> None:
-    made = msgspec.structs.replace(PLACEMENT, slices={"main": (1, 0xFF)})
-    text = PLACEMENT_TEXT.replace(',"version"', ',"slices":{"main":[1,255]},"version"')
+    made = msgspec.structs.replace(PLACEMENT, containers={"main": (Share("GPU-a", 14, 9984, 1), Share("GPU-b", 100, 81408, 255))})
+    text = PLACEMENT_TEXT.replace('"GPU-a",100,81408,0', '"GPU-a",14,9984,1').replace("81408,0", "81408,255")
     assert encode(made) == text
     assert decode_placement(text) == made
-    first, second = Amounts(100, 81408, slices=1), Amounts(100, 81408, slices=255)
+    first, second = Amounts(14, 9984, slices=1), Amounts(100, 81408, slices=255)
     assert decode_placement(text).named == {"main": (("GPU-a", first), ("GPU-b", second))}
 
 
-@pytest.mark.parametrize(
-    "slices",
-    [
-        '{"main":[1]}',
-        '{"main":[1,2,3]}',
-        '{"other":[1,2]}',
-        '{"main":[1,-1]}',
-        '{"main":[1,4294967296]}',
-        '{"main":[1,"2"]}',
-        "[]",
-    ],
-)
-def test_slices_that_do_not_belong_to_the_shares_are_refused(slices: str) -> None:
-    with pytest.raises(ValueError, match=r"not valid|one number for each share"):
-        decode_placement(PLACEMENT_TEXT.replace(',"version"', f',"slices":{slices},"version"'))
+def test_the_numbers_at_the_end_of_a_share_may_be_missing() -> None:
+    assert decode_placement(PLACEMENT_TEXT.replace("81408,0,0", "81408")) == PLACEMENT
+    assert decode_placement(PLACEMENT_TEXT.replace("81408,0,0", "81408,0,0,7")) == PLACEMENT
 
 
 @pytest.mark.parametrize(
@@ -142,13 +122,15 @@ def test_slices_that_do_not_belong_to_the_shares_are_refused(slices: str) -> Non
         ('"1g.20gb",15', '"1g.10gb",15'),
         ('"1g.20gb",15', '"",15'),
         ('"1g.20gb",15,', '"1g.20gb",'),
-        ('"slices":{"uid-1":[64]}', '"slices":{"uid-1":[64,1]}'),
-        ('"slices":{"uid-1":[64]}', '"slices":{"uid-3":[64]}'),
+        ("9984,64", "9984,-1"),
+        ("9984,64", "9984,4294967296"),
+        ("9984,64", '9984,"2"'),
+        ("9984,64,0", "9984,64,-1"),
     ],
 )
 def test_wrong_mig_profiles_and_slices_are_refused(before: str, after: str) -> None:
     assert before in MIG_INVENTORY_TEXT
-    with pytest.raises(ValueError, match=r"not valid|mig has a profile twice|one number for each share"):
+    with pytest.raises(ValueError, match=r"not valid|mig has a profile twice"):
         decode_inventory(MIG_INVENTORY_TEXT.replace(before, after))
 
 
@@ -162,7 +144,7 @@ def test_the_inventory_of_16_gpus_with_allocations_has_at_most_16_kib() -> None:
         for number in range(16)
     )
     levels = tuple(tuple(0 if a == b else 1860 for b in range(16)) for a in range(16))
-    other = {f"{number:08d}-0000-0000-0000-000000000000": ((number % 16, 10, 4096),) for number in range(160)}
+    other = {f"{number:08d}-0000-0000-0000-000000000000": (Share(number % 16, 10, 4096),) for number in range(160)}
     assert len(encode(Inventory(gpus=gpus, levels=levels, other=other))) <= 16 << 10
 
 
@@ -181,10 +163,10 @@ def test_the_inventory_of_16_gpus_with_allocations_has_at_most_16_kib() -> None:
         ("[[0,420],[420,0]]", "[[0,420]]", "2 x 2"),
         ("[[0,420],[420,0]]", "[[0,420],[410,0]]", "not symmetric"),
         ("[[0,420],[420,0]]", "[[0,405],[405,0]]", "405 in levels"),
-        ("[[1,50,1024]]", "[[2,50,1024]]", "not in gpus"),
-        ("[[1,50,1024]]", "[[1,50,1024],[1,50,1024]]", "twice"),
-        ("[[1,50,1024]]", "[[1,101,1024]]", "<= 100"),
-        ("[[1,50,1024]]", "[[1000000000,50,1024]]", "<= 63"),
+        ("[[1,50", "[[2,50", "not in gpus"),
+        ("[[1,50,", "[[1,50,1024],[1,50,", "twice"),
+        ("[[1,50", "[[1,101", "<= 100"),
+        ("[[1,50", "[[1000000000,50", "<= 63"),
     ],
 )
 def test_a_wrong_inventory_is_refused_with_the_reason(before: str, after: str, reason: str) -> None:
@@ -198,9 +180,9 @@ def test_a_wrong_inventory_is_refused_with_the_reason(before: str, after: str, r
         ('"version":1', '"version":9', "version 9 is not supported"),
         ('"node":"node-1"', '"node":""', "length >= 1"),
         ('"GPU-b"', '"GPU-a"', "one twice"),
-        ('[["GPU-a",100,81408],["GPU-b",100,81408]]', "[]", "names no GPU"),
+        ('[["GPU-a",100,81408,0,0],["GPU-b",100,81408,0,0]]', "[]", "names no GPU"),
         ("100,81408", "100,-5", ">= 0"),
-        ("100,81408", "100", "not valid"),
+        ("100,81408,0,0", "100", "not valid"),
     ],
 )
 def test_a_wrong_placement_is_refused_with_the_reason(before: str, after: str, reason: str) -> None:

@@ -100,7 +100,7 @@ async def test_a_pod_is_bound_with_its_gpus_in_both_spellings(hami: Stage) -> No
     shown = hami_pod("one", {}, {"gpu": 2, "gpumem": 1001, "gpucores": 30})
     assert await hami.schedule(shown, ["a"]) == "a"
     placement = json.loads(annotations(hami, "one")["gpumgr.io/placement"])
-    assert placement["containers"] == {"c1": [["GPU-a-0", 30, 1001], ["GPU-a-1", 30, 1001]]}
+    assert placement["containers"] == {"c1": [["GPU-a-0", 30, 1001, 0, 0], ["GPU-a-1", 30, 1001, 0, 0]]}
     assert annotations(hami, "one")["hami.io/vgpu-devices-allocated"] == ";GPU-a-0,NVIDIA,1001,30:GPU-a-1,NVIDIA,1001,30:;"
     assert [(used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")] == [(30, 1001, 1)] * 2
 
@@ -259,7 +259,7 @@ async def test_a_node_counts_with_its_own_replicas_and_factors(hami: Stage) -> N
     wanted = {"gpu": 1, "gpumem": 20000, "gpucores": 50}
     assert await hami.schedule(hami_pod("one", wanted), ["a"]) == "a"
     assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(34, 10000), (0, 0)]
-    assert json.loads(annotations(hami, "one")["gpumgr.io/placement"])["containers"] == {"c0": [["GPU-a-0", 34, 10000]]}
+    assert json.loads(annotations(hami, "one")["gpumgr.io/placement"])["containers"] == {"c0": [["GPU-a-0", 34, 10000, 0, 0]]}
     assert annotations(hami, "one")["hami.io/vgpu-devices-allocated"] == "GPU-a-0,NVIDIA,20000,50:;"
     await until(lambda: not hami.index.is_assumed("uid-one"))
     assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(34, 10000), (0, 0)]
@@ -284,7 +284,7 @@ async def test_a_pod_that_hamis_scheduler_bound_counts_as_its_agent_reports_it(h
         (0, 0, 0),
         (30, 5000, 1),
     ]
-    hami.sim.put_node(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000]]}, other_replicas={"uid-theirs": [2]}))
+    hami.sim.put_node(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000, 0, 2]]}))
     await until(lambda: hami.index.used("a")[1].replicas == 2)
 
 
@@ -343,9 +343,8 @@ async def test_a_pod_on_a_mig_node_is_bound_with_the_places_of_its_devices(hami:
     shown = hami_pod("mig", {}, {"gpu": 1, "gpumem": 15000, "gpucores": 20}, {"gpu": 1, "gpumem": 500}, annotations=only)
     assert await hami.schedule(shown, ["a", "m"]) == "m"
     written = annotations(hami, "mig")
-    placement = json.loads(written["gpumgr.io/placement"])
-    assert placement["containers"] == {"c1": [["GPU-m-1", 28, 20096]], "c2": [["GPU-m-1", 28, 20096]]}
-    assert placement["slices"] == {"c1": [3], "c2": [3]}
+    share = ["GPU-m-1", 28, 20096, 3, 0]
+    assert json.loads(written["gpumgr.io/placement"])["containers"] == {"c1": [share], "c2": [share]}
     assert written["hami.io/vgpu-devices-allocated"] == ";GPU-m-1,NVIDIA,20096,28:;GPU-m-1,NVIDIA,20096,28:;"
     place = {"gpuUUID": "GPU-m-1", "profile": "2g.20gb", "placement": {"start": 0, "size": 2}}
     assert json.loads(written["hami.io/vgpu-mig-allocations"]) == [
@@ -358,11 +357,11 @@ async def test_a_pod_on_a_mig_node_is_bound_with_the_places_of_its_devices(hami:
 
 
 async def test_a_pod_without_a_place_is_rejected_with_the_reason(hami: Stage) -> None:
-    hami.sim.put_node(mig_node("m", other={"foreign": ((1, 14, 9984),)}, slices={"foreign": (0b0010_0000,)}))
+    hami.sim.put_node(mig_node("m", other={"foreign": [[1, 14, 9984, 0b0010_0000]]}))
     await until(lambda: hami.index.node("m") is not None)
     only, half = {"nvidia.com/vgpu-mode": "mig"}, {"gpu": 1, "gpumem": 30000}
     assert await hami.schedule(hami_pod("first", half, annotations=only), ["m"]) == "m"
-    assert json.loads(annotations(hami, "first")["gpumgr.io/placement"])["slices"] == {"c0": [0x0F]}
+    assert json.loads(annotations(hami, "first")["gpumgr.io/placement"])["containers"]["c0"][0][3] == 0x0F
     answer = await hami.filter(hami_pod("second", half, annotations=only), ["a", "m"])
     text = next(iter(answer["FailedAndUnresolvableNodes"].values()))
     assert "1 has no GPU in mode mig" in text
@@ -370,19 +369,19 @@ async def test_a_pod_without_a_place_is_rejected_with_the_reason(hami: Stage) ->
 
 
 @pytest.mark.parametrize(
-    ("share", "slices", "counts"),
+    ("share", "counts"),
     [
-        (["GPU-m-1", 14, 20096], 0b11_0000, True),
-        (["GPU-m-1", 14, 9984], 1, False),  # less than it requests
-        (["GPU-m-1", 14, 20096], "3", False),
+        (["GPU-m-1", 14, 20096, 0b11_0000], True),
+        (["GPU-m-1", 14, 9984, 1], False),  # less than it requests
+        (["GPU-m-1", 14, 20096, "3"], False),
     ],
 )
 async def test_a_placement_with_a_device_counts_if_it_has_what_the_pod_requests(
-    hami: Stage, share: list[object], slices: object, counts: bool
+    hami: Stage, share: list[object], counts: bool
 ) -> None:
     """Otherwise a likely device counts."""
     hami.sim.put_node(mig_node("m"))
-    placement = {"version": 1, "node": "m", "containers": {"c0": [share]}, "slices": {"c0": [slices]}}
+    placement = {"version": 1, "node": "m", "containers": {"c0": [share]}}
     bound = hami_pod("bound", {"gpu": 1, "gpumem": 15000}, annotations={"gpumgr.io/placement": json.dumps(placement)})
     bound["spec"]["nodeName"] = "m"
     hami.sim.put_document(bound)

@@ -12,7 +12,7 @@ from gpumgr.cluster.core.node import node_of_equal_gpus
 from gpumgr.cluster.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.common import aio
-from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, Share, decode_placement
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 
@@ -31,7 +31,7 @@ async def test_one_node_is_answered_and_the_binding_names_its_gpus(stage: Stage)
     assert await stage.bind(item, "a") == ""
     told = stage.sim.annotations("uid-one")
     placement = decode_placement(told[PLACEMENT_ANNOTATION])
-    assert (placement.node, placement.containers) == ("a", {"c1": (("GPU-a-0", 60, 4096),)})
+    assert (placement.node, placement.containers) == ("a", {"c1": (Share("GPU-a-0", 60, 4096),)})
     assert told["tencent.com/predicate-gpu-idx-1"] == "0"
     assert "tencent.com/predicate-gpu-idx-0" not in told
     assert (told["tencent.com/predicate-node"], told["tencent.com/gpu-assigned"]) == ("a", "false")
@@ -43,8 +43,8 @@ async def test_one_node_is_answered_and_the_binding_names_its_gpus(stage: Stage)
 async def test_init_containers_have_gpus_in_the_placement_and_no_index(stage: Stage) -> None:
     assert await stage.schedule(pod("one", ("init", 60, 16), ("app", 200, 0)), ["b"]) == "b"
     told = stage.sim.annotations("uid-one")
-    whole = tuple((f"GPU-b-{gpu}", 100, GPU_MEBIBYTES) for gpu in (0, 1))
-    assert decode_placement(told[PLACEMENT_ANNOTATION]).containers == {"c0": (("GPU-b-0", 60, 4096),), "c1": whole}
+    whole = tuple(Share(f"GPU-b-{gpu}", 100, GPU_MEBIBYTES) for gpu in (0, 1))
+    assert decode_placement(told[PLACEMENT_ANNOTATION]).containers == {"c0": (Share("GPU-b-0", 60, 4096),), "c1": whole}
     assert [key for key in told if "predicate-gpu-idx" in key] == ["tencent.com/predicate-gpu-idx-0"]
     assert told["tencent.com/predicate-gpu-idx-0"] == "0,1"
     assert stage.cores("b") == [100, 100, 0, 0]
@@ -161,16 +161,18 @@ async def test_with_candidates_nothing_is_assumed_and_nodes_are_scored(soft: Sta
 async def test_bind_takes_other_gpus_of_the_node_if_those_were_lost(stage: Stage) -> None:
     item = await stage.create(pod("one", ("app", 60, 16)))
     await stage.filter(item, ["a"])
-    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": ((0, 50, 256),)})))
+    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": (Share(0, 50, 256),)})))
     await until(lambda: stage.cores("a") == [110, 0])
     assert await stage.bind(item, "a") == ""
-    assert decode_placement(stage.sim.annotations("uid-one")[PLACEMENT_ANNOTATION]).containers == {"c0": (("GPU-a-1", 60, 4096),)}
+    assert decode_placement(stage.sim.annotations("uid-one")[PLACEMENT_ANNOTATION]).containers == {
+        "c0": (Share("GPU-a-1", 60, 4096),)
+    }
 
 
 async def test_bind_fails_if_the_node_has_no_room_any_more(stage: Stage) -> None:
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item, ["a"])
-    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": ((0, 50, 256),)})))
+    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": (Share(0, 50, 256),)})))
     await until(lambda: stage.cores("a") == [150, 100])
     assert await stage.bind(item, "a") == "node a has not 2 entirely free GPUs (1 free)"
     assert "bind" not in stage.sim.requests
@@ -307,7 +309,7 @@ async def test_a_node_with_a_topology_manager_chooses_itself(stage: Stage) -> No
     assert not [key for key in told if "predicate-gpu-idx" in key]
     assert sum(stage.cores("a")) == 100
     stage.sim.put_node(
-        node("a", 2, inventory("a", 2, topology_manager="restricted", other={"uid-one": ((1, 100, GPU_MEBIBYTES),)}))
+        node("a", 2, inventory("a", 2, topology_manager="restricted", other={"uid-one": (Share(1, 100, GPU_MEBIBYTES),)}))
     )
     await until(lambda: stage.cores("a") == [0, 100])
 
