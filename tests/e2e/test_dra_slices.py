@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import ApiServer
 from gpumgr.kubelet.dra import DRIVER
@@ -120,13 +119,16 @@ def test_a_slice_is_stored_whole_and_kept(access: Access) -> None:
     assert access.slice() is None
 
 
-REGISTERED = LatestValue(LinkState(registered=True, registrations=1))
+def publishing(server: ApiServer, devices: tuple[SliceDevice, ...]) -> SlicePublisher:
+    publisher = SlicePublisher(server, NODE)
+    publisher.offer(devices)
+    publisher.follow(LinkState(registered=True, registrations=1))
+    return publisher
 
 
 async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[SliceDevice, ...]) -> None:
     server = await ApiServer.connect(access.kubeconfig)
-    wanted: LatestValue[tuple[SliceDevice, ...] | None] = LatestValue(first)
-    publisher = SlicePublisher(server, NODE, wanted, REGISTERED)
+    publisher = publishing(server, first)
     running = asyncio.create_task(publisher.run())
 
     async def stored(now: tuple[SliceDevice, ...]) -> Json:
@@ -144,12 +146,12 @@ async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[Sl
 
     try:
         created = await stored(first)
-        wanted.set(second)
+        publisher.offer(second)
         replaced = await stored(second)
         assert (replaced["metadata"]["uid"], publisher.state.dropped) == (created["metadata"]["uid"], None)
         assert replaced["spec"]["devices"][0]["taints"][0]["timeAdded"]
         # A new process finds what it would send itself, and writes nothing.
-        again = SlicePublisher(server, NODE, wanted, REGISTERED)
+        again = publishing(server, second)
         async with background(again.run()), asyncio.timeout(30):
             while not again.state.published:  # noqa: ASYNC110 (the state of a daemon)
                 await asyncio.sleep(0.05)
