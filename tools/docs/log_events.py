@@ -53,7 +53,6 @@ _ROWS: Final = {
         "The checkpoint can't be written: names and ends of pods, new and replaced GPUs are not saved, and new GPUs not "
         "offered. Check the disk. Retried."
     ),
-    "failed_pod_not_deleted": "The API server did not delete a refused pod. Check the RBAC rules. Retried.",
     # GPUs
     "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",
     "gpus_not_listed": (
@@ -196,8 +195,8 @@ _ROWS: Final = {
     "quotas_unusable": "The quotas' ConfigMap can't be read. The previous quotas stay; without any, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     # DRA: the node's ResourceSlice
-    "slice_not_looked_up slice_not_published": (
-        "The ResourceSlice can't be read or written; kube-scheduler sees the previous one. HTTP 403: the account lacks rights "
+    "slice_not_published": (
+        "The ResourceSlice can't be written; kube-scheduler sees the previous one. HTTP 403: the account lacks rights "
         "(chart value `mode: dra`), or its token names no node. Retried."
     ),
     "slice_fields_dropped": "The API server drops parts of the ResourceSlice; `reason` names the feature gate and the remedy.",

@@ -76,8 +76,8 @@ class PodDeletion(Desired):
 
 
 def waits_for_deletion(view: PodView | None) -> bool:
-    """Whether the kubelet failed the pod because a device plugin refused it, and nobody deletes it yet. Its controller then creates another
-    one at once instead of after its back-off."""
+    """Whether the kubelet failed the pod because a device plugin refused it, and the pod is not being deleted yet. Once it is deleted, its
+    controller creates another one at once, without a back-off."""
     return view is not None and view.reason == REFUSED and view.wants_gpu and view.controlled and not view.deleted
 
 
