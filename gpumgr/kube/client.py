@@ -49,7 +49,7 @@ _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: The shortest time between two reads of refused credentials: a read may run a program, and may not help.
 _RENEW_SECONDS: Final = 5.0
 #: The longest Retry-After that is obeyed, and the most writes for which one is kept, so that memory is bounded.
-_MAX_RETRY_AFTER_SECONDS: Final = 120.0
+MAX_RETRY_AFTER_SECONDS: Final = 120.0
 _MAX_HELD: Final = 10_000
 
 #: The API group that answers which rights an account has.
@@ -80,7 +80,7 @@ class ApiServer:
         files: CredentialFiles,
         credentials: Credentials,
         clock: Callable[[], float] = time.monotonic,
-        max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
+        max_retry_after_seconds: float = MAX_RETRY_AFTER_SECONDS,
     ) -> None:
         self._files, self._clock, self._max_retry_after_seconds = files, clock, max_retry_after_seconds
         self._credentials = credentials
@@ -105,7 +105,7 @@ class ApiServer:
         *,
         remedy: str = _SET_IT,
         clock: Callable[[], float] = time.monotonic,
-        max_retry_after_seconds: float = _MAX_RETRY_AFTER_SECONDS,
+        max_retry_after_seconds: float = MAX_RETRY_AFTER_SECONDS,
     ) -> Self:
         """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet. A longer
         Retry-After is shortened to `max_retry_after_seconds`.

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 from gpumgr.common import foreign_text
 from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.topology.devices import NVLINK_SCORE, Level, MigProfile, Topology, score_matrix
+from gpumgr.placement.topology.devices import NVLINK_SCORE, Level, MigProfile, Topology
 from gpumgr.placement.topology.matrix import MAX_GPUS
 
 INVENTORY_ANNOTATION: Final = "gpumgr.io/inventory"
@@ -103,7 +103,7 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
-    """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU; see `levels_of`.
+    """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU: the `score_matrix` of the topology.
 
     `other`: pod UID -> its allocations. `scaling`: the factors of memory and cores for pods with HAMi's resources; it is written if a GPU
     may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
@@ -149,12 +149,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
     """The field `mig` of a GPU with dynamic MIG; UNSET if it has no profiles."""
     return tuple((p.name, p.number, p.memory_mebibytes, p.slices, p.size, p.starts) for p in profiles) or UNSET
-
-
-def levels_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """The matrix for `Inventory.levels`: each score is the value of `Level` plus 100 for each NVLink. The score of a GPU with itself is
-    0."""
-    return score_matrix(topology)
 
 
 def encode(value: Inventory | Placement) -> str:

@@ -26,7 +26,16 @@ import structlog
 
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_stored, on_thread_if_long
-from gpumgr.kube.client import API_FAILURES, REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
+from gpumgr.kube.client import (
+    API_FAILURES,
+    MAX_RETRY_AFTER_SECONDS,
+    REQUEST_TIMEOUT,
+    UNREADABLE,
+    AnswerError,
+    ApiServer,
+    answer_error,
+    unreadable_text,
+)
 from gpumgr.kube.publisher.events import Event, EventSeries, ObjectRef
 
 _log = structlog.get_logger(__name__)
@@ -104,7 +113,7 @@ class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
     """`watch_seconds`: the shortest and the longest requested duration of a watch. `silence_seconds`: how much later the watch may end.
 
     `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
-    `pause_seconds`; Retry-After is kept to up to `max_retry_after_seconds`.
+    `pause_seconds`; Retry-After is kept to up to two minutes.
 
     `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long, nor ended a watch in time.
     `outdated_seconds`: the copy is outdated if the server has done nothing of this for so long, and a list has failed, too.
@@ -114,7 +123,6 @@ class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
     silence_seconds: float = 15.0
     lasted_seconds: float = 10.0
     pause_seconds: tuple[float, float] = (0.5, 30.0)
-    max_retry_after_seconds: float = 120.0
     list_seconds: float = math.inf
     outdated_seconds: float = math.inf
 
@@ -171,9 +179,7 @@ class _UnreadableObjects:
         """Reports the object, once. `uid` is "" for an object without one."""
         if uid in self.reasons:
             return
-        plain = isinstance(error, UnreadableText | RecursionError)
-        why = str(UnreadableText(error if plain else f"{type(error).__name__}: {error}"))
-        self.reasons[uid] = why
+        why = self.reasons[uid] = unreadable_text(error)
         shown = "/".join(filter(None, (namespace, name))) or None
         _log.warning("api_object_unreadable", path=self._path, name=shown, uid=uid, error=why)
         if uid and self._write_events and self._events_left > 0:
@@ -278,7 +284,7 @@ class Reflector(Generic[T]):
                 self._version = None
                 self._log_once(str(error))
             except AnswerError as error:
-                wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
+                wanted = min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
                 self._log_once(str(error))
             except API_FAILURES as error:
                 self._log_once(_text(error))

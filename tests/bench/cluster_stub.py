@@ -26,8 +26,8 @@ from gpumgr.kube.cluster_annotations import (
     InventoryGpu,
     decode_placement,
     encode,
-    levels_of,
 )
+from gpumgr.placement.topology.devices import score_matrix
 from tests.topologies import topology_from_matrix
 
 GPUS: Final = 8
@@ -39,7 +39,7 @@ PREFIX: Final = "gpu-node-eu-west-"
 #: (cores, memory blocks) of one container.
 SHAPES: Final = ((10, 16), (25, 64), (50, 100), (100, 0), (200, 0), (30, 60), (40, 90), (20, 30))
 _FIELDS = [{"manager": f"controller-{number}", "operation": "Update", "fieldsV1": {f"f:{'x' * 240}": {}}} for number in range(6)]
-_LEVELS = levels_of(topology_from_matrix([["X" if a == b else "NV18" for b in range(GPUS)] for a in range(GPUS)]))
+_LEVELS = score_matrix(topology_from_matrix([["X" if a == b else "NV18" for b in range(GPUS)] for a in range(GPUS)]))
 Json = dict[str, Any]
 
 

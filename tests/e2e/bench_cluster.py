@@ -23,9 +23,10 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
 from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slices import SLICES
+from gpumgr.placement.topology.devices import score_matrix
 from tests.topologies import topology_from_matrix
 
 from .agent import Agent
@@ -45,7 +46,7 @@ LEASE: Final = "/apis/coordination.k8s.io/v1/namespaces/default/leases/gpumgr-sc
 SHARE: Final = template("share", request("gpu", 10, "2560Mi"))
 #: Seconds until a crowd is given up. Without the agent the kubelet retries what the API server refused only after 70 s and more.
 PATIENCE: Final = {"empty": 20.0}
-_LEVELS = levels_of(topology_from_matrix([["X" if a == b else "NV4" for b in range(GPUS)] for a in range(GPUS)]))
+_LEVELS = score_matrix(topology_from_matrix([["X" if a == b else "NV4" for b in range(GPUS)] for a in range(GPUS)]))
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 Figures = dict[str, Any]
 

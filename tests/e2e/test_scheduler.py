@@ -21,8 +21,8 @@ from gpumgr.kube.cluster_annotations import (
     InventoryGpu,
     decode_placement,
     encode,
-    levels_of,
 )
+from gpumgr.placement.topology.devices import score_matrix
 from tests.topologies import topology_from_matrix
 
 from . import manifests
@@ -65,7 +65,7 @@ def inventory(node: str, count: int, *, unhealthy: Sequence[int] = ()) -> str:
         InventoryGpu(uuid=uuid(node, gpu), model=MODELS[node], memory=GPU_MEBIBYTES, numa=gpu // 2, healthy=gpu not in unhealthy)
         for gpu in range(count)
     )
-    return encode(Inventory(topology_manager="none", gpus=gpus, levels=levels_of(topology_from_matrix(rows))))
+    return encode(Inventory(topology_manager="none", gpus=gpus, levels=score_matrix(topology_from_matrix(rows))))
 
 
 def api_node(name: str, count: int) -> Json:

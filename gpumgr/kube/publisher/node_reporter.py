@@ -28,14 +28,13 @@ from gpumgr.kube.cluster_annotations import (
     Share,
     TopologyManagerPolicy,
     encode,
-    levels_of,
     mig_rows,
 )
 from gpumgr.kube.publisher.events import cut
 from gpumgr.kube.publisher.objects import Condition
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import NodeSnapshot
+from gpumgr.placement.topology.devices import NodeSnapshot, score_matrix
 from gpumgr.placement.topology.labels import gpu_labels
 
 #: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory reports them only after this time.
@@ -105,7 +104,7 @@ class InventoryReporter:
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
             ),
-            levels=levels_of(snapshot.topology),
+            levels=score_matrix(snapshot.topology),
             other={
                 uid: tuple(Share(gpu, a.cores, a.memory_mebibytes, a.slices, a.replicas) for gpu, a in held)
                 for uid, held in other.items()

@@ -21,7 +21,7 @@ import structlog
 
 from gpumgr.agent.node_report import ApiQueueState
 from gpumgr.agent.ports import Eviction
-from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.kube.client import API_FAILURES, MAX_RETRY_AFTER_SECONDS, AnswerError, ApiServer
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired, TokenBucket, WorkQueue
 from gpumgr.kube.publisher.events import Event, EventRecorder
 from gpumgr.kube.publisher.objects import (
@@ -52,8 +52,6 @@ _MAX_CONFLICTS: Final = 5
 _FAILED_FACTOR: Final = 4.0
 #: How often the queue is checked for new writes while others wait for a retry.
 _POLL_SECONDS: Final = 0.25
-#: Retry-After pauses all writes, at most for this time.
-_LONGEST_PAUSE_SECONDS: Final = 120.0
 #: Refusals of the same kind, and dropped events, are logged once in this time.
 _LOG_AGAIN_SECONDS: Final = 3600.0
 
@@ -310,7 +308,7 @@ class Publisher:
         return None
 
     def _retry(self, desired: Desired, error: AnswerError) -> float | None:
-        wanted = min(error.retry_after_seconds, _LONGEST_PAUSE_SECONDS)
+        wanted = min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
         budget = desired.what == "eviction" and error.status == 429
         self._queue.retry(desired, self._clock() + max(wanted, self._backoff(desired)), held=budget)
         if budget or error.status == 409:  # a PodDisruptionBudget, or another writer: the API server works

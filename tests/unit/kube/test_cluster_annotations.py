@@ -13,9 +13,9 @@ from gpumgr.kube.cluster_annotations import (
     decode_inventory,
     decode_placement,
     encode,
-    levels_of,
     mig_rows,
 )
+from gpumgr.placement.topology.devices import score_matrix
 from tests.mig_profiles import H100
 from tests.topologies import topology_from_matrix
 
@@ -28,7 +28,7 @@ INVENTORY = Inventory(
         InventoryGpu(uuid="GPU-a", model="NVIDIA H100 80GB HBM3", memory=81408, numa=0),
         InventoryGpu(uuid="GPU-b", model="NVIDIA H100 80GB HBM3", memory=81408, numa=1, healthy=False, cordoned=True),
     ),
-    levels=levels_of(TOPOLOGY),
+    levels=score_matrix(TOPOLOGY),
     other={"uid-1": (Share(1, 50, 1024),)},
 )
 INVENTORY_TEXT = (

@@ -21,9 +21,10 @@ from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.topology.devices import score_matrix
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
@@ -43,7 +44,7 @@ def inventory(name: str, count: int, *, model: str = "", indices: Sequence[int] 
         for gpu in range(count)
     )
     return encode(
-        Inventory(**{"topology_manager": "none", "gpus": gpus, "levels": levels_of(topology_from_matrix(rows)), **more})
+        Inventory(**{"topology_manager": "none", "gpus": gpus, "levels": score_matrix(topology_from_matrix(rows)), **more})
     )
 
 
