@@ -15,6 +15,7 @@ from gpumgr.cli.options import ExitingCommand, config_option, effective_settings
 from gpumgr.cli.tables import open_table
 from gpumgr.cli.tables import show as show_table
 from gpumgr.common.errors import CheckpointError
+from gpumgr.common.units import count_text
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 
@@ -98,7 +99,7 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
 def _table(ledger: Ledger, *, wide: bool) -> Table:
     """`wide`: with the reason of each allocation."""
     allocations, gpus = len(ledger.allocations), len(ledger.gpu_registry.gpus)
-    title = f"{allocations} allocation{'' if allocations == 1 else 's'} on {gpus} GPU{'' if gpus == 1 else 's'}"
+    title = f"{count_text(allocations, 'allocation')} on {count_text(gpus, 'GPU')}"
     names = [(heading, False) for heading in ("Allocation", "Pod", "Container", "GPUs")]
     table = open_table(*names, ("Cores", True), ("MiB", True), ("Since (UTC)", True), *([("Why", False)] if wide else []))
     table.title = title

@@ -21,6 +21,7 @@ from gpumgr.cli.options import PodName
 from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
+from gpumgr.common.units import count_text
 from gpumgr.kube.client import AnswerError, ApiServer, items_of
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
@@ -216,6 +217,6 @@ def _waiting(waiting: Waiting) -> Iterator[str]:
         yield ""
     for group in waiting.groups:
         closest = f" (closest: {group.closest})" if group.closest and not group.nodes else ""
-        yield f"  {group.count} {'node' if group.count == 1 else 'nodes'}: {group.reason}{closest}"
+        yield f"  {count_text(group.count, 'node')}: {group.reason}{closest}"
         for node, detail in group.nodes:
             yield f"    {node}{f': {detail}' if detail else ''}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.common.units import BLOCK_BYTES, count_text
 
 
 def printable(text: str) -> str:
@@ -65,11 +65,7 @@ def percent(ratio: float | None) -> str:
 
 
 def blocks(count: int) -> str:
-    return f"{count} memory block{'' if count == 1 else 's'} ({count * BLOCK_BYTES / _GIB:g} GiB)"
-
-
-def cores(count: int) -> str:
-    return f"{count} core{'' if count == 1 else 's'}"
+    return f"{count_text(count, 'memory block')} ({count * BLOCK_BYTES / _GIB:g} GiB)"
 
 
 def limiting(mechanisms: Sequence[str]) -> tuple[str, ...]:

@@ -14,9 +14,10 @@ import click
 from gpumgr.agent.api import ContainerRow, MaintenanceResult, NodeState
 from gpumgr.agent.cordons import REASON_CHARACTERS
 from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, read_result, read_state, report_unavailable
-from gpumgr.cli.formats import clock_time, cores, json_line, memory_text, printable
+from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, agent_options, output_option, sendable
 from gpumgr.common.errors import GpumgrError
+from gpumgr.common.units import count_text
 
 WAIT_SECONDS: Final = 600.0
 #: A reset takes a minute at most, and a request waits for the previous one.
@@ -294,7 +295,7 @@ def _drained(result: MaintenanceResult) -> list[str]:
 
 def _rows(result: MaintenanceResult) -> Iterator[str]:
     for row in result.containers:
-        size = f"{cores(row.cores)}, {memory_text(row.memory_bytes)}"
+        size = f"{count_text(row.cores, 'core')}, {memory_text(row.memory_bytes)}"
         yield f"  {row.pod_name} ({row.container or '?'})  {size}, since {clock_time(row.granted_at)}"
     for each in result.unattributed:
         yield f"  pid {each.pid}  {memory_text(each.memory_bytes)}" + (
@@ -304,9 +305,4 @@ def _rows(result: MaintenanceResult) -> Iterator[str]:
 
 def counted(containers: int, processes: int) -> str:
     """`1 container and 2 processes`."""
-    parts = [
-        f"{count} {one if count == 1 else many}"
-        for count, one, many in ((containers, "container", "containers"), (processes, "process", "processes"))
-        if count
-    ]
-    return " and ".join(parts)
+    return " and ".join(count_text(count, noun) for count, noun in ((containers, "container"), (processes, "process")) if count)

@@ -12,12 +12,12 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cli.agent_client import STATE, AgentClient, follow_states, read_entries, read_state, report_unavailable
-from gpumgr.cli.formats import clock_time, cores, json_line, printable
+from gpumgr.cli.formats import clock_time, json_line, printable
 from gpumgr.cli.gpu_labels import GpuLabels, gpus_of
 from gpumgr.cli.node_data import AgentData, Document, NodeData, open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, PodName, agent_options, unknown_pod_message
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.common.units import GpuName
+from gpumgr.common.units import GpuName, count_text
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry, What
 from gpumgr.placement.pods import PodKey
 
@@ -114,9 +114,7 @@ def _pod(entry: HistoryEntry) -> str:
 def _size(entry: HistoryEntry) -> str:
     if not entry.kind or not entry.size:
         return "-"
-    if entry.kind == "core":
-        return cores(entry.size)
-    return f"{entry.size} {'block' if entry.kind == 'memory' else 'GPU'}{'' if entry.size == 1 else 's'}"
+    return count_text(entry.size, {"core": "core", "memory": "block"}.get(entry.kind, "GPU"))
 
 
 def _reason(entry: HistoryEntry) -> str:

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
-from gpumgr.cli.formats import blocks, clock_time, cores, gibibytes, limits_sentence, memory_text, percent
+from gpumgr.cli.formats import blocks, clock_time, gibibytes, limits_sentence, memory_text, percent
 from gpumgr.cli.gpu_labels import GpuLabels, gpu_sentences
 from gpumgr.cli.tables import open_table, plain_text
-from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource, count_text
 from gpumgr.ledger.history import Call, Candidate, HistoryEntry
 
 #: The names of the kubelet's calls.
@@ -123,7 +123,7 @@ def _request(pod: PodDetails, *, live: bool) -> Iterator[str]:
 def _amount(sizes: Mapping[Resource, int]) -> str:
     """`40 cores and 80 memory blocks (20 GiB)`; empty for none."""
     core_count, block_count = sizes.get("core"), sizes.get("memory")
-    parts = [cores(core_count) if core_count else "", blocks(block_count) if block_count else ""]
+    parts = [count_text(core_count, "core") if core_count else "", blocks(block_count) if block_count else ""]
     return " and ".join(part for part in parts if part)
 
 
@@ -244,7 +244,9 @@ def _holding(row: ContainerRow, gpus: GpuLabels) -> str:
     memory = memory_text(row.memory_bytes)
     if row.memory_limit_bytes is not None:
         memory += f" (and up to {memory_text(row.memory_limit_bytes)} while that is granted to no container)"
-    share = f"{gpus.label(row.gpu)} whole" if row.whole else f"{cores(row.cores)} and {memory} of {gpus.label(row.gpu)}"
+    share = (
+        f"{gpus.label(row.gpu)} whole" if row.whole else f"{count_text(row.cores, 'core')} and {memory} of {gpus.label(row.gpu)}"
+    )
     who = f"{row.container or 'a container'}{' (init container)' if row.init else ''}"
     return f"{who} has {share} since {clock_time(row.granted_at)} (allocation {row.allocation})"
 
@@ -261,7 +263,7 @@ def _use(row: ContainerRow) -> str:
         f"held the GPU {percent(row.held_ratio)} of the time" if row.held_ratio is not None else "",
         f"waited {percent(row.waited_ratio)} of the time for its turn" if row.waited_ratio is not None else "",
         f"uses {gibibytes(row.memory_used_bytes)} GiB" if row.memory_used_bytes is not None else "",
-        f"{row.processes} process{'' if row.processes == 1 else 'es'}" if row.processes is not None else "",
+        count_text(row.processes, "process") if row.processes is not None else "",
         "over its memory" if row.over else "",
     ]
     known = ", ".join(fact for fact in facts if fact)

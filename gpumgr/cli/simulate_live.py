@@ -21,10 +21,10 @@ from gpumgr.cli.options import ExitingCommand, default_kubeconfig
 from gpumgr.cli.simulate import CPUS_PER_GPU, SOURCE, read_text, text_table
 from gpumgr.cluster.scheduler.selection import POLICIES
 from gpumgr.cluster.simulation.defrag import Defrag
-from gpumgr.cluster.simulation.json_text import count_text
 from gpumgr.cluster.simulation.live import LiveCluster, LivePod, Spot
 from gpumgr.common.errors import InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json, decode_yaml
+from gpumgr.common.units import count_text
 from gpumgr.kube.client import UNREADABLE, AnswerError, ApiServer, items_of, unreadable_text
 from gpumgr.settings.schema import SchedulerSettings
 

@@ -115,3 +115,9 @@ def percent(value: float | None) -> float | None:
     """The ratio in percent, as gpu-manager's and HAMi's metrics have it."""
     share = ratio(value)
     return None if share is None else round(100 * share, 6)
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 core`, `2 cores`, `0 processes`."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{ending}"

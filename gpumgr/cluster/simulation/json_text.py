@@ -18,10 +18,6 @@ def short(text: str, most: int = 40) -> str:
     return printed if len(printed) <= most else printed[: most - 3] + "..."
 
 
-def count_text(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 class Entry(NamedTuple):
     """An entry of a list (`key` counts from 1) or of an object. `at`: where the value begins."""
 

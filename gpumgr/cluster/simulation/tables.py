@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpumgr.cluster.simulation.json_text import JsonText, count_text, short
+from gpumgr.cluster.simulation.json_text import JsonText, short
 from gpumgr.cluster.simulation.model import GPU_MILLI, NodeSpec, Pod, Shape
 from gpumgr.common.errors import InputError
+from gpumgr.common.units import count_text
 from gpumgr.placement.topology.matrix import MAX_GPUS
 
 MAX_ROWS: Final = 1_000_000

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
+from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, count_text
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.link import choose_set, has_room
 from gpumgr.placement.topology.devices import Topology, score_matrix, set_score
@@ -54,13 +54,13 @@ def check_request(cores: int, memory_blocks: int) -> None:
     if cores == 0:
         raise Refusal(
             "invalid_request",
-            f"{_count(memory_blocks, 'memory block')} requested without cores: {MEMORY_RESOURCE} also needs {CORE_RESOURCE}",
+            f"{count_text(memory_blocks, 'memory block')} requested without cores: {MEMORY_RESOURCE} also needs {CORE_RESOURCE}",
         )
     _check_cores(cores)
     if cores < CORES_PER_GPU and memory_blocks == 0:
         raise Refusal(
             "invalid_request",
-            f"{_count(cores, 'core')} requested without memory: a share of a GPU needs {MEMORY_RESOURCE} of 1 or more "
+            f"{count_text(cores, 'core')} requested without memory: a share of a GPU needs {MEMORY_RESOURCE} of 1 or more "
             f"({BLOCK_BYTES >> 20} MiB each) in the same container",
         )
 
@@ -189,9 +189,11 @@ def _wanted(cores: int, memory_blocks: int, required: frozenset[int], gpus: Sequ
     if cores < CORES_PER_GPU:
         text = f"no GPU has {_asked(cores, memory_blocks)} free"
     elif count == 1:
-        text = "no GPU is entirely free" + (f" and has {_count(memory_blocks, 'memory block')}" if memory_blocks else "")
+        text = "no GPU is entirely free" + (f" and has {count_text(memory_blocks, 'memory block')}" if memory_blocks else "")
     else:
-        text = f"{count} entirely free GPUs" + (f" with {_count(memory_blocks, 'memory block')} in all" if memory_blocks else "")
+        text = f"{count} entirely free GPUs" + (
+            f" with {count_text(memory_blocks, 'memory block')} in all" if memory_blocks else ""
+        )
         text += f" requested, {sum(gpu.entirely_free and gpu.healthy for gpu in gpus)} of {len(gpus)} are free"
     if required:
         names = {gpu.index: gpu.name for gpu in gpus}
@@ -211,7 +213,7 @@ def _described(gpu: GpuCapacity, cores: int) -> str:
     if not gpu.healthy:
         return f"{gpu.name} not offered ({gpu.note or 'unhealthy'})"
     if cores >= CORES_PER_GPU and gpu.entirely_free:
-        memory = _count(gpu.memory_blocks_free, "memory block")
+        memory = count_text(gpu.memory_blocks_free, "memory block")
         return f"{gpu.name} entirely ({memory}{f'; {gpu.note}' if gpu.note else ''})"
     return f"{gpu.name} {_room(gpu)}" + (f" ({gpu.note})" if gpu.note else "")
 
@@ -221,8 +223,4 @@ def _room(gpu: GpuCapacity) -> str:
 
 
 def _asked(cores: int, memory_blocks: int) -> str:
-    return f"{_count(cores, 'core')} and {_count(memory_blocks, 'memory block')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{count_text(cores, 'core')} and {count_text(memory_blocks, 'memory block')}"
