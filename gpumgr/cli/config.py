@@ -10,7 +10,7 @@ import yaml
 from msgspec.structs import asdict
 
 from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
-from gpumgr.settings import InvalidSettingsError, check_settings
+from gpumgr.settings import check_settings
 from gpumgr.settings.schema import plain
 
 _EXIT_WRONG = 2
@@ -60,11 +60,7 @@ def show(file: Path | None, output: Literal["text", "json"]) -> None:
       gpumgr config show
       GPUMGR_HTTP_PORT=9000 gpumgr config show --config gpumgr.yaml --output json
     """
-    try:
-        document = plain(effective_settings(file))
-    except InvalidSettingsError as error:
-        click.echo(str(error), err=True)
-        sys.exit(_EXIT_WRONG)
+    document = plain(effective_settings(file))
     if output == "json":
         click.echo(json.dumps(document, indent=2))
     else:

@@ -86,12 +86,23 @@ def lean_imports() -> Iterator[None]:
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """`run` gets an event that SIGTERM and SIGINT set."""
+    """`run` gets an event that SIGTERM and SIGINT set. A second signal ends the process at once."""
 
     async def until_signalled() -> None:
         stop = asyncio.Event()
+
+        def signalled(number: int) -> None:
+            if stop.is_set():
+                log.warning("stopped_at_once", reason="second signal")
+                os._exit(128 + number)
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, signalled, number)
         await run(stop)
+
+    import structlog  # imported here, since `lean_imports` decides with which modules
+
+    log = structlog.get_logger(__name__)
 
     asyncio.run(until_signalled())

@@ -1,7 +1,6 @@
 """`gpumgr run`: the agent's process, with its settings, signals, hardware and exit code."""
 
 import asyncio
-import os
 import signal
 import sys
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Final
 import click
 import structlog
 
+from gpumgr.cli.daemon import run_until_signalled
 from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, config_option, effective_settings, set_option
 from gpumgr.common.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.common.log import configure_log
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
 from gpumgr.driver.binding import DriverMismatchError
-from gpumgr.driver.hardware import Hardware
 from gpumgr.node.lifecycle import run
 from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsSource
@@ -87,26 +86,15 @@ def command(
     for note in flags.notes:
         log.info("flag_without_effect", note=note)
     with hardware_of(sim, settings.nvml.library_path, sim_dir) as hardware:
-        sys.exit(asyncio.run(_until_signalled(settings, hardware, source)))
 
+        async def agent(stop: asyncio.Event) -> None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, source.ask)
+            await run(settings, hardware, stop=stop, source=source)
 
-async def _until_signalled(settings: Settings, hardware: Hardware, source: SettingsSource) -> int:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def signalled(number: int) -> None:
-        if stop.is_set():
-            log.warning("stopped_at_once", reason="second signal")
-            os._exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled, number)
-    loop.add_signal_handler(signal.SIGHUP, source.ask)
-    try:
-        await run(settings, hardware, stop=stop, source=source)
-    except (GpumgrError, BaseExceptionGroup) as error:
-        return _exit_code(error)
-    return 0
+        try:
+            run_until_signalled(agent)
+        except (GpumgrError, BaseExceptionGroup) as error:
+            sys.exit(_exit_code(error))
 
 
 def _exit_code(error: BaseException) -> int:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
@@ -23,7 +22,7 @@ from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
 from gpumgr.cli.agent_client import AgentClient, follow_states, read_state, report_unavailable
 from gpumgr.cli.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, percent
 from gpumgr.cli.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
-from gpumgr.cli.node_data import open_node_data
+from gpumgr.cli.node_data import Document, open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
 from gpumgr.cli.tables import open_table, show
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
@@ -191,8 +190,8 @@ class Screen(Live):
         super().__init__(console=console, screen=True, auto_refresh=False)
         self._state: NodeState | None = None
 
-    def show(self, state: NodeState) -> None:
-        self._state = state
+    def show(self, document: Document) -> None:
+        self._state = read_state(document)
         self._draw()
 
     def unavailable(self, reason: str) -> None:
@@ -222,7 +221,7 @@ Examples:
   gpumgr usage --watch --namespace team
   gpumgr usage --gpu 3 --output json | jq '.containers[].pod'
 """
-_Filter = Callable[[dict[str, Any]], dict[str, Any]]
+_Filter = Callable[[Document], Document]
 
 _EXIT_CODES: Final = {
     0: "done",
@@ -255,14 +254,16 @@ def command(
     if not watch:
         asyncio.run(_once(location, rows, as_json=as_json))
         return
-    live = not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(
-            _until_signalled(_live(location.socket, rows)) if live else _print_each(location.socket, rows, as_json=as_json)
-        )
+        if not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal:
+            with Screen(Console(highlight=False)) as screen:
+                asyncio.run(_until_signalled(_watch(location, rows, screen.show, screen.unavailable)))
+        else:
+            end = "" if as_json else "\n"
+            asyncio.run(_watch(location, rows, partial(_print, as_json=as_json, end=end), report_unavailable))
 
 
-def _filtered(document: dict[str, Any], *, gpu: str | None, namespace: str | None) -> dict[str, Any]:
+def _filtered(document: Document, *, gpu: str | None, namespace: str | None) -> Document:
     """The state with only the matching rows; `gpu` is an index, name or UUID. Raises InputError for an unknown GPU, GpumgrError for another
     document."""
     shown = read_state(document)
@@ -281,12 +282,12 @@ async def _once(location: AgentLocation, rows: _Filter, *, as_json: bool) -> Non
         _print(rows(data.state), as_json=as_json, live=data.live)
 
 
-async def _print_each(socket: Path, rows: _Filter, *, as_json: bool) -> None:
-    async with AgentClient(socket) as agent:
-        async for document in follow_states(agent, report_unavailable):
-            _print(rows(document), as_json=as_json)
-            if not as_json:
-                click.echo()
+async def _watch(
+    location: AgentLocation, rows: _Filter, show: Callable[[Document], None], unavailable: Callable[[str], None]
+) -> None:
+    async with AgentClient(location.socket) as agent:
+        async for document in follow_states(agent, unavailable):
+            show(rows(document))
 
 
 async def _until_signalled(live: Coroutine[Any, Any, None]) -> None:
@@ -298,17 +299,12 @@ async def _until_signalled(live: Coroutine[Any, Any, None]) -> None:
         await task
 
 
-async def _live(socket: Path, rows: _Filter) -> None:
-    async with AgentClient(socket) as agent:
-        with Screen(Console(highlight=False)) as screen:
-            async for document in follow_states(agent, screen.unavailable):
-                screen.show(read_state(rows(document)))
-
-
-def _print(document: dict[str, Any], *, as_json: bool, live: bool = True) -> None:
+def _print(document: Document, *, as_json: bool, live: bool = True, end: str = "") -> None:
+    """`end`: what follows the document."""
     if as_json:
         shown = {key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
         click.echo(json_line({"live": live, **shown}))
     else:
         state = read_state(document)
         show(lambda width: usage_tables(state, width))
+    click.echo(end, nl=False)

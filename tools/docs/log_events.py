@@ -8,7 +8,7 @@ from tools.docs.markdown import code, table
 #: The names of events with one meaning -> that meaning.
 _ROWS: Final = {
     # the kubelet
-    "stopped_at_once": "The agent received a second signal and ended at once.",
+    "stopped_at_once": "The process received a second signal and ended at once.",
     "stop_cut_short": "Running calls did not end within `process.stop_grace_seconds`.",
     "ended": "The process ended for the given reason, with the given exit code.",
     "ended_by_bug": "A bug ended the process.",

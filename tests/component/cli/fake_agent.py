@@ -1,12 +1,15 @@
 """What listens on the agent's socket: the pages that the commands ask, with documents that the test holds."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from tests.unit.cli.node_story import entries, state, story
+
+from .peer import listening
 
 
 class FakeAgent:
@@ -19,21 +22,19 @@ class FakeAgent:
         self.stories: dict[tuple[str, str], Any] = {("team", "resnet-0"): story()}
         self.asked: list[str] = []
         self._reading = asyncio.Event()
-        self._runner: web.AppRunner | None = None
+        self._server = AsyncExitStack()
 
     async def start(self) -> None:
-        app = web.Application()
-        app.router.add_get("/api/state", self._state)
-        app.router.add_get("/api/history", self._history)
-        app.router.add_get("/api/pods", self._pods)
-        app.router.add_get("/api/pods/{namespace}/{pod}", self._pod)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, str(self.socket)).start()
+        pages = {
+            "/api/state": self._state,
+            "/api/history": self._history,
+            "/api/pods": self._pods,
+            "/api/pods/{namespace}/{pod}": self._pod,
+        }
+        await self._server.enter_async_context(listening(self.socket, {("GET", path): page for path, page in pages.items()}))
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.aclose()
         self.socket.unlink(missing_ok=True)
 
     async def read(self) -> None:

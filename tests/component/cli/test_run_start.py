@@ -1,5 +1,6 @@
 """The first moments of `gpumgr run`."""
 
+import signal
 import subprocess
 import sys
 from typing import Final
@@ -51,3 +52,21 @@ print({*sys.modules} & {"aiohttp", "rich", "pynvml"})
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.endswith("set()\n")
+
+
+def test_a_second_signal_ends_a_daemon_at_once() -> None:
+    code = """
+import asyncio, os, signal
+from gpumgr.cli.daemon import run_until_signalled
+
+async def run(stop):
+    os.kill(os.getpid(), signal.SIGINT)
+    await stop.wait()
+    print("stopping", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.Event().wait()
+
+run_until_signalled(run)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.splitlines()[0]) == (128 + signal.SIGTERM, "stopping")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientError, web
+from aiohttp.test_utils import TestServer
 
 from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.settings.schema import HttpSettings
@@ -16,6 +17,7 @@ from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.http_server import PageServer
 from tests.component.cluster.scheduler.conftest import inventory, node, pod
 from tests.component.cluster.scheduler.test_pages import PagesStage, ready, serving
+from tests.component.kube.conftest import write_kubeconfig
 
 from .conftest import Gpumgr
 
@@ -99,28 +101,17 @@ async def api(
             app.router.add_get("/api/v1/pods", server.list_pods)
             app.router.add_get("/api/v1/namespaces/gpu/pods/{pod}/proxy/api/why", server.proxy)
             app.router.add_get("/api/v1/namespaces/gpu/pods/{pod}", server.read_pod)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            config = {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "clusters": [{"name": "c", "cluster": {"server": server.url}}],
-                "users": [{"name": "u", "user": {"token": "kubernetes"}}],
-                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-                "current-context": "x",
-            }
-            (folder / "kubeconfig").write_text(json.dumps(config))
-            application = partial(application_of, pages.cluster_pages, origin_of=lambda *_: "loopback")
-            local = PageServer(application, HttpSettings(port=0, **options))
-            await local.start()
-            (tmp_path / "bin").mkdir()
-            monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-            forwards(tmp_path, f"echo 'Forwarding from 127.0.0.1:{local.address[1]} -> 1234'; exec sleep 60")
-            yield server
-            await local.stop()
-            await runner.cleanup()
+            async with TestServer(app, host="127.0.0.1") as at:
+                server.url = f"http://127.0.0.1:{at.port}"
+                write_kubeconfig(folder / "kubeconfig", server.url, token="kubernetes")
+                application = partial(application_of, pages.cluster_pages, origin_of=lambda *_: "loopback")
+                local = PageServer(application, HttpSettings(port=0, **options))
+                await local.start()
+                (tmp_path / "bin").mkdir()
+                monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+                forwards(tmp_path, f"echo 'Forwarding from 127.0.0.1:{local.address[1]} -> 1234'; exec sleep 60")
+                yield server
+                await local.stop()
 
 
 def forwards(tmp_path: Path, script: str) -> None:

@@ -7,6 +7,7 @@ import yaml
 from click.testing import CliRunner
 
 from gpumgr.cli.config import command
+from gpumgr.common.errors import InputError
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -48,7 +49,7 @@ def test_shows_the_settings_in_force(tmp_path: Path) -> None:
     assert json.loads(result.stdout) == document
 
 
-def test_shows_mistakes_instead_where_there_are_some() -> None:
+def test_mistakes_are_an_input_error() -> None:
     result = CliRunner(env={"GPUMGR_HTTP_PORT": "x"}).invoke(command, ["show"])
-    assert result.exit_code == 2
-    assert "environment variable GPUMGR_HTTP_PORT: http.port: 'x' is not allowed" in result.stderr
+    assert isinstance(result.exception, InputError)
+    assert "environment variable GPUMGR_HTTP_PORT: http.port: 'x' is not allowed" in str(result.exception)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
 
 from gpumgr.cli.doctor import command
@@ -17,6 +18,7 @@ from gpumgr.cli.examination.cluster import checks_for_cluster
 from gpumgr.cli.examination.cluster_config import POLICIES_ANNOTATION, POLICIES_VERSION, needed_by_claims, problems
 from gpumgr.cli.examination.examine import CheckResult, examine
 from gpumgr.kube.client import ApiServer
+from tests.component.kube.conftest import write_kubeconfig
 
 PROJECT = Path(__file__).parents[4]
 Json = dict[str, Any]
@@ -136,30 +138,19 @@ class Stub:
             return web.json_response({"message": f"{path} not found"}, status=404)
         return web.json_response({"items": found} if isinstance(found, list) else found)
 
-    def kubeconfig(self, path: Path) -> Path:
-        contexts = {"contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a"}
-        cluster = {"clusters": [{"name": "a", "cluster": {"server": self.url}}], "users": [{"name": "a", "user": {}}]}
-        path.write_text(json.dumps({**cluster, **contexts}))
-        return path
-
 
 @pytest.fixture
 async def stub() -> AsyncIterator[Stub]:
     stub = Stub(installation())
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", stub.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with TestServer(app, host="127.0.0.1") as server:
+        stub.url = f"http://127.0.0.1:{server.port}"
         yield stub
-    finally:
-        await runner.cleanup()
 
 
 async def findings(stub: Stub, folder: Path, config: str | None = None) -> dict[str, CheckResult]:
-    server = await ApiServer.connect(stub.kubeconfig(folder / "kubeconfig"))
+    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", stub.url))
     try:
         return dict((await examine(checks_for_cluster(server, config), limit_seconds=60)).findings)
     finally:
@@ -384,9 +375,7 @@ async def test_a_file_takes_the_place_of_the_configmap(stub: Stub, tmp_path: Pat
 
 def test_the_command_has_the_exit_codes_and_output_of_the_nodes_doctor(tmp_path: Path) -> None:
     """At an address where nothing listens."""
-    stub = Stub({})
-    stub.url = "http://127.0.0.1:1"
-    cluster = ["--cluster", "--kubeconfig", str(stub.kubeconfig(tmp_path / "kubeconfig")), "--json"]
+    cluster = ["--cluster", "--kubeconfig", str(write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:1")), "--json"]
     for arguments in ([], ["--scheduler-config", str(PROJECT / "config" / "scheduler" / "kube-scheduler.yaml")]):
         done = CliRunner().invoke(command, [*cluster, *arguments])
         assert done.exit_code == 1, done.output
