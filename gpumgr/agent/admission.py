@@ -218,13 +218,15 @@ class Admission:
         ended = await self._pod_ends.find(absent.values(), wait=True)
         gone = [a for a in absent.values() if ended[a.id]]
         freed = freed_by_offer(ledger, gone, visible, listing, self._pods.get)
+        kept = [a for a in absent.values() if not ended[a.id]]
+        # A listed pod without the ids on record may be a new pod under an old name. The cache may not have its UID yet.
+        renewed = {a.pod for a in kept if a.id not in self._kept and ended[a.id] is None}
+        renewed |= {a.pod for a in gone if a.pod and not freed.of(a.pod)}
+        for pod in self._seen.keys() & renewed:
+            self._seen[pod] = self._looks
+            self._uids.pop(pod, None)
         self._kept &= freed.allocations.keys()
-        self._log_kept([a for a in absent.values() if not ended[a.id]], ended)
-        for each in ledger.allocations.keys() - freed.allocations.keys():
-            pod = ledger.allocations[each].pod
-            if pod in self._seen and not freed.of(pod):
-                self._seen[pod] = self._looks  # a new pod under an old name; the cache may not have its UID yet
-                self._uids.pop(pod, None)
+        self._log_kept(kept, ended)
         return freed
 
     def _log_kept(self, kept: Iterable[Allocation], ended: Mapping[AllocationId, bool | None]) -> None:

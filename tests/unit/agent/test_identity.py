@@ -110,6 +110,19 @@ async def test_a_name_that_recurs_after_a_kubelet_restart_is_the_newest(order: s
 
 
 @pytest.mark.parametrize("order", ORDERS)
+async def test_a_name_that_recurs_before_anything_shows_its_earlier_end_is_the_newest(order: str) -> None:
+    """Neither an API server nor the runtime shows that the earlier web-0 has ended. The new one gets other ids, of one GPU."""
+    world = await World.made(snapshot(4, 16), known=False, resource_order=order)
+    earlier = await world.run(world.pod("web-0", app(100, 16)))
+    await world.run(world.pod("other", app(10, 2)))
+    world.runtime.error = "no socket"
+    world.end(earlier)
+    await world.admit(world.pod("web-0", app(20, 2, "a"), app(50, 1, "b")))
+    world.check_ids()
+    world.check_places()
+
+
+@pytest.mark.parametrize("order", ORDERS)
 async def test_a_refused_name_that_recurs_is_the_newest(order: str) -> None:
     """No look misses it between its lives, and a pod that the cache does not know has joined before this one."""
     world = await World.made(resource_order=order)
