@@ -17,7 +17,7 @@ import aiohttp
 import click
 import msgspec
 
-from gpumgr.common.aio import run_until
+from gpumgr.common.aio import finish_shielded, run_until
 from gpumgr.common.errors import GpumgrError
 from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.process import COMMAND, AgentLog, Line
@@ -92,6 +92,7 @@ async def play(*, stays: bool) -> list[Result]:
             if len(results) == len(script.steps) and results[-1].ok:
                 if stays:
                     await _unless(interrupted, Activity(node, work).run())
+                    await finish_shielded(_STEP_SECONDS)
                 await _play_steps((script.last_step,), node, results)
     for step in every[len(results) :]:
         results.append(Result(name=step.name, ok=False, detail="not reached"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Final, NoReturn
 
+from gpumgr.common.aio import run_shielded
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 from gpumgr.sim.demo.node import SimulatedNode, Use
 from gpumgr.sim.kubelet import SimContainer, SimPod
@@ -104,7 +105,10 @@ _REFUSAL_ROUNDS: Final = 4
 
 
 class Activity:
-    """Continues after the script, when shares run on one GPU: deletes the pod `patient`, then repeats rounds of events."""
+    """Continues after the script, when shares run on one GPU: deletes the pod `patient`, then repeats rounds of events.
+
+    An admission that runs when the activity is cancelled goes on to its end; `finish_shielded` waits for it.
+    """
 
     def __init__(self, node: SimulatedNode, work: Workload, *, round_seconds: float = _ROUND_SECONDS) -> None:
         self._node, self._work, self._round_seconds = node, work, round_seconds
@@ -148,7 +152,7 @@ class Activity:
 
     async def _run(self, name: str, cores: int, memory_blocks: int) -> SimPod:
         pod = self._node.pod(name, SimContainer(name="main", cores=cores, memory_blocks=memory_blocks))
-        await self._node.run(pod)
+        await run_shielded(self._node.run(pod), name="admission")
         return pod
 
     def _named(self, name: str) -> SimPod:

@@ -1,8 +1,12 @@
 """How the demo's containers sway: within their grant, differently from one another, and the same at every showing."""
 
+import asyncio
+from unittest.mock import AsyncMock, MagicMock
+
 import pytest
 
-from gpumgr.sim.demo.workload import use_at
+from gpumgr.common.aio import finish_shielded
+from gpumgr.sim.demo.workload import Activity, use_at
 
 GRANT_BYTES = 5 << 30
 NAMES = [f"pod-{number}" for number in range(50)]
@@ -35,3 +39,24 @@ def test_a_model_is_loaded_first() -> None:
 def test_the_same_name_works_in_the_same_way() -> None:
     assert series("7/a/main") == series("7/a/main")
     assert len({tuple(series(name)) for name in NAMES}) == len(NAMES)
+
+
+async def test_an_admission_that_runs_when_the_activity_is_cancelled_goes_on_to_its_end() -> None:
+    """Else the agent has granted what the kubelet has not recorded, and the last step finds that they disagree."""
+    called, answered, admitted = asyncio.Event(), asyncio.Event(), list[object]()
+
+    async def run(pod: object) -> None:
+        called.set()
+        await answered.wait()
+        admitted.append(pod)
+
+    node = MagicMock(run=run, agent_log=AsyncMock(), pods={0: MagicMock(), 1: MagicMock()})
+    for pod, name in zip(node.pods.values(), ("a", "patient"), strict=True):
+        pod.name = name
+    activity = asyncio.create_task(Activity(node, MagicMock(), round_seconds=0).run())
+    await called.wait()
+    activity.cancel()
+    await asyncio.wait([activity])
+    answered.set()
+    assert await finish_shielded(10)
+    assert admitted == [node.pod.return_value]
