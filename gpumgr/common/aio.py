@@ -253,13 +253,12 @@ async def persistently(
     work: Callable[[], Awaitable[object]],
     *,
     pause_seconds: float = 1.0,
-    clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
     """Runs a daemon without which the agent can work for a while: after an error or a return it is started again, `pause_seconds` later.
 
     `work` must be able to start again. Errors are bugs, which are logged (see `BugLog`).
     """
-    bugs = BugLog(name, clock=clock)
+    bugs = BugLog(name)
     while True:
         try:
             await forever(name, work)

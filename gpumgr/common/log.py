@@ -51,11 +51,11 @@ def set_level(level: Level) -> None:
     _threshold.lowest = _LEVELS[level]
 
 
-def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, cache_loggers: bool = True) -> None:
-    """Configures logging; call it before the first line. Default stream: stderr. `cache_loggers`: loggers cache their configuration at
+def configure_log(level: Level, form: Format, *, cache_loggers: bool = True) -> None:
+    """Configures logging; call it before the first line. `cache_loggers`: loggers cache their configuration at
     their first use, which is faster in a long-running process."""
     set_level(level)
-    out = stream or sys.stderr
+    out = sys.stderr
     console = form == "console" or (form == "auto" and out.isatty())
     journal = Journal() if form == "auto" and _read_by_journal(out) else None
     shared: list[Processor] = [

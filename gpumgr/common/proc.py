@@ -33,9 +33,9 @@ def is_running(process: Process, root: Path = PROC) -> bool:
     return start_time_ticks(pid, root) == started
 
 
-def parent_pid(pid: int, root: Path = PROC) -> int | None:
+def parent_pid(pid: int) -> int | None:
     """The pid of the parent process (field 4); None if the process is gone."""
-    fields = _stat(pid, root)
+    fields = _stat(pid, PROC)
     return int(fields[1]) if len(fields) > 1 else None
 
 
@@ -66,7 +66,7 @@ def _stat(pid: int, root: Path) -> list[bytes]:
     return text.rpartition(b")")[2].split()
 
 
-def mount_tables(root: Path = PROC) -> Iterator[str]:
+def mount_tables(root: Path) -> Iterator[str]:
     """Yields the text of mountinfo once for each mount namespace that has a process; without CAP_SYS_PTRACE, once for each process.
     Blocks.
 

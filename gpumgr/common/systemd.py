@@ -146,9 +146,9 @@ class Notifier:
         """Reports that the agent runs."""
         self._send("WATCHDOG=1")
 
-    def stopping(self, status: str = "stopping") -> None:
+    def stopping(self) -> None:
         """Reports that the agent stops on purpose."""
-        self._send("STOPPING=1", _status(status))
+        self._send("STOPPING=1", _status("stopping"))
 
     def _send(self, *lines: str) -> None:
         if not self._address:

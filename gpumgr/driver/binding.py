@@ -84,7 +84,7 @@ class Binding:
     pynvml keeps one library for the whole process, so only the Binding that was opened last can be used.
     """
 
-    def __init__(self, path: str | None = None) -> None:
+    def __init__(self, path: str | None) -> None:
         self._path = path
         self._initialised = 0
         #: UUID -> NVML's index of the GPU, where it is known.

@@ -29,7 +29,7 @@ _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
 )
 
 
-def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | None = None) -> Level:
+def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | None) -> Level:
     """The PCIe level of a pair of GPUs for the number that NVML gave.
 
     `on_same_board`: whether the driver reports that this pair is on one multi-GPU board; None = it reports nothing. A number between two
@@ -92,7 +92,7 @@ def describe_gpu(
     sysfs_root: Path,
     seen: MutableMapping[int, str],
     mig_profiles: MigProfiles,
-    unreported_memory_bytes: int | None = None,
+    unreported_memory_bytes: int | None,
 ) -> DescribedGpu | GpuFailure:
     """The GPU with this index. `seen` maps indices to the UUIDs of earlier readings, for GPUs that no longer report a UUID.
     `mig_profiles` has the profiles that were read before. This reading adds to both. `unreported_memory_bytes`: the memory of a GPU if

@@ -5,7 +5,7 @@ again when it is replaced. Each change replaces the file atomically (rename), un
 
     generation N           grows when the driver is unloaded: older NVML sessions are stale then
     loaded 0|1             whether the driver is loaded         driver VERSION      its version, if not the node's own
-    hang FUNCTION GPU UNTIL    calls wait until this second of CLOCK_MONOTONIC (`inf`: until removed); `*` = all functions
+    hang FUNCTION GPU 1    calls wait until the fact is removed; `*` = all functions
     result FUNCTION GPU CODE   result code of calls (GPU -1, here and for `hang`: all calls, also calls that concern no GPU)
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
@@ -26,10 +26,8 @@ GPU is reset:
 """
 
 import fcntl
-import math
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,10 +153,10 @@ class SimControl:
 
         self.change(lambda facts: _put_processes(facts, gpu, processes))
 
-    def start_mps_server(self, gpu: int, pid: int, *, memory_bytes: int = _MPS_SERVER_BYTES) -> None:
+    def start_mps_server(self, gpu: int, pid: int) -> None:
         """Starts an MPS server: the driver lists the process as a compute process, as it lists a real server with clients. Changes of other
         processes do not affect the server and its clients."""
-        self._set(("mpsserver", str(gpu), str(pid)), str(memory_bytes))
+        self._set(("mpsserver", str(gpu), str(pid)), str(_MPS_SERVER_BYTES))
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
         """The process works through the MPS server with the pid `server`: the driver also lists the process among the MPS processes, and
@@ -207,9 +205,9 @@ class SimControl:
 
     # -- the driver ------------------------------------------------------------------------------------------------------
 
-    def hang(self, seconds: float = math.inf, *, function: str = "*", gpu: int | None = None) -> None:
-        """Calls (of one NVML function, or all; about one GPU, or any) wait until `release`, or for this time."""
-        self._set(("hang", function, _gpu(gpu)), repr(time.monotonic() + seconds))
+    def hang(self, *, function: str = "*", gpu: int | None = None) -> None:
+        """Calls (of one NVML function, or all; about one GPU, or any) wait until `release`."""
+        self._set(("hang", function, _gpu(gpu)), "1")
 
     def release(self) -> None:
         """Ends every hang."""

@@ -83,17 +83,13 @@ V1_25: Final = replace(
 V1_24: Final = replace(
     V1_25, version="1.24", connects_in_register=False, stream_end_hits_successor=False, checks_health_first=False
 )
-V1_23: Final = replace(V1_24, version="1.23")
-V1_22: Final = replace(V1_23, version="1.22", no_node=0)
-V1_21: Final = replace(V1_22, version="1.21")
-V1_20: Final = replace(V1_21, version="1.20", groups_ids=True)
+V1_22: Final = replace(V1_24, version="1.22", no_node=0)
+V1_20: Final = replace(V1_22, version="1.20", groups_ids=True)
 #: Too old for gpumgr: it has PodResources v1alpha1 only.
 V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_node=False)
 
-#: The kubelets that gpumgr supports, by version.
-SUPPORTED: Final[Mapping[str, KubeletVersion]] = {
-    shape.version: shape for shape in (V1_20, V1_21, V1_22, V1_23, V1_24, V1_25, V1_35, V1_37)
-}
+#: The kubelets that gpumgr supports, by version; 1.21 is as 1.22, and 1.23 is as 1.24.
+SUPPORTED: Final[Mapping[str, KubeletVersion]] = {shape.version: shape for shape in (V1_20, V1_22, V1_24, V1_25, V1_35, V1_37)}
 
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]

@@ -103,7 +103,7 @@ typedef struct {
     instance_t instance[MAX_INSTANCES];
 } state_t;
 
-typedef struct { char function[64]; int gpu; double until; } hang_t; /* until: second of CLOCK_MONOTONIC */
+typedef struct { char function[64]; int gpu; } hang_t;
 typedef struct { unsigned long long number; int gpu; unsigned long long type, data; unsigned gpu_instance; } fault_event_t;
 typedef struct { int gpu; char cgroup[MAX_CGROUP]; unsigned long long soft, hard; } limit_t;
 
@@ -298,11 +298,7 @@ static void join_mps(state_t *g) {
 
 static void read_hang(const char *rest) {
     hang_t h;
-    char until[64];
-    if (control.hangs < MAX_FAULTS && sscanf(rest, "%63s %d %63s", h.function, &h.gpu, until) == 3) {
-        h.until = strtod(until, NULL); /* reads "inf" too */
-        control.hang[control.hangs++] = h;
-    }
+    if (control.hangs < MAX_FAULTS && sscanf(rest, "%63s %d", h.function, &h.gpu) == 2) control.hang[control.hangs++] = h;
 }
 
 static void read_fact(const char *verb, const char *rest) {
@@ -423,7 +419,7 @@ static __thread int subject;
 static int hanging(const char *function) {
     for (int n = 0; n < control.hangs; n++) {
         const hang_t *h = &control.hang[n];
-        if (concerns(h->function, function) && (h->gpu < 0 || h->gpu == subject || subject == EVERY_GPU) && now() < h->until) return 1;
+        if (concerns(h->function, function) && (h->gpu < 0 || h->gpu == subject || subject == EVERY_GPU)) return 1;
     }
     return 0;
 }

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.ledger.ledger import Ledger
@@ -15,8 +14,7 @@ from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, V1_20, V1_25, V1_35, Kubel
 
 from .stage import BLOCKS, PATIENT, app, init, running
 
-#: One of the versions that are alike in what plugins see.
-OLD = list({replace(shape, version=""): shape for shape in SUPPORTED.values() if shape is not V1_35}.values())
+OLD = [shape for shape in SUPPORTED.values() if shape is not V1_35]
 
 old_kubelets = pytest.mark.parametrize("shape", OLD, ids=[shape.version for shape in OLD])
 

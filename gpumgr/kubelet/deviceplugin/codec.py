@@ -118,7 +118,6 @@ def _frame(id_bytes: int, healthy: bool, numa_node: int | None) -> tuple[bytes, 
     return field[: len(field) - id_bytes - len(tail)], tail
 
 
-@lru_cache(maxsize=64)
 def _topology(numa_node: int | None) -> bytes:
     """The topology field. sysfs has -1 for a device without a NUMA node; proto3 encodes node 0 as an empty NUMANode message."""
     if numa_node is None or numa_node < 0:

@@ -7,10 +7,10 @@ requested.
 """
 
 import asyncio
+import random
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from random import Random
 from types import MappingProxyType
 from typing import Final
 
@@ -101,7 +101,6 @@ class PodResourcesClient:
         *,
         timeout_seconds: float = 1.0,
         rate_limit_budget_seconds: float = 0.3,
-        random: Random | None = None,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`names`: see `parse_listing`."""
@@ -109,7 +108,6 @@ class PodResourcesClient:
         self._socket = socket
         self._timeout_seconds = timeout_seconds
         self._rate_limit_budget_seconds = rate_limit_budget_seconds
-        self._random = random or Random()
         self._channel = UnixChannel(socket)
         self._last = b"", Listing((), lambda _: {})
 
@@ -131,7 +129,7 @@ class PodResourcesClient:
             except CALL_FAILURES as error:
                 if not _rate_limited(error) or asyncio.get_running_loop().time() >= deadline:
                     raise pod_resources_error("list the pod resources", self._socket, error) from error
-            await asyncio.sleep(self._random.uniform(0.010, 0.020))
+            await asyncio.sleep(random.uniform(0.010, 0.020))
 
     def close(self) -> None:
         self._channel.close()

@@ -33,7 +33,7 @@ from gpumgr.common.errors import KubeletError
 from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, Resource
 from gpumgr.common.unix_socket import remove_leftovers
 from gpumgr.kubelet.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.kubelet.deviceplugin.plugin import OPTIONS, Allocator, DevicePlugin, Observer, PluginServer
@@ -338,9 +338,7 @@ class ResourceLists:
             self._meter.listed(name)
 
 
-def encode_node_devices(
-    gpu_registry: GpuRegistry, node_devices: NodeDevices, kinds: Iterable[Resource] = RESOURCES
-) -> dict[Resource, bytes]:
+def encode_node_devices(gpu_registry: GpuRegistry, node_devices: NodeDevices, kinds: Iterable[Resource]) -> dict[Resource, bytes]:
     """kind -> encoded ListAndWatchResponse with every device id of every GPU."""
     return {kind: encode_devices(_device_entries(gpu_registry, node_devices, kind)) for kind in kinds}
 

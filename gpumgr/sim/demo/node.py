@@ -155,11 +155,11 @@ class SimulatedNode:
         self.set_status(pod, status)
         return status
 
-    async def restart_container(self, pod: SimPod, container: str = "main") -> None:
-        """Ends the container and starts it as another process that uses nothing yet. Raises SimKubeletError if it cannot start."""
-        self._load.remove(self.runtime.end(pod.uid, container))
-        await self.kubelet.start_container(pod, container)
-        self.runtime.run(pod, container)
+    async def restart_container(self, pod: SimPod) -> None:
+        """Ends the container `main` and starts it as another process that uses nothing yet. Raises SimKubeletError if it cannot start."""
+        self._load.remove(self.runtime.end(pod.uid, "main"))
+        await self.kubelet.start_container(pod, "main")
+        self.runtime.run(pod, "main")
 
     def set_status(self, pod: SimPod, status: PodStatus) -> None:
         """Sets the pod's status in the API server."""

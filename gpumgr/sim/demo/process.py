@@ -40,13 +40,13 @@ class AgentLog:
         self._on_line(line)
         self._count.set(len(self.lines))
 
-    def find(self, event: str, *, since: int = 0, **fields: object) -> list[Line]:
-        """Lines of this event with these fields, from line number `since` on."""
+    def find(self, event: str, **fields: object) -> list[Line]:
+        """Lines of this event with these fields."""
         wanted = {"event": event, **fields}
-        return [line for line in self.lines[since:] if wanted.items() <= line.items()]
+        return [line for line in self.lines if wanted.items() <= line.items()]
 
     async def until(self, event: str, *, since: int = 0, **fields: object) -> Line:
-        """Returns the first line that `find` would return, as soon as it is logged."""
+        """Returns the first line that `find` would return, from number `since` on, as soon as it is logged."""
         return await self.until_match(lambda line: {"event": event, **fields}.items() <= line.items(), since=since)
 
     async def until_match(self, matches: Callable[[Line], bool], *, since: int = 0) -> Line:
