@@ -261,14 +261,12 @@ class Nvml(Session):
 
     async def enable_mig(self, uuid: str) -> None:
         """Enables the GPU's MIG mode if it is disabled. Needs root. If the driver needs a reset of the GPU first, the NvmlError says so."""
-        await self._change_mig(uuid, lambda: enable_mig(self._binding, uuid))
+        await self._change_mig(uuid, lambda _: enable_mig(self._binding, uuid))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
         """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. Before it raises NvmlError it
         destroys what it has created; after a timeout the driver may still create the MIG device."""
-        return await self._change_mig(
-            uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
-        )
+        return await self._change_mig(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
 
     async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
         """The MIG devices of the GPU now; none while MIG mode is off."""
@@ -281,13 +279,11 @@ class Nvml(Session):
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
         """Destroys the MIG device `instance` (its UUID) of the GPU; does nothing if it does not exist. Needs root. If processes use it,
         the NvmlError has their pids."""
-        await self._change_mig(
-            uuid, lambda: self._binding.on_gpu(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance))
-        )
+        await self._change_mig(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance))
 
-    async def _change_mig(self, uuid: str, fn: Callable[[], T]) -> T:
+    async def _change_mig(self, uuid: str, fn: Callable[[Handle], T]) -> T:
         async with self._session_lock:
-            return await self._about(uuid, fn, timeout_seconds=_MIG_SECONDS)
+            return await self._on_gpu(uuid, fn, timeout_seconds=_MIG_SECONDS)
 
     async def _open_session(self) -> None:
         self._mig_profiles = {}  # after the driver was reloaded it may be another version

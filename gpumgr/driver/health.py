@@ -119,17 +119,7 @@ class DoubleBitError(msgspec.Struct, frozen=True, kw_only=True):
     """The driver reported an uncorrectable memory error."""
 
 
-class Cordoned(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator took the GPU out of service."""
-
-    message: str
-
-
-class Uncordoned(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator returned the GPU to service."""
-
-
-Observation = HealthReading | Failed | Xid | DoubleBitError | Cordoned | Uncordoned
+Observation = HealthReading | Failed | Xid | DoubleBitError
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -140,21 +130,22 @@ class _Verdict(msgspec.Struct, frozen=True):
     certain: bool = True
 
 
-def new_health(now: float) -> GpuHealth:
+def new_health(now: float, cordon_reason: str | None = None) -> GpuHealth:
     """The health of a new GPU; its first reading follows at once."""
-    return GpuHealth(state="healthy", since=now)
+    return GpuHealth(state="healthy", since=now, cordon_reason=cordon_reason)
+
+
+def uncordoned(health: GpuHealth, now: float) -> GpuHealth:
+    """The health when an operator returns the GPU to service. A GPU that works is observed for a while before it is offered."""
+    after = replace(health, cordon_reason=None)
+    if health.cordon_reason is None or not health.healthy:
+        return after
+    return _turn(after, "probation", _Verdict("operator", "uncordoned by the operator"), now)
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
     """The next state. `now` is only stored as the time of a change: any clock, but the same for all calls."""
     rules = rules or HealthRules()
-    if isinstance(observation, Cordoned):
-        return replace(health, cordon_reason=observation.message)
-    if isinstance(observation, Uncordoned):
-        uncordoned = replace(health, cordon_reason=None)
-        if health.cordon_reason is None or not health.healthy:
-            return uncordoned
-        return _turn(uncordoned, "probation", _Verdict("operator", "uncordoned by the operator"), now)
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
@@ -171,7 +162,7 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     return _worsen(health, verdict, now, rules)
 
 
-def _judge(observation: HealthReading | Failed | Xid | DoubleBitError, rules: HealthRules) -> _Verdict | None:
+def _judge(observation: Observation, rules: HealthRules) -> _Verdict | None:
     """What the observation means; None = it changes nothing."""
     match observation:
         case Xid(number=number):

@@ -25,17 +25,16 @@ from gpumgr.common.errors import NvmlAbsent, NvmlError
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import (
-    Cordoned,
     DoubleBitError,
     Failed,
     GpuHealth,
     HealthReading,
     HealthRules,
     Observation,
-    Uncordoned,
     Xid,
     new_health,
     step,
+    uncordoned,
 )
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample, NodeSnapshot
 
@@ -140,13 +139,15 @@ class Monitor:
     def cordon(self, uuid: str, message: str) -> None:
         """Takes this GPU out of service, even if it is not listed (yet)."""
         self._cordons[uuid] = message
-        self._observe(uuid, Cordoned(message=message))
+        if uuid in self._health:
+            self._health[uuid] = replace(self._health[uuid], cordon_reason=message)
         self._wake.set()
 
     def uncordon(self, uuid: str) -> None:
         """Returns the GPU to service; it is offered after the usual probation."""
         self._cordons.pop(uuid, None)
-        self._observe(uuid, Uncordoned())
+        if uuid in self._health:
+            self._health[uuid] = uncordoned(self._health[uuid], time.time())
         self._wake.set()
 
     async def publish_health(self) -> None:
@@ -274,9 +275,7 @@ class Monitor:
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
         readable = {gpu.uuid for gpu in snapshot.gpus}
         for uuid in sorted((readable | failed) - self._health.keys()):
-            self._health[uuid] = new_health(time.time())
-            if uuid in self._cordons:
-                self._observe(uuid, Cordoned(message=self._cordons[uuid]))
+            self._health[uuid] = new_health(time.time(), self._cordons.get(uuid))
         unmonitored = await self._nvml.watch_events(self._on_event)
         self._judge(await self._nvml.read_health())
         if self._down or snapshot != self._snapshot:

@@ -247,14 +247,12 @@ class Session:
             self._events = None
         return self._events is None
 
-    async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
-        """Returns what `fn` returns for the GPU's handle. Errors name the GPU."""
+    async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T], *, timeout_seconds: float | None = None) -> T:
+        """Returns what `fn` returns for the GPU's handle. Errors name the GPU. `timeout_seconds` None: the usual timeout."""
         await self.wait_for_session()
-        return await self._about(uuid, lambda: self._binding.on_gpu(uuid, fn), timeout_seconds=self._timeout_seconds)
-
-    async def _about(self, uuid: str, fn: Callable[[], T], *, timeout_seconds: float) -> T:
+        call, seconds = partial(self._binding.on_gpu, uuid, fn), timeout_seconds or self._timeout_seconds
         try:
-            return await self._worker.call(fn, timeout_seconds=timeout_seconds, gpu=self._binding.indices.get(uuid))
+            return await self._worker.call(call, timeout_seconds=seconds, gpu=self._binding.indices.get(uuid))
         except GpuHangs as exc:
             raise GpuHangs(exc.gpu, uuid) from exc
 

@@ -25,11 +25,7 @@ def _sessions_end_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that gets no time to end for a second or two is not one that hangs in the driver."""
     monkeypatch.setattr("gpumgr.driver.session._STOP_SECONDS", 30.0)
     monkeypatch.setattr("gpumgr.driver.session._SHUTDOWN_SECONDS", 30.0)
-
-
-@pytest.fixture(autouse=True)
-def _short_waits_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session ends when its thread returns from the wait for events, so each test would last a second longer."""
+    # A session ends when its thread returns from the wait for events, so each test would last a second longer.
     monkeypatch.setattr("gpumgr.driver.session._WAIT_MILLISECONDS", 20)
     monkeypatch.setattr("gpumgr.driver.session._PAUSE_SECONDS", 0.02)
 

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import reduce
 from typing import get_args
 
@@ -9,7 +10,6 @@ from msgspec.structs import replace
 from gpumgr.driver.health import (
     APPLICATION_XIDS,
     DOUBTFUL_XIDS,
-    Cordoned,
     DoubleBitError,
     Failed,
     GpuHealth,
@@ -17,10 +17,10 @@ from gpumgr.driver.health import (
     HealthRules,
     Observation,
     Reason,
-    Uncordoned,
     Xid,
     new_health,
     step,
+    uncordoned,
 )
 
 GOOD = HealthReading(mig_enabled=False, double_bit_errors=0, recovery_action=0)
@@ -28,10 +28,18 @@ LOST = Failed(reason="lost", message="nvmlDeviceGetMemoryInfo: GPU is lost (NVML
 DOUBT = Failed(reason="error", message="nvmlDeviceGetMemoryInfo: Unknown Error (NVML error 999)")
 
 
-def after(*observations: Observation, rules: HealthRules | None = None) -> GpuHealth:
+#: An observation, or what an operator does.
+Event = Observation | Callable[[GpuHealth, float], GpuHealth]
+
+
+def cordoned(health: GpuHealth, _now: float) -> GpuHealth:
+    return replace(health, cordon_reason="broken fan")
+
+
+def after(*events: Event, rules: HealthRules | None = None) -> GpuHealth:
     health = new_health(0.0)
-    for now, observation in enumerate(observations, start=1):
-        health = step(health, observation, float(now), rules)
+    for now, event in enumerate(events, start=1):
+        health = event(health, float(now)) if callable(event) else step(health, event, float(now), rules)
     return health
 
 
@@ -130,26 +138,24 @@ def test_a_fault_of_a_gpu_in_mig_mode_ends_after_as_many_good_readings_as_any_ot
 
 
 def test_only_the_operator_ends_a_hold() -> None:
-    cordon_reason = Cordoned(message="broken fan")
-    health = after(cordon_reason, *[GOOD] * 9)
+    health = after(cordoned, *[GOOD] * 9)
     assert (health.offered, health.cordon_reason, health.effective_reason) == (False, "broken fan", "operator")
-    assert after(cordon_reason, Uncordoned()).state == "probation"
-    assert after(cordon_reason, Uncordoned(), *[GOOD] * 3) == replace(new_health(0.0), since=5.0)
-    assert after(LOST, Uncordoned()) == after(LOST)
+    assert after(cordoned, uncordoned).state == "probation"
+    assert after(cordoned, uncordoned, *[GOOD] * 3) == replace(new_health(0.0), since=5.0)
+    assert after(LOST, uncordoned) == after(LOST)
 
 
 def test_a_hold_hides_no_fault() -> None:
     """Neither an earlier fault, for which the operator may have cordoned the GPU, nor one that occurs later."""
-    cordon_reason = Cordoned(message="broken fan")
-    for health in (after(cordon_reason, LOST), after(LOST, cordon_reason)):
+    for health in (after(cordoned, LOST), after(LOST, cordoned)):
         assert (health.offered, health.cordon_reason, health.effective_reason, health.message) == (
             False,
             "broken fan",
             "lost",
             LOST.message,
         )
-    assert after(cordon_reason, LOST, *[GOOD] * 3).effective_reason == "operator"
-    assert after(cordon_reason, LOST, Uncordoned()) == after(GOOD, LOST)
+    assert after(cordoned, LOST, *[GOOD] * 3).effective_reason == "operator"
+    assert after(cordoned, LOST, uncordoned) == after(GOOD, LOST)
 
 
 reasons = st.sampled_from([reason for reason in get_args(Reason) if reason != "operator"])
@@ -171,8 +177,8 @@ def test_every_gpu_recovers_after_enough_successful_checks(history: list[Observa
     assert after(*history, GOOD, GOOD, GOOD).state == "healthy"
 
 
-@given(st.lists(observations | st.just(Cordoned(message="")) | st.just(Uncordoned())))
-def test_what_is_shown_agrees_with_the_state(history: list[Observation]) -> None:
+@given(st.lists(observations | st.just(cordoned) | st.just(uncordoned)))
+def test_what_is_shown_agrees_with_the_state(history: list[Event]) -> None:
     health = after(*history)
     assert (health.reason is None) == (health.state == "healthy")
     assert (health.effective_reason is None) == (health.state == "healthy" and health.cordon_reason is None)
