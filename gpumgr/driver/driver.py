@@ -15,7 +15,7 @@ from gpumgr.driver.mig import read_mig_enabled, read_mig_instances
 from gpumgr.driver.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
 from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_gpu, read_health, read_processes
 from gpumgr.driver.session import Session
-from gpumgr.driver.snapshot import DescribedGpu, MigProfiles, describe_gpu, make_snapshot, read_levels, read_node, read_pci_gpus
+from gpumgr.driver.snapshot import DescribedGpu, MigProfiles, describe_gpu, read_levels, read_node, read_pci_gpus, with_gpus
 from gpumgr.driver.worker import GpuBusy, GpuHangs
 from gpumgr.placement.topology.devices import (
     GpuFailure,
@@ -147,10 +147,10 @@ class Nvml(Session):
             else:
                 failure = GpuFailure(index=index, uuid=seen.get(index), reason=str(answer))
                 failures[index] = answer if isinstance(answer, GpuFailure) else failure
-        levels = await self._read_levels(gpus, failures, node.driver)
+        levels = await self._read_levels(gpus, failures, node.driver_version)
         self._seen = {index: uuid for index, uuid in seen.items() if index < self._count}
         self._binding.indices = {uuid: index for index, uuid in seen.items()}
-        return make_snapshot(node, gpus, levels, failures)
+        return with_gpus(node, gpus, levels, failures)
 
     async def lacks_gpus(self) -> bool:
         """Whether NVML lists no GPU, or fewer than sysfs has. NVML reads its list only when a session begins."""

@@ -67,20 +67,14 @@ class DescribedGpu(msgspec.Struct, frozen=True, kw_only=True):
     links: _Links
 
 
-class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The versions of the driver, of NVML, and of the newest CUDA that the driver supports. `pci_gpus` as in the snapshot."""
-
-    driver: str | None
-    nvml: str | None
-    cuda: str | None
-    pci_gpus: tuple[str, ...]
-
-
-def read_node(nvml: Binding, sysfs_root: Path) -> NodeFacts:
-    return NodeFacts(
-        driver=nvml.ask("nvmlSystemGetDriverVersion"),
-        nvml=nvml.ask("nvmlSystemGetNVMLVersion"),
-        cuda=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
+def read_node(nvml: Binding, sysfs_root: Path) -> NodeSnapshot:
+    """A snapshot without GPUs. The CUDA version is the newest one that the driver supports."""
+    return NodeSnapshot(
+        gpus=(),
+        topology=Topology((), ()),
+        driver_version=nvml.ask("nvmlSystemGetDriverVersion"),
+        nvml_version=nvml.ask("nvmlSystemGetNVMLVersion"),
+        cuda_version=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
         pci_gpus=read_pci_gpus(sysfs_root),
     )
 
@@ -127,26 +121,23 @@ def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def make_snapshot(
-    node: NodeFacts, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
+def with_gpus(
+    node: NodeSnapshot, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
 ) -> NodeSnapshot:
-    """The snapshot of the GPUs that are not among the `failures` (by index). `levels` maps pairs of indices to levels; a missing pair
+    """The snapshot with the GPUs, without the `failures` (by index). `levels` maps pairs of indices to levels; a missing pair
     counts as SYS."""
     kept = [each for each in gpus if each.gpu.index not in failures]
 
     def level(one: DescribedGpu, other: DescribedGpu) -> Level:
         return Level.PSB if one is other else levels.get(frozenset((one.gpu.index, other.gpu.index)), Level.SYS)
 
-    return NodeSnapshot(
+    return replace(
+        node,
         gpus=tuple(each.gpu for each in kept),
         topology=Topology(
             levels=tuple(tuple(level(one, other) for other in kept) for one in kept),
             nvlinks=tuple(tuple(_shared_links(one, other) for other in kept) for one in kept),
         ),
-        driver_version=node.driver,
-        nvml_version=node.nvml,
-        cuda_version=node.cuda,
-        pci_gpus=node.pci_gpus,
         failures=tuple(sorted(failures.values(), key=lambda failure: failure.index)),
     )
 
