@@ -214,6 +214,14 @@ def test_a_tenant_that_comes_back_has_no_claim_on_the_time_before(node: Node, tm
     assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([50, 50], abs=3)
 
 
+def test_a_tenant_that_launches_seldom_leaves_its_turn_to_the_other(node: Node, tmp_path: Path) -> None:
+    """It gives the turn back a millisecond after its work has ended; a turn lasts 20 ms."""
+    containers = [Container(tmp_path / str(number), share_percent=50, ceiling_percent=100) for number in range(2)]
+    node.arbitrate(containers)
+    tenants = [_started(node, container) for container in containers]
+    assert _gpu_time_percent(tenants, ["sparse", "products"])[1] > 70
+
+
 def test_processes_of_a_container_share_its_turn(node: Node, tmp_path: Path) -> None:
     containers = _containers(tmp_path, [40, 60])
     node.arbitrate(containers)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -253,6 +254,19 @@ def test_a_fault_of_the_library_is_said_once_and_written_in_the_page(node: Node,
         r"libgpumgr: process \d+ runs without gpumgr's limits: pages/limits\.\d+: no thread can be started; [^:\n]+\n", run.stderr
     )
     assert container.fault() == "no thread can be started"
+
+
+def test_its_thread_leaves_all_signals_to_the_program(node: Node, tmp_path: Path) -> None:
+    tenant = node.start(Container(tmp_path / "0", share_percent=50))
+    for command in ("init 0", "latency 1"):
+        assert tenant.ask(command)[0] == 0
+    masks = {
+        int(task.name): int(re.findall(r"SigBlk:\s+(\w+)", (task / "status").read_text())[0], 16)
+        for task in Path(f"/proc/{tenant.pid}/task").iterdir()
+    }
+    assert masks.pop(tenant.pid) == 0
+    never_blocked = {signal.SIGKILL, signal.SIGSTOP, 32, 33}  # the last two are the C library's
+    assert list(masks.values()) == [sum(1 << number - 1 for number in range(1, 65) if number not in never_blocked)]
 
 
 def test_it_takes_less_than_a_mebibyte_of_the_hosts_memory(node: Node) -> None:
