@@ -91,6 +91,10 @@ class Backend:
         limit may be in force. A backend without `bursts` may leave containers out."""
         return {}
 
+    def kept_bytes(self) -> Mapping[AllocationId, int]:
+        """For containers that the last `adjust` named: the highest memory limit that their programs have, where it is known."""
+        return {}
+
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         """How the containers of this backend used their turns; empty for a mechanism without turns."""
         return {}

@@ -213,6 +213,10 @@ class Enforcer:
         """How containers used their turns, as of the last `observe`."""
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
+    def kept_bytes(self) -> Mapping[AllocationId, int]:
+        """The highest memory limits of programs that keep former ones, as of the last `adjust`."""
+        return {name: size for backend in self.backends.values() for name, size in backend.kept_bytes().items()}
+
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
         """Why these mechanisms can't change this limit of a running container; None: they can."""
         limiting = [name for name in mechanisms if name in self.backends and resource in self.backends[name].limits]

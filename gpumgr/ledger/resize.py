@@ -18,16 +18,15 @@ from gpumgr.placement.pods import ResizeRequest
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision depends on, in addition to the ledger. `used_bytes`: what containers use on their GPUs; None: not known.
-    `memory_mebibytes`: the memory that each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why these
-    mechanisms can't change the container's limit of a resource (None: they can). `lowered`: the GPUs on which a lower limit of memory is
-    not in force yet, each with the reason to refuse growth there ("": it waits). `away`: the containers that are suspended, and do not ask
-    for their resume."""
+    `most_bytes`: what they may have there by the limits that may be in force. `memory_mebibytes`: the memory that each GPU has now. `most`:
+    how much a pod may have above its requests. `obstacle`: why these mechanisms can't change the container's limit of a resource (None:
+    they can). `away`: the containers that are suspended, and do not ask for their resume."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
+    most_bytes: Mapping[tuple[AllocationId, GpuName], int] = msgspec.field(default_factory=dict)
     memory_mebibytes: Mapping[GpuName, int]
     most: Amounts
     obstacle: Callable[[tuple[str, ...], Resource], str | None]
-    lowered: Mapping[GpuName, str] = msgspec.field(default_factory=dict)
     away: Collection[AllocationId] = ()
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
@@ -35,25 +34,40 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
         used_bytes = self.used_bytes.get((allocation.id, gpu)) or 0
         return max(0, -(-used_bytes >> 20) - allocation.guaranteed_on(gpu).memory_mebibytes)
 
+    def reach(self, allocation: Allocation, gpu: GpuName) -> int:
+        """The MiB that it may take there, in addition to those, before its limit is set again."""
+        place = allocation.id, gpu
+        least = max(allocation.guaranteed_on(gpu).memory_mebibytes, -(-(self.used_bytes.get(place) or 0) >> 20))
+        return max(0, -(-self.most_bytes.get(place, 0) >> 20) - least)
 
-def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around: Surroundings) -> Allocation | None:
-    """The allocation with the decision; None: the decision must wait until a limit is in force."""
-    former = allocation.resize or Resize(asked=asked)
+
+class Waits(msgspec.Struct, frozen=True):
+    """Growth waits until the memory limit of another container on this GPU is lower."""
+
+    gpu: GpuName
+    holder: Allocation
+
+
+def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around: Surroundings) -> Allocation | Waits:
+    """The allocation with the decision, unless that must wait."""
     try:
         _refuse_fixed(allocation, asked)
         resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))
         _refuse_used(allocation, resized, around)
-        grows = [gpu for gpu in allocation.gpus if _more(allocation, resized, gpu).memory_mebibytes]
-        waits = [around.lowered[gpu] for gpu in grows if gpu in around.lowered]
-        if why := "; ".join(filter(None, waits)):
-            raise ValueError(why)
-        if waits:
-            return None
         _refuse_above_most(ledger, allocation, resized, around)
-        lent = {gpu: mebibytes for gpu in allocation.gpus if (mebibytes := _lent(ledger, allocation, resized, gpu, around))}
+        lent = dict[GpuName, int]()
+        for gpu in allocation.gpus:
+            found = _lent(ledger, allocation, resized, gpu, around)
+            if isinstance(found, Waits):
+                return found
+            lent |= {gpu: found} if found else {}
     except ValueError as error:
-        return replace(allocation, resize=replace(former, asked=asked, refused=str(error)))
+        return refused(allocation, asked, str(error))
     return replace(allocation, resize=replace(resized.resize, lent_mebibytes=lent)) if resized.resize and lent else resized
+
+
+def refused(allocation: Allocation, asked: ResizeRequest, why: str) -> Allocation:
+    return replace(allocation, resize=replace(allocation.resize or Resize(asked=asked), asked=asked, refused=why))
 
 
 def _refuse_fixed(allocation: Allocation, asked: ResizeRequest) -> None:
@@ -124,7 +138,7 @@ def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocati
             )
 
 
-def _lent(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuName, around: Surroundings) -> int:
+def _lent(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuName, around: Surroundings) -> int | Waits:
     """The MiB of this GPU that suspended containers lend. Raises ValueError if less is left than the container needs."""
     more, after = _more(allocation, resized, gpu), ledger.occupy(resized)
     others = [a for a in ledger.on(gpu) if a.id != allocation.id]
@@ -142,6 +156,10 @@ def _lent(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuN
         needed, left, unit = more.memory_mebibytes, more.memory_mebibytes - excess.memory_mebibytes, "MiB"
         held = {a.describe(): a.grown_on(gpu).memory_mebibytes + around.beyond(a, gpu) for a in others}
     else:
+        reach = {a.id: around.reach(a, gpu) for a in others}
+        left = size - after.in_force(gpu).memory_mebibytes - bursts + max(0, lendable)
+        if more.memory_mebibytes and sum(reach.values()) > max(0, left):
+            return Waits(gpu, max(others, key=lambda a: reach[a.id]))
         return min(excess.memory_mebibytes, more.memory_mebibytes + allocation.lent_on(gpu))
     holder = max(held, key=lambda name: held[name], default="")
     by = f"; {holder} has {held[holder]} {unit} above its request there" if held.get(holder) else ""

@@ -36,6 +36,9 @@ _HOST_FACTOR, _HOST_EXTRA_BYTES = 1.05, 256 << 20
 #: The shortest idle time before a suspension, so that memory is not moved again and again. The first suspension that gpumgr.io/suspend
 #: demands does not wait for it; the ones after a resume do.
 AGAIN_SECONDS: Final = 60.0
+_RESUMED: Final = f"it was resumed less than {AGAIN_SECONDS:g} s ago; it is suspended after that"
+#: The longest pause after a suspension that failed.
+_MOST_AGAIN_SECONDS: Final = 3600.0
 #: The most containers that a reason names.
 _NAMED: Final = 3
 
@@ -64,6 +67,11 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
     def measured(self) -> bool:
         """Whether the driver's figures for its processes are valid: its memory is on the GPU and is not being moved."""
         return self.state in ("running", "failed")
+
+    @property
+    def size_bytes(self) -> int:
+        """Its memory on all GPUs together."""
+        return sum(self.memory_bytes.values())
 
     def to(self, state: State, now: float, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
         """The next state. Raises ValueError for a state that does not follow this one, which is a bug."""
@@ -156,6 +164,63 @@ def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) 
     launches = sum(use.turns.launches for use in uses if use.turns)
     works = before is None or launches != before.launches or any(use.utilization_ratio != 0 for use in uses)
     return Activity(launches, now if works or before is None else before.at)
+
+
+#: What to do with a container: continue an operation of an earlier process of the agent, begin its suspension, ask for its resume, or drop
+#: a state that its pod no longer demands.
+Step = Literal["continue", "suspend", "resume", "forget"]
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """The time without a new suspension after one that failed, or after a resume. `until`: in monotonic seconds. `seconds`: how long it is
+    after a failure; each further one doubles it. `resumed_at`: when the resume ended."""
+
+    until: float
+    seconds: float = AGAIN_SECONDS / 2
+    resumed_at: float | None = None
+
+    def failed(self, now: float) -> "Pause":
+        seconds = min(2 * self.seconds, _MOST_AGAIN_SECONDS)
+        return Pause(now + seconds, seconds)
+
+
+def resumed(now: float) -> Pause:
+    """A resume has ended."""
+    return Pause(now + AGAIN_SECONDS, resumed_at=now)
+
+
+class Suspendable(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides about the suspension of a container. `view` None: its pod is not known. `known`: its state on disk. `uses`: one for each
+    of its GPUs."""
+
+    view: PodView | None
+    known: Suspension | None
+    uses: Sequence[ContainerUse]
+    worked: Activity | None
+    pause: Pause
+
+    def step(self, now: float, default_seconds: float) -> tuple[Step | None, str | None]:
+        """What to do, and why the container is not suspended although its pod demands that. `now`: in monotonic seconds.
+        `default_seconds`: see `idle_seconds_to_suspend`."""
+        view, known = self.view, self.known
+        if known is not None and known.state in IN_PROGRESS:
+            return "continue", None
+        if known is not None and known.away:
+            unwanted = view is not None and (view.suspend is False or (known.demanded and not view.suspend))
+            return ("resume" if known.asked_at is not None or unwanted else None), None
+        if view is None or (known is not None and known.state == "failed"):
+            return None, None
+        if known is not None and not view.suspend:
+            return "forget", view.suspend_ignored
+        paused, empty = now < self.pause.until, all(use.memory_bytes == 0 for use in self.uses)
+        why = view.suspend_ignored
+        if view.suspend and known is None and self.uses and (empty or (paused and self.pause.resumed_at is not None)):
+            why = "it has no memory on the GPU" if empty else _RESUMED
+        after_seconds = idle_seconds_to_suspend(view, known, default_seconds)
+        if after_seconds is None or self.worked is None or paused or empty:
+            return None, why
+        idle_seconds = now - max(self.worked.at, self.pause.resumed_at or self.worked.at)
+        return ("suspend" if idle_seconds >= after_seconds else None), why
 
 
 def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | None:

@@ -204,7 +204,7 @@ class Components:
             evictor=self.api_side.publisher,
             meter=self.metrics,
             over_limit=_over_limit(self.settings),
-            suspending=self.enforcement.suspend_parts(),
+            suspending=self.enforcement.suspend_parts(lambda: self.monitor.sampling_soon()),
         )
 
     def _make_agent(self) -> Agent:

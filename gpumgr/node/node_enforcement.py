@@ -41,7 +41,7 @@ from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.checkpoints import Checkpoints
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
-from gpumgr.runtime.suspensions import LocalHost
+from gpumgr.runtime.suspend_operations import LocalHost, Parts
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import hami_core_library
 
@@ -153,13 +153,13 @@ class NodeEnforcement:
             volumes=self._volumes,
         )
 
-    def suspend_parts(self) -> tuple[LocalHost, Checkpoints]:
+    def suspend_parts(self, sampling_soon: Callable[[], contextlib.AbstractContextManager[None]]) -> Parts:
         """The parts that suspend containers on this node, for MemoryLimitWatcher."""
         run_dir, root = self._settings.enforcement.run_dir, self._proc_root
         mover = Checkpoints(
             library=_libcuda(self._settings.nvml.library_path), proc_root=root, lock_file=run_dir / "suspend.lock"
         )
-        return LocalHost(root, self._cgroups, platform.machine()), mover
+        return Parts(host=LocalHost(root, self._cgroups, platform.machine()), mover=mover, sampling_soon=sampling_soon)
 
     def _make_vcuda(self, driver_files_obstacle: Callable[[], str | None]) -> VcudaBackend:
         return VcudaBackend(

@@ -4,18 +4,15 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
 from gpumgr.common.foreign_text import UnreadableText, decode_json
-from gpumgr.common.units import Process
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.suspension import Moved
+from gpumgr.ledger.suspension import Moved, Suspension
 
 #: The agent does not import the program, which is a process of its own.
 PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
-_OUT_OF_MEMORY: Final = 2
 #: How long a suspension waits for GPU work that was submitted before it.
 WORK_SECONDS: Final = 10.0
 #: The time limit of one operation: a fixed part, and more for each GiB. An H200 moved 1.6 GiB/s or more.
@@ -29,25 +26,10 @@ class Checkpoints:
     def __init__(self, *, library: str, proc_root: Path, lock_file: Path) -> None:
         self._library, self._proc_root, self._lock_file = library, proc_root, lock_file
 
-    async def suspend(
-        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
-    ) -> Moved:
-        return await self._run("suspend", allocation, processes, memory_bytes, required)
-
-    async def resume(
-        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
-    ) -> Moved:
-        return await self._run("resume", allocation, processes, memory_bytes, required)
-
-    async def _run(
-        self,
-        verb: str,
-        allocation: AllocationId,
-        processes: Sequence[Process],
-        memory_bytes: int,
-        required: Collection[int],
-    ) -> Moved:
-        seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (memory_bytes / (1 << 30))
+    async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved:
+        """`verb`: suspend or resume. In `held`, all processes are named if it is not known what the program did."""
+        seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (suspension.size_bytes / (1 << 30))
+        all_of_them = [pid for pid, _ in suspension.processes]
         try:
             program = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -66,8 +48,8 @@ class Checkpoints:
             )
         except OSError as error:
             why = f"the program that moves its memory can't be started: {error}"
-            return Moved(held=[pid for pid, _ in processes], error=why, untouched=True)
-        asked = json.dumps({"processes": [*processes], "required": [*required]}).encode()
+            return Moved(held=all_of_them, error=why, untouched=True)
+        asked = json.dumps({"processes": suspension.processes, "required": suspension.required}).encode()
         try:
             async with asyncio.timeout(seconds):
                 said, errors = await program.communicate(asked)
@@ -77,20 +59,9 @@ class Checkpoints:
             with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end, even if it is killed
                 async with asyncio.timeout(_END_SECONDS):
                     await program.wait()
-            held = [pid for pid, _ in processes]
-            return Moved(held=held, error=f"the driver did not {verb} it within {seconds:g} s")
+            return Moved(held=all_of_them, error=f"the driver did not {verb} it within {seconds:g} s")
         try:
-            answer = decode_json(said, dict[str, Any])
+            return decode_json(said, Moved)
         except UnreadableText:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            return Moved(
-                held=[pid for pid, _ in processes], error=f"the program that moves its memory ended: {last or 'it was killed'}"
-            )
-        return Moved(
-            pids=answer["pids"],
-            held=answer["held"],
-            failed=answer["failed"],
-            error=answer.get("error"),
-            out_of_memory=answer.get("code") == _OUT_OF_MEMORY,
-            untouched=answer.get("untouched", False),
-        )
+            return Moved(held=all_of_them, error=f"the program that moves its memory ended: {last or 'it was killed'}")

@@ -3,8 +3,8 @@
 Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a file, a name, the seconds that submitted work may take.
 Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the driver must
 report a state while they run. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the ones that do not run, or have an
-unknown state; `failed`: the ones that can't go on; `error` with `code` (a CUresult) if something failed; `untouched`: it changed no
-process. A process that has ended, or does not use CUDA and is not required, is left out.
+unknown state; `failed`: the ones that can't go on; `error` if something failed, with `out_of_memory` if the GPU lacked memory;
+`untouched`: it changed no process. A process that has ended, or does not use CUDA and is not required, is left out.
 
 Everything depends on the driver's state of each process, so an interrupted run can be repeated. With a lock on the file, a run waits for
 an earlier one of this name, which a killed agent may have left. If one process can't be suspended, the others are restored and unlocked;
@@ -117,7 +117,7 @@ def _run(processes: _Processes, verb: str) -> dict[str, object]:
     }
     if error is None and missed:
         return {**answer, "error": f"the driver does not report the state of process {missed[0]}"}
-    return answer if error is None else {**answer, "error": str(error), "code": error.code}
+    return answer if error is None else {**answer, "error": str(error), "out_of_memory": error.code == OUT_OF_MEMORY}
 
 
 def main(library: str, proc: str, verb: str, file: str, name: str, work_seconds: str) -> None:

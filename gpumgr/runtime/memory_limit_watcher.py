@@ -20,17 +20,20 @@ from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContaine
 from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.limits_in_force import Enforced
 from gpumgr.ledger.usage.changes import EndedContainers, KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
+from gpumgr.runtime.burst_demands import BurstDemands
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
 from gpumgr.runtime.overcommitment import Overcommitment
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspensions import REFUSED, Host, Mover, Pages, Parts, SuspendMeter, Suspensions
+from gpumgr.runtime.suspend_operations import REFUSED, Pages, Parts, SuspendMeter
+from gpumgr.runtime.suspensions import Suspensions
 
 if TYPE_CHECKING:
     from gpumgr.runtime.resizes import Resizes
@@ -56,6 +59,8 @@ class Backends(Pages, Protocol):
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]: ...
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]: ...
+
+    def kept_bytes(self) -> Mapping[AllocationId, int]: ...
 
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None: ...
 
@@ -99,32 +104,17 @@ class MemoryLimitWatcher:
         evictor: Evictor | None,
         meter: LimitMeter,
         over_limit: OverLimit,
-        suspending: tuple[Host, Mover],
+        suspending: Parts,
     ) -> None:
         self._records, self._owners, self._backends, self._clock = records, owners, backends, owners.clock
         self._events = ContainerEvents(records, containers=lambda: owners.latest.containers)
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
-        self._meter, self._rule = meter, over_limit
+        self._meter = meter
         self._shares, self._pods = _Shares(pods, self._events), pods
-        self.bursts = Bursts(
-            records,
-            pods,
-            self._events,
-            obstacle=backends.obstacle_to_burst,
-            allowed=over_limit.burst,
-            slack_bytes=over_limit.slack_bytes,
-        )
-        self.bursts.most_mebibytes = over_limit.most.memory_mebibytes
-        host, mover = suspending
-        self.suspensions = Suspensions(
-            records,
-            pods,
-            self._events,
-            self.bursts,
-            Parts(host=host, mover=mover, pages=backends, meter=meter),
-            when_idle_seconds=over_limit.suspend_when_idle_seconds,
-            clock=owners.clock,
-        )
+        demands = BurstDemands(pods, self._events, obstacle=backends.obstacle_to_burst)
+        self.bursts = Bursts(records, demands)
+        self.suspensions = Suspensions(records, pods, self._events, self.bursts, suspending, backends, meter, clock=owners.clock)
+        self.apply(over_limit)
         self._overcommitment = Overcommitment(records, self._events)
         self._enforce = BackgroundCall("enforce_limits")
         self._evaluated_at = float("-inf")
@@ -136,9 +126,8 @@ class MemoryLimitWatcher:
 
     def apply(self, over_limit: OverLimit) -> None:
         """Applies these settings from the next sample on."""
-        self._rule = over_limit
-        self.bursts.allowed, self.bursts.slack_bytes = over_limit.burst, over_limit.slack_bytes
-        self.bursts.most_mebibytes = over_limit.most.memory_mebibytes
+        self._rule, self.bursts.slack_bytes = over_limit, over_limit.slack_bytes
+        self.bursts.demands.allowed, self.bursts.demands.most_mebibytes = over_limit.burst, over_limit.most.memory_mebibytes
         self.suspensions.when_idle_seconds = over_limit.suspend_when_idle_seconds
 
     # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -174,7 +163,10 @@ class MemoryLimitWatcher:
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
-        if await self._resize(ledger, use):
+        self.bursts.begin()
+        if any(undecided_resize(a, self._pods) for a in ledger.allocations.values()) and await self._resizes.decide(
+            ledger, use, most=self._rule.most
+        ):
             ledger = self._records.ledger
             shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
             use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
@@ -191,22 +183,13 @@ class MemoryLimitWatcher:
         await self._enforce.start(lambda: self._observe_and_adjust(running, number), timeout_seconds=self._owners.timeout_seconds)
         self.bursts.evaluated()
 
-    async def _resize(self, ledger: Ledger, use: NodeUse) -> bool:
-        """Decides the new requests to resize containers; returns whether the ledger has changed."""
-        if not any(undecided_resize(a, self._pods) for a in ledger.allocations.values()):
-            return False
-        limits = self.bursts
-        return await self._resizes.decide(
-            ledger, use, most=self._rule.most, number=limits.begun + 1, enforced=limits.before_sample
-        )
-
     @cached_property
     def _resizes(self) -> "Resizes":
         """Imported when a container is to be resized: most agents never load the module."""
         from gpumgr.runtime.resizes import Resizes
 
-        obstacle, bursts = self._backends.obstacle_to_change, self.bursts.allowed
-        return Resizes(self._records, self._pods, obstacle=obstacle, bursts=bursts, clock=self._clock)
+        obstacle = self._backends.obstacle_to_change
+        return Resizes(self._records, self._pods, self.bursts, obstacle=obstacle, clock=self._clock)
 
     async def close(self) -> None:
         await self.suspensions.close()
@@ -237,7 +220,8 @@ class MemoryLimitWatcher:
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:
         """Calls `observe` before `adjust`: the adjustment would correct what is to be found. `number`: the number of the evaluation."""
         self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
-        self.bursts.enforced(number, await self._backends.adjust(running))
+        obstacles = await self._backends.adjust(running)
+        self.bursts.enforced(Enforced(number=number, obstacles=obstacles, kept_bytes=self._backends.kept_bytes()))
 
     # -- memory ------------------------------------------------------------------------------------------------------------
 

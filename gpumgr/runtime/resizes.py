@@ -13,12 +13,13 @@ from gpumgr.agent.history import about
 from gpumgr.agent.pods import undecided_resize
 from gpumgr.agent.ports import Pods
 from gpumgr.common.errors import CheckpointError
-from gpumgr.common.units import Amounts, GpuName, Resource
+from gpumgr.common.units import Amounts, Resource
 from gpumgr.ledger.history import RESIZED, HistoryEntry
-from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.resize import Surroundings, decide
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
-from gpumgr.runtime.bursts import Enforced
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.resize import Surroundings, Waits, decide, refused
+from gpumgr.ledger.usage.node_use import NodeUse
+from gpumgr.placement.pods import ResizeRequest
+from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import AgentRecords
 
 log = structlog.get_logger(__name__)
@@ -30,60 +31,51 @@ _LOWERED_SECONDS: Final = 15.0
 
 
 class Resizes:
-    """`obstacle`: see Surroundings. `bursts`: whether containers may burst. `clock` is monotonic."""
+    """`obstacle`: see Surroundings. `clock` is monotonic."""
 
     def __init__(
         self,
         records: AgentRecords,
         pods: Pods,
+        bursts: Bursts,
         *,
         obstacle: Callable[[tuple[str, ...], Resource], str | None],
-        bursts: bool,
         clock: Callable[[], float],
     ) -> None:
-        self._records, self._pods, self._obstacle, self._clock = records, pods, obstacle, clock
-        #: (container, GPU) -> the number of the evaluation that lowers its memory limit on that GPU, and when that was decided. Until it is
-        #: in force, no limit grows on the GPU. At the start each resized container is here, and each one that may have burst: limits of an
-        #: earlier process of the agent may be in force.
-        self._lowered: dict[AllocationOnGpu, tuple[int, float]] = {
-            (a.id, gpu): (1, clock())
-            for a in records.ledger.allocations.values()
-            for gpu in (a.gpus if bursts or a.resize is not None else ())
-        }
+        self._records, self._pods, self._bursts, self._obstacle, self._clock = records, pods, bursts, obstacle, clock
+        #: Requests that wait for lower limits of others: since which evaluation, and since when.
+        self._waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
 
-    async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts, number: int, enforced: Enforced) -> bool:
-        """Decides the new requests; returns whether the ledger has changed. `use`: what the containers of `ledger` use. `most`: see
-        Surroundings. `number`: the next evaluation of limits; `enforced`: what was in force when this sample was read."""
-        self._lowered = {
-            place: since
-            for place, since in self._lowered.items()
-            if place[0] in ledger.allocations and (since[0] > enforced.number or place[0] in enforced.obstacles)
-        }
-        lowered = self._waits(ledger, number, enforced)
+    async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts) -> bool:
+        """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
+        containers of `ledger` use. `most`: see Surroundings."""
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
         moved = {name for name, each in self._records.suspensions.items() if not each.measured}
         around = Surroundings(
             # For a suspended container the driver's figure is not the container's memory.
             used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
+            most_bytes=self._bursts.most_bytes(ledger),
             memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
             most=most,
             obstacle=self._obstacle,
-            lowered=lowered,
             away={name for name, each in self._records.suspensions.items() if each.away and each.asked_at is None},
         )
         entries: list[HistoryEntry] = []
+        waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
 
         def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
             for a in [each for name, each in now.allocations.items() if name in ledger.allocations]:
-                asked = undecided_resize(a, self._pods)
-                after = decide(now, a, asked, around) if asked is not None else None
-                if after is not None:
-                    for gpu in a.gpus:
-                        if after.guaranteed_on(gpu).memory_mebibytes < a.guaranteed_on(gpu).memory_mebibytes:
-                            self._lowered[a.id, gpu] = number, self._clock()
-                            lowered.setdefault(gpu, "")
-                    entries.append(about(a, _entry(a, after)))
-                    now = now.occupy(after)
+                if (asked := undecided_resize(a, self._pods)) is None:
+                    continue
+                after = decide(now, a, asked, around)
+                if isinstance(after, Waits):
+                    since = waiting[a.id, asked] = self._waiting.get((a.id, asked), (self._bursts.begun, self._clock()))
+                    if not self._too_long(*since):
+                        self._bursts.growing = {*self._bursts.growing, after.gpu}
+                        continue
+                    after = refused(a, asked, self._why(after))
+                entries.append(about(a, _entry(a, after)))
+                now = now.occupy(after)
             return now, entries
 
         try:
@@ -91,23 +83,20 @@ class Resizes:
         except CheckpointError as error:
             log.error("resize_not_saved", error=str(error), consequence="the limits stay; it is tried again with the next sample")
             return False
+        self._waiting = waiting
         for entry in entries:
             write = log.info if entry.code == RESIZED else log.warning
             write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)
         return bool(entries)
 
-    def _waits(self, ledger: Ledger, number: int, enforced: Enforced) -> dict[GpuName, str]:
-        """GPUs on which a lower limit is not in force; see Surroundings. Growth is refused only after a whole evaluation and
-        _LOWERED_SECONDS, so that a backend has time to act even if samples are rare."""
-        waits: dict[GpuName, str] = {}
-        for (name, gpu), (since, at) in self._lowered.items():
-            waits.setdefault(gpu, "")
-            if number > since + 1 and self._clock() - at >= _LOWERED_SECONDS:
-                why = enforced.obstacles.get(name, "its backend has not changed it yet")
-                waits[gpu] = (
-                    f"the lower memory limit of {ledger.allocations[name].describe()} on GPU {gpu} is not in force: {why}"
-                )
-        return waits
+    def _too_long(self, evaluation: int, at: float) -> bool:
+        """Growth is refused only after a whole evaluation and _LOWERED_SECONDS, so that a backend has time to act even if samples are
+        rare."""
+        return self._bursts.begun > evaluation and self._clock() - at >= _LOWERED_SECONDS
+
+    def _why(self, waits: Waits) -> str:
+        why = self._bursts.obstacles.get(waits.holder.id, "its backend has not changed it yet")
+        return f"the lower memory limit of {waits.holder.describe()} on GPU {waits.gpu} is not in force: {why}"
 
 
 def _entry(before: Allocation, after: Allocation) -> HistoryEntry:

@@ -36,7 +36,7 @@ from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspensions import LocalHost
+from gpumgr.runtime.suspend_operations import LocalHost, Parts
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests import mps_control
@@ -96,9 +96,9 @@ class SharedNode:
             evictor=None,
             meter=self.metrics,
             over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
-            suspending=(
-                LocalHost(self.places.proc, self.places.cgroups(), platform.machine()),
-                Checkpoints(library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"),
+            suspending=Parts(
+                host=LocalHost(self.places.proc, self.places.cgroups(), platform.machine()),
+                mover=Checkpoints(library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"),
             ),
         )
         self.hardware_events = HardwareEvents(

@@ -7,7 +7,7 @@ the driver's operations, and the checkpoint, as the text that is on disk. `Agent
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,12 +23,13 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.suspension import HostMemory, Moved
+from gpumgr.ledger.suspension import HostMemory, Moved, Suspension
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.runtime.suspend_operations import Parts
 from tests.component.runtime.accounting.node import MemoryMeter, MemoryRuntime
 from tests.component.stage.stage import MemoryPods, snapshot
 from tests.unit.agent.world import ClockLoop
@@ -139,9 +140,9 @@ class Gpu:
                 return Moved(pids=pids, error="its work did not end")
             tenant.moved, tenant.used, tenant.suspended = tenant.moved + tenant.used, 0, True
         elif tenant.moved > self.free:
-            # The record is of the last sample before the suspension. The driver refuses what has grown since then.
-            if tenant.moved <= operation.memory_mebibytes:
-                self.faults.append(f"a resume of {tenant.moved} MiB began with {self.free} MiB free")
+            self.faults.append(
+                f"a resume of {tenant.moved} MiB (known: {operation.memory_mebibytes}) began with {self.free} MiB free"
+            )
             return Moved(pids=pids, held=pids, error="out of memory", out_of_memory=True)
         else:
             tenant.used, tenant.moved, tenant.suspended = tenant.used + tenant.moved, 0, False
@@ -174,6 +175,9 @@ class Gpu:
         if (tenant := self.tenants.get(each.tenant.allocation)) is not None and tenant.limit is not None:
             tenant.limit = each.tenant.gpus[0].limit_bytes // MIB
 
+    def kept_bytes(self) -> Mapping[AllocationId, int]:
+        return {}
+
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         return {
             (name, GPU): TurnUse(held_seconds=0.0, waited_seconds=0.0, launches=each.launches, overruns=0)
@@ -201,21 +205,11 @@ class Gpu:
     def asks_for_resume(self, allocation: AllocationId) -> bool:
         return allocation in self.tenants and self.tenants[allocation].asks
 
-    async def suspend(
-        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
-    ) -> Moved:
-        return await self._operate("suspend", allocation, processes, memory_bytes, required)
-
-    async def resume(
-        self, allocation: AllocationId, processes: Sequence[Process], memory_bytes: int, required: Collection[int] = ()
-    ) -> Moved:
-        return await self._operate("resume", allocation, processes, memory_bytes, required)
-
-    async def _operate(self, verb: str, allocation: AllocationId, _: object, memory_bytes: int, __: object) -> Moved:
+    async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved:
         def begun() -> "asyncio.Future[Moved]":
             if allocation in self.operations:  # of an earlier agent, for which the helper waits
                 self.finish(allocation, works=True)
-            operation = Operation(verb, memory_bytes // MIB, self.loop.create_future())
+            operation = Operation(verb, suspension.size_bytes // MIB, self.loop.create_future())
             self.operations[allocation] = operation
             return operation.answer
 
@@ -258,7 +252,7 @@ class Agent:
             evictor=None,
             meter=MemoryMeter(),
             over_limit=OverLimit(samples=1, slack_bytes=0, burst=True, most=Amounts(100, MEMORY)),
-            suspending=(gpu, gpu),
+            suspending=Parts(host=gpu, mover=gpu),
         )
         self._runtime = runtime
 

@@ -98,6 +98,8 @@ class Mps(Backend):
         self._servers: dict[Process, bool] = {}
         #: The containers of the last observations, including exempt ones.
         self._latest: dict[AllocationId, RunningContainer] = {}
+        #: Container -> the highest memory limit of its programs, if that is not the one that was set.
+        self._kept: dict[AllocationId, int] = {}
 
     # -- whether the node can use it ----------------------------------------------------------------------------------------
 
@@ -347,6 +349,7 @@ class Mps(Backend):
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         obstacles: dict[AllocationId, str] = {}
+        self._kept = {}
         if self._supervisor is not None:
             if self.adjustable:
                 by_daemon = {each.uuid: each for each in self._supervisor.daemons()}
@@ -368,7 +371,13 @@ class Mps(Backend):
                 older = await daemon.resize(container.tenant.allocation, known, share, container.gpu_pids)
         except (MpsError, OSError) as error:
             return str(error)
-        return f"its process {min(older)[0]} keeps the limit with which it started, until it ends" if older else None
+        if not older:
+            return None
+        self._kept[container.tenant.allocation] = max(older.values())
+        return f"its process {min(older)[0]} keeps the limit with which it started, until it ends"
+
+    def kept_bytes(self) -> Mapping[AllocationId, int]:
+        return self._kept
 
     async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
         """Terminates the work of those `pids` (UUID of a GPU -> processes) that are clients of the GPU's daemon."""

@@ -164,9 +164,9 @@ class Daemon:
             raise MpsError(f"{self.blocked}; it is replaced when the other containers on it have ended ({len(others)})")
         await self.stop()
 
-    async def resize(self, allocation: AllocationId, known: Share, share: Share, pids: Collection[int]) -> Collection[Process]:
+    async def resize(self, allocation: AllocationId, known: Share, share: Share, pids: Collection[int]) -> Mapping[Process, int]:
         """Protocol 3: changes the limits of programs that start from now on. `known`: the record; `pids`: the container's processes on the
-        GPU. Returns the processes that keep a larger limit of memory until they end. Raises MpsError, OSError: the next
+        GPU. Returns the processes that keep a larger limit of memory until they end, with that limit. Raises MpsError, OSError: the next
         call tries again."""
         older = {each: limit_bytes for each, limit_bytes in known.older if is_running(each)}
         if known.limits != share.limits or known.former_bytes is not None:
@@ -183,7 +183,7 @@ class Daemon:
             self.folder.put(allocation, share.beside(older))
         elif len(older) < len(known.older):
             self.folder.put(allocation, share.beside(older))
-        return {each for each, limit_bytes in older.items() if limit_bytes > share.memory_bytes}
+        return {each: limit_bytes for each, limit_bytes in older.items() if limit_bytes > share.memory_bytes}
 
     async def remove(self, allocation: AllocationId) -> None:
         """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped in any case."""

@@ -5,14 +5,16 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from gpumgr.common.proc import PROC, start_time_ticks
-from gpumgr.ledger.suspension import Moved
+from gpumgr.ledger.suspension import Moved, Suspension
 from gpumgr.runtime.checkpoints import Checkpoints
 
 SOURCE = Path(__file__).parents[2] / "data/suspend/cuda.c"
+Verb = Literal["suspend", "resume"]
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "0", "1", "2", "3"
 
 
@@ -28,12 +30,14 @@ class Container:
     def pids(self) -> list[int]:
         return [each.pid for each in self.processes]
 
-    async def move(self, verb: str, *, more: int = 0) -> Moved:
+    async def move(self, verb: Verb, *, more: int = 0) -> Moved:
         """`more`: further processes, which have ended."""
         checkpoints = Checkpoints(library=str(self.library), proc_root=PROC, lock_file=self.folder / "lock")
         running = [(pid, start_time_ticks(pid) or 0) for pid in self.pids]
         running += [(pid, 1) for pid in range(1 << 30, (1 << 30) + more)]
-        return await (checkpoints.suspend if verb == "suspend" else checkpoints.resume)("a", running, 1 << 30, self.pids[:2])
+        required = tuple(self.pids[:2])
+        known = Suspension(state="running", processes=tuple(running), required=required, memory_bytes={"gpu": 1 << 30})
+        return await checkpoints.move(verb, "a", known)
 
     def put(self, *states: str) -> None:
         for pid, state in zip(self.pids, states, strict=False):
@@ -108,7 +112,7 @@ async def test_a_process_that_has_ended_is_left_out(container: Container) -> Non
 
 
 @pytest.mark.parametrize("verb", ["suspend", "resume"])
-async def test_without_the_drivers_library_no_state_is_known(container: Container, verb: str) -> None:
+async def test_without_the_drivers_library_no_state_is_known(container: Container, verb: Verb) -> None:
     container.put(LOCKED, CHECKPOINTED)  # an earlier run was killed
     container.library.unlink()
     moved = await container.move(verb)
@@ -117,7 +121,7 @@ async def test_without_the_drivers_library_no_state_is_known(container: Containe
 
 
 @pytest.mark.parametrize("verb", ["suspend", "resume"])
-async def test_without_the_program_no_state_is_known(container: Container, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+async def test_without_the_program_no_state_is_known(container: Container, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
     monkeypatch.setattr("sys.executable", str(container.folder / "missing"))
     moved = await container.move(verb)
     assert "can't be started" in (moved.error or "")

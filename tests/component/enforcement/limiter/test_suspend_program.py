@@ -1,11 +1,12 @@
 """The agent's program for suspensions with real processes on the fake GPU: states, errors and times are those of a driver."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from gpumgr.common.proc import PROC, start_time_ticks
-from gpumgr.ledger.suspension import Moved
+from gpumgr.ledger.suspension import Moved, Suspension
 from gpumgr.runtime.checkpoints import Checkpoints
 from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Node, Tenant
 
@@ -26,9 +27,13 @@ def working(node: Node, mebibytes: int = 4096) -> Tenant:
     return tenant
 
 
-async def move(checkpoints: Checkpoints, verb: str, *tenants: Tenant) -> Moved:
-    processes = [(tenant.pid, start_time_ticks(tenant.pid) or 0) for tenant in tenants]
-    return await (checkpoints.suspend if verb == "suspend" else checkpoints.resume)("a", processes, 4 * _GIB)
+async def move(checkpoints: Checkpoints, verb: Literal["suspend", "resume"], *tenants: Tenant) -> Moved:
+    return await checkpoints.move(verb, "a", known(*tenants))
+
+
+def known(*tenants: Tenant) -> Suspension:
+    processes = tuple((tenant.pid, start_time_ticks(tenant.pid) or 0) for tenant in tenants)
+    return Suspension(state="running", processes=processes, memory_bytes={"gpu": 4 * _GIB})
 
 
 async def test_the_processes_of_a_container_leave_the_gpu_and_return(node: Node, checkpoints: Checkpoints) -> None:
@@ -43,7 +48,8 @@ async def test_the_processes_of_a_container_leave_the_gpu_and_return(node: Node,
 
 @pytest.mark.parametrize("step", _STEPS)
 async def test_a_killed_run_is_repeated_while_the_driver_still_works(node: Node, checkpoints: Checkpoints, step: str) -> None:
-    tenant, verb = working(node), "suspend" if step in _STEPS[:2] else "resume"
+    tenant = working(node)
+    verb: Literal["suspend", "resume"] = "suspend" if step in _STEPS[:2] else "resume"
     if verb == "resume":
         assert (await move(checkpoints, "suspend", tenant)).error is None
     node.fail_steps(f"{step} 0 die\n")
@@ -67,6 +73,6 @@ async def test_without_memory_on_the_gpu_nothing_is_lost_from_the_report(node: N
 async def test_an_end_of_the_tenant_ends_the_run(node: Node, checkpoints: Checkpoints) -> None:
     tenant = working(node)
     assert (await move(checkpoints, "suspend", tenant)).error is None
-    processes = [(tenant.pid, start_time_ticks(tenant.pid) or 0)]
+    before = known(tenant)
     tenant.kill()
-    assert await checkpoints.resume("a", processes, 0) == Moved(pids=[], held=[], failed=[])
+    assert await checkpoints.move("resume", "a", before) == Moved(pids=[], held=[], failed=[])

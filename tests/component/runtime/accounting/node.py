@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -19,6 +20,7 @@ from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.runtime.suspend_operations import Parts
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.web.metrics.pictures import view_of
 
@@ -99,6 +101,7 @@ class MemoryBackends:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     bug: Exception | None = None
     obstacles: Mapping[AllocationId, str] = field(default_factory=dict)
+    kept: Mapping[AllocationId, int] = field(default_factory=dict)
     by_turns: Mapping[AllocationOnGpu, TurnUse] = field(default_factory=dict)
     #: Whether the containers have pages; the containers with held calls, and the ones that ask for their resume.
     by_pages: bool = True
@@ -140,6 +143,9 @@ class MemoryBackends:
 
     def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
         return self.obstacle_to_change(mechanisms, resource)
+
+    def kept_bytes(self) -> Mapping[AllocationId, int]:
+        return self.kept
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
         return self.by_turns
@@ -211,31 +217,12 @@ class MemoryMover:
     answers: list[Moved | None] = field(default_factory=list)
     ends: asyncio.Event = field(default_factory=asyncio.Event)
     #: What the last operation got.
-    required: Collection[int] = ()
+    last: Suspension = field(default_factory=lambda: Suspension(state="running"))
 
-    async def suspend(
-        self,
-        allocation: AllocationId,
-        processes: Sequence[Process],
-        memory_bytes: int,  # noqa: ARG002
-        required: Collection[int] = (),
-    ) -> Moved:
-        self.required = required
-        return await self._move("suspend", allocation, processes)
-
-    async def resume(
-        self,
-        allocation: AllocationId,
-        processes: Sequence[Process],
-        memory_bytes: int,  # noqa: ARG002
-        required: Collection[int] = (),
-    ) -> Moved:
-        self.required = required
-        return await self._move("resume", allocation, processes)
-
-    async def _move(self, verb: str, allocation: AllocationId, processes: Sequence[Process]) -> Moved:
+    async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved:
+        self.last = suspension
         self.done.append((verb, allocation))
-        success = Moved(pids=[pid for pid, _ in processes])
+        success = Moved(pids=[pid for pid, _ in suspension.processes])
         answer = self.answers.pop(0) if self.answers else success
         if answer is None:
             await self.ends.wait()
@@ -261,7 +248,7 @@ class Node:
             evictor=publisher,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
-            suspending=(self.host, self.mover),
+            suspending=Parts(host=self.host, mover=self.mover),
         )
 
     def set_timeout(self, seconds: float) -> None:

@@ -30,6 +30,7 @@ def share(letter: str, pod: PodKey, cores: int, blocks: int, mechanism: str = "l
 #: 50 cores and 512 MiB; 30 cores and 1024 MiB.
 A, T = share("a", WEB, (1 << 50) - 1, 0b11), share("t", TRAIN, ((1 << 30) - 1) << 50, 0b111100)
 MOST = Amounts(100, 2048)
+MIB = 1 << 20
 
 
 def node_with(*allocations: Allocation, most: Amounts = MOST, burst: bool = False) -> Node:
@@ -320,7 +321,7 @@ async def test_growth_that_waits_for_a_lower_limit_in_vain_is_refused(obstacles:
         node.backends.obstacles = obstacles
     ask(node, "a", WEB, wants(mebibytes=256))
     await node.sampled(uses(a=100, t=100))
-    ask(node, "t", TRAIN, wants(mebibytes=1100))
+    ask(node, "t", TRAIN, wants(mebibytes=1600))
     await node.sampled(uses(a=100, t=100), after_seconds=60.0)
     assert len(told(node)) == 1, "samples are rare, and a mechanism has the time until the next one"
     await node.sampled(uses(a=100, t=100), after_seconds=60.0)
@@ -332,7 +333,7 @@ async def test_growth_that_waits_for_a_lower_limit_in_vain_is_refused(obstacles:
 
 
 async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpumgr.runtime.suspensions.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("gpumgr.runtime.suspend_operations.HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
     node = with_driver(node_with(A, share("t", TRAIN, 0b11 << 50, 0b1111_1100)))
     ask(node, "a", WEB, suspend=True)
@@ -386,7 +387,7 @@ async def test_a_start_waits_until_what_was_given_back_is_no_limit_in_force() ->
 async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_and_is_lent_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gpumgr.runtime.suspensions.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("gpumgr.runtime.suspend_operations.HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
     node = with_driver(node_with(A, share("t", TRAIN, 0b11 << 50, 0b0111_1100, "mps")))
     ask(node, "a", WEB, suspend=True)
@@ -403,13 +404,15 @@ async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_
 
 
 NEW = share("b", ("team", "new"), 1 << 90, 0b1100_0000)
+#: All that A does not hold.
+REST = replace(NEW, device_ids={**NEW.device_ids, "memory": {GPU: 0b1111_1100}}, gpus={GPU: Amounts(1, 1536)})
 KEPT = "its process 11 keeps the limit with which it started"
 
 
-async def starts_at_once(node: Node) -> bool:
-    """Whether the container NEW, which is on free ids of GPU 0, starts without a further sample."""
-    node.holds(NEW)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(NEW))
+async def starts_at_once(node: Node, new: Allocation = NEW) -> bool:
+    """Whether this container, which is on free ids of GPU 0, starts without a further sample."""
+    node.holds(new)
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(new))
     await breathe()
     if not start.done():
         start.cancel()
@@ -454,10 +457,12 @@ async def test_a_start_waits_only_while_a_limit_above_the_ids_is_in_force(monkey
         ask(node, "a", WEB, wants(mebibytes=mebibytes))
         for _ in range(3):
             await node.sampled(uses(a=200))
-        assert not await starts_at_once(node)
+        assert not await starts_at_once(node, REST)
+        assert await starts_at_once(node), "there is room even if the program takes all that it may"
+    node.holds(REST)
     monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
     with pytest.raises(Refusal) as refusal:
-        await node.memory_watcher.bursts.make_room(NEW)
+        await node.memory_watcher.bursts.make_room(REST)
     assert str(refusal.value) == (
         f"the memory limits of other containers on GPU {GPU} were not lowered within 0.01 s: team/web (main): {KEPT}; "
         "the kubelet tries again by itself"
@@ -465,11 +470,11 @@ async def test_a_start_waits_only_while_a_limit_above_the_ids_is_in_force(monkey
     node.backends.obstacles = {}
     for _ in range(2):
         await node.sampled(uses(a=200))
-    assert await starts_at_once(node)
+    assert await starts_at_once(node, REST)
     node.backends.obstacles = {"a": KEPT}
     for _ in range(2):
         await node.sampled(uses(a=200))
-    assert await starts_at_once(node), "no limit above the ids is left"
+    assert await starts_at_once(node, REST), "no limit above the ids is left"
 
 
 @pytest.mark.parametrize("burst", [False, True])
@@ -480,7 +485,7 @@ async def test_after_a_restart_a_start_waits_only_until_the_limits_are_set_once(
     await first.sampled(uses(a=200))
     node = node_with(first.agent_state.ledger.allocations["a"], burst=burst)
     ask(node, "a", WEB, asked)
-    node.backends.obstacles = {"a": KEPT}
+    node.backends.obstacles, node.backends.kept = {"a": KEPT}, {"a": 512 * MIB}
     assert not await starts_at_once(node), "a limit from before the resize may be in force"
     node.holds(NEW)
     start = asyncio.create_task(node.memory_watcher.bursts.make_room(NEW))
@@ -490,6 +495,50 @@ async def test_after_a_restart_a_start_waits_only_until_the_limits_are_set_once(
         assert start.done() is done
     await start
     assert await starts_at_once(node)
+
+
+async def test_after_a_restart_a_start_waits_for_programs_that_keep_a_limit_above_the_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The container gave 512 MiB back, and a program of it runs with 1024 MiB; the agent may have been restarted several times."""
+    first = node_with(A)
+    for asked in (wants(mebibytes=1024), NO_RESIZE):
+        ask(first, "a", WEB, asked)
+        await first.sampled(uses(a=200))
+    node = node_with(first.agent_state.ledger.allocations["a"])
+    node.backends.obstacles, node.backends.kept = {"a": KEPT}, {"a": 1024 * MIB}
+    for _ in range(3):
+        await node.sampled(uses(a=200))
+    assert await starts_at_once(node), "there is room even if the program takes all that it may"
+    node.frees("b")
+    node.holds(REST)
+    monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
+    with pytest.raises(Refusal, match=f"were not lowered within 0.01 s: team/web .main.: {KEPT}; the kubelet"):
+        await node.memory_watcher.bursts.make_room(REST)
+    node.backends.obstacles, node.backends.kept = {}, {}
+    for _ in range(2):
+        await node.sampled(uses(a=200))
+    assert await starts_at_once(node, REST)
+
+
+async def test_a_burst_can_not_take_the_memory_that_a_growing_container_gets() -> None:
+    """It may take all that is free until its limit is lower, also after the sample by which the growth is decided."""
+    node = node_with(A, share("t", TRAIN, 0b11 << 50, 0b0011_1100), burst=True)
+    ask(node, "t", TRAIN, memory_limits=(("main", 2048),))
+    for _ in range(2):
+        await node.sampled(uses(a=100, t=100))
+    assert limits(node)["t"][1] == 1536, "what is not granted to the other one"
+    ask(node, "a", WEB, wants(mebibytes=1024))
+    await node.sampled(uses(a=100, t=100))
+    assert (limits(node)["a"][1], limits(node)["t"][1], told(node)) == (512, 1024, []), "first its limit goes down"
+    await node.sampled(uses(a=100, t=1536))
+    assert "has 0 MiB left for it, and it needs 512 more; team/train (main) has 512 MiB above its request" in told(node)[-1]
+    ask(node, "a", WEB, wants(mebibytes=1024, at="again"))
+    await node.sampled(uses(a=100, t=1000))
+    assert limits(node)["a"][1] == 512
+    for _ in range(2):
+        await node.sampled(uses(a=100, t=1000))
+    assert (limits(node)["a"][1], limits(node)["t"][1]) == (1024, 1024)
 
 
 async def test_after_a_restart_a_start_waits_for_nothing_where_nobody_was_resized() -> None:

@@ -12,7 +12,7 @@ from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView, ResizeRequest
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.runtime import suspensions
+from gpumgr.runtime import suspend_operations, suspensions
 from gpumgr.runtime.memory_limit_watcher import OverLimit
 from tests.background import background
 from tests.unit.ledger.usage.samples import container
@@ -30,7 +30,7 @@ async def inline(work: Callable[..., object], *arguments: object) -> object:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspensions, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(suspend_operations, "HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
 
 
@@ -53,8 +53,8 @@ def running(*, mechanism: str = "limiter", **fields: object) -> Node:
 
 
 async def sampled(node: Node, sample: NodeSample | None = None, *, after_seconds: float = 1.0) -> None:
-    """Two evaluations: the operation that the first one began has ended, if the driver ends it."""
-    for seconds in (after_seconds, 1.0):
+    """Three evaluations: the operation that the first one began has ended, if the driver ends it."""
+    for seconds in (after_seconds, 1.0, 1.0):
         await node.sampled(sample or uses(a=500), after_seconds=seconds)
         for _ in range(200):
             await asyncio.sleep(0)
@@ -202,6 +202,59 @@ async def test_the_host_must_hold_the_memory() -> None:
     assert state(node) == "suspended"
 
 
+async def sampled_once(node: Node, sample: NodeSample) -> None:
+    await node.sampled(sample)
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def test_what_the_host_must_hold_is_measured_while_calls_are_held() -> None:
+    """The container allocates until its calls are held, and the sample after that may be from before."""
+    node = running(suspend=True)
+    node.host.left = HostMemory(node_bytes=1000 * MIB)
+    await sampled_once(node, uses(a=500))
+    assert (node.backends.held, state(node)) == ({"a"}, "suspending")
+    await sampled_once(node, uses(a=500))
+    assert node.mover.done == []
+    await sampled_once(node, uses(a=600))
+    assert (node.mover.done, node.mover.last.memory_bytes, state(node)) == ([("suspend", "a")], {GPU: 600 * MIB}, "suspended")
+    assert node.agent_state.suspensions["a"].memory_bytes == {GPU: 600 * MIB}
+
+
+@pytest.mark.parametrize("left", [1000, 800])
+async def test_a_container_that_the_host_has_no_room_for_once_its_calls_are_held_runs_on(left: int) -> None:
+    node = running(suspend=True)
+    node.host.left = HostMemory(node_bytes=1000 * MIB)
+    await sampled_once(node, uses(a=500))
+    await sampled_once(node, uses(a=500))
+    node.host.left = HostMemory(node_bytes=left * MIB)
+    await sampled_once(node, uses(a=800))
+    assert (node.mover.done, node.backends.held, state(node)) == ([], set(), None)
+    (why,) = events(node, "GpuSuspendRefused")
+    assert "needs 1096 MiB of the host's memory, and the node has less" in why
+    assert why.endswith("it runs on, and this is tried again")
+    await sampled(node)
+    assert node.backends.held == set(), "not at once"
+
+
+async def test_calls_are_not_held_for_long_without_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspend_operations, "_SAMPLES_SECONDS", 0.0)
+    node = running(suspend=True)
+    await sampled_once(node, uses(a=500))
+    assert (node.mover.done, node.backends.held, state(node)) == ([], set(), None)
+    assert "the driver did not report its memory within 0 s" in events(node, "GpuSuspendRefused")[0]
+
+
+@pytest.mark.parametrize(("used", "expected"), [(600, 600), (0, 500)])
+async def test_a_suspension_that_an_earlier_agent_began_counts_what_was_allocated_since(used: int, expected: int) -> None:
+    """What was moved before the restart is not on the GPU."""
+    node = running(suspend=True)
+    known = Suspension(state="suspending", processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB})
+    node.agent_state.suspensions = {"a": known}
+    await sampled(node, uses(a=used))
+    assert node.mover.last.memory_bytes == {GPU: expected * MIB}
+
+
 @pytest.mark.parametrize(("began", "verb", "ends"), [("suspending", "suspend", "suspended"), ("resuming", "resume", None)])
 async def test_an_operation_of_an_earlier_agent_is_continued(began: State, verb: str, ends: State | None) -> None:
     node = running(suspend=True if ends else None)
@@ -314,7 +367,7 @@ async def test_a_container_whose_driver_does_not_answer_stays_suspended() -> Non
     assert node.agent_state.suspensions["a"].reason == "libcuda.so.1: not found"
     assert len(node.mover.done) == 1 + 5, "after 1, 2, 4 and 8 s"
     assert len(events(node, "GpuResumeWaits")) == 1
-    assert node.mover.required == (11,)
+    assert node.mover.last.required == (11,)
     for _ in range(10):
         await sampled(node, uses(a=0))
     assert (state(node), node.backends.held) == (None, set())
@@ -415,7 +468,7 @@ async def test_a_suspension_that_can_not_succeed_is_tried_at_growing_intervals()
         assert (state(node), node.backends.held) == (None, set())
     assert node.mover.done == [("suspend", "a")] * 5, "after 1, 2, 4 and 8 minutes"
     assert "process 11 can't be suspended" in events(node, "GpuSuspendRefused")[0]
-    assert node.mover.required == (11,)
+    assert node.mover.last.required == (11,)
     node.frees("a")
     node.holds(T)  # so that samples are evaluated
     await sampled(node, uses())
@@ -428,6 +481,7 @@ async def test_a_suspension_that_can_not_succeed_is_tried_at_growing_intervals()
 async def test_processes_that_could_not_be_restored_are_resumed() -> None:
     node = running(suspend=True)
     node.mover.answers = [Moved(pids=[11], held=[11], error="the program ended")]
+    await sampled(node)
     await sampled(node)
     assert (node.mover.done, state(node)) == ([("suspend", "a"), ("resume", "a")], "running")
 

@@ -1,0 +1,66 @@
+"""Which memory limits may be in force. Pure.
+
+Limits are computed and set once for each sample of the driver; that is an evaluation, and evaluations are numbered from 1. Setting them
+may take longer than the evaluation, and may fail for some containers. So the limit under which a container was sampled is known only as a
+bound: the highest one that was computed since the last evaluation that was in force before the sample.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.usage.node_use import AllocationOnGpu
+
+#: The bound of a limit that an earlier process of the agent may have set: more than any GPU has.
+UNKNOWN_BYTES: Final = 1 << 62
+
+
+class Enforced(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of the evaluation with this number are in force, except for the containers in `obstacles`; the value is the reason.
+    `kept_bytes`: the highest limit of their programs, where the backend knows it."""
+
+    number: int = 0
+    obstacles: Mapping[AllocationId, str] = msgspec.field(default_factory=dict)
+    kept_bytes: Mapping[AllocationId, int] = msgspec.field(default_factory=dict)
+
+
+class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
+    """`begun`: the last evaluation. `now`: what is enforced; `before_sample`: what was at the end of the last evaluation, before the next
+    sample is read; `under_sample`: what was before the present sample was read. `computed`: for each container and GPU, the limits that may
+    be in force, each with the number of its evaluation."""
+
+    begun: int = 0
+    now: Enforced = Enforced()
+    before_sample: Enforced = Enforced()
+    under_sample: Enforced = Enforced()
+    computed: Mapping[AllocationOnGpu, tuple[tuple[int, int], ...]] = msgspec.field(default_factory=dict)
+
+    def with_sample(self, started: Mapping[AllocationOnGpu, int]) -> "LimitsInForce":
+        """Call it first in each evaluation: a new sample was read. `started`: the limits with which new containers start."""
+        known = replace(self, under_sample=self.before_sample)
+        computed = {place: known._possible(place[0], limits) for place, limits in self.computed.items()}
+        return replace(known, computed={place: ((self.begun, size),) for place, size in started.items()} | computed)
+
+    def _possible(self, name: AllocationId, limits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        under = self.under_sample
+        later = tuple(each for each in limits if each[0] >= under.number)
+        if name not in under.obstacles:
+            return later
+        return ((0, under.kept_bytes[name]), *later) if name in under.kept_bytes else limits
+
+    def with_limits(self, limits: Mapping[AllocationOnGpu, int], unknown: Collection[AllocationOnGpu]) -> "LimitsInForce":
+        """An evaluation has computed these limits, of all containers, in bytes. `unknown`: where an earlier process of the agent may have
+        set other ones."""
+        begun = self.begun + 1
+        before = {**self.computed, **({} if self.begun else dict.fromkeys(unknown, ((0, UNKNOWN_BYTES),)))}
+        computed = {
+            place: (*(each for each in before.get(place, ()) if each[1] > size), (begun, size)) for place, size in limits.items()
+        }
+        return replace(self, begun=begun, computed=computed)
+
+    def most_bytes(self, place: AllocationOnGpu) -> int:
+        """The highest limit that was in force when the present sample was read, or is since then; 0 if none was computed yet."""
+        return max((size for _, size in self.computed.get(place, ())), default=0)

@@ -1,0 +1,105 @@
+"""The limits above requests that pods demand by the annotation gpumgr.io/memory-limit, and the reasons for which one is not used."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.pods import find_pod, users
+from gpumgr.agent.ports import Pods
+from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName, Resource
+from gpumgr.ledger.burst import above_requests, wanted_limits
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.usage.node_use import AllocationOnGpu
+from gpumgr.placement.pods import PodView
+from gpumgr.placement.topology.devices import Gpu
+from gpumgr.runtime.container_events import ContainerEvents, User
+
+log = structlog.get_logger(__name__)
+
+#: The reason in the pod's event if its annotation gpumgr.io/memory-limit is not used.
+IGNORED: Final = "GpuMemoryLimitIgnored"
+_OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
+
+
+class BurstDemands:
+    """`obstacle` returns why these mechanisms can't change a limit of a running container; None: they can. `allowed`: the setting
+    enforcement.memory_burst."""
+
+    def __init__(
+        self, pods: Pods, events: ContainerEvents, *, obstacle: Callable[[tuple[str, ...], Resource], str | None]
+    ) -> None:
+        self._pods, self._events, self._obstacle, self.allowed = pods, events, obstacle, False
+        #: How much memory a pod may have above its requests, also by resizes (enforcement.max_growth_memory_mebibytes); 0: no maximum.
+        self.most_mebibytes = 0
+        #: What was reported: for the first user of an allocation (None), or another user of its claim.
+        self._ignored: dict[tuple[AllocationId, User | None], str] = {}
+
+    def find(
+        self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Collection[AllocationId]
+    ) -> tuple[dict[AllocationOnGpu, int], Collection[AllocationId]]:
+        """Limits above requests, in bytes, also of memory that suspended containers lend; and the containers that may have had one, but
+        their pods are not known now. Reports each annotation that is not used, once."""
+        sizes = {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
+        limits, unknown = dict[AllocationOnGpu, int](), set[AllocationId]()
+        ignored = dict[tuple[AllocationId, User | None], str]()
+        for allocation in (ledger.allocations[name] for name in shares):
+            limits |= {
+                (allocation.id, gpu): allocation.limits_on(gpu).memory_mebibytes << 20
+                for gpu in allocation.gpus
+                if allocation.lent_on(gpu)
+            }
+            view = find_pod(self._pods, allocation.pod, allocation.uid)
+            if view is not None and not (view.memory_limits or view.memory_limits_ignored or allocation.claim):
+                continue  # most pods have no such annotation
+            if view is None and self.allowed and self.can_burst(allocation):
+                unknown.add(allocation.id)
+            ignored |= {(allocation.id, user): why for user, why in self._of_other_users(allocation)}
+            try:
+                wanted = self._wanted(ledger, allocation, view, sizes)
+            except ValueError as error:
+                ignored[allocation.id, None] = str(error)
+            else:
+                limits |= {(allocation.id, gpu): mebibytes << 20 for gpu, mebibytes in wanted.items()}
+        for (name, user), why in ignored.items():
+            if self._ignored.get((name, user)) != why:
+                log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
+                sentence = f"the annotation {MEMORY_LIMIT_ANNOTATION} is not used, and the request stays the limit: {why}"
+                self._events.add_once(name, IGNORED, sentence, user=user)
+        self._ignored = ignored
+        return limits, unknown
+
+    def can_burst(self, allocation: Allocation) -> bool:
+        """Whether its mechanisms can enforce a burst."""
+        return self._obstacle(allocation.mechanisms, "memory") is None
+
+    def _of_other_users(self, allocation: Allocation) -> Iterator[tuple[User, str]]:
+        """The containers that have a limit and use the claim of this allocation, without its first user, each with the reason why its limit
+        is not used: only the limit of the first user counts."""
+        if (claim := allocation.claim) is None:
+            return
+        first = f"container {allocation.container} of pod {'/'.join(allocation.pod or '?')}"
+        for view in self._pods.all():
+            for name in users(claim, view) if view.memory_limits else ():
+                if (name, view.uid) != (allocation.container, allocation.uid) and name in dict(view.memory_limits):
+                    yield (
+                        (view.key, view.uid, name),
+                        f"it shares ResourceClaim {claim.name} with {first}, and only the limit of that container counts",
+                    )
+
+    def _wanted(
+        self, ledger: Ledger, allocation: Allocation, view: PodView | None, sizes: Mapping[GpuName, int]
+    ) -> Mapping[GpuName, int]:
+        """Like `wanted_limits` (gpumgr.ledger.burst); also raises ValueError if this allocation can't have a burst."""
+        wanted = wanted_limits(allocation, view, sizes)
+        if not wanted or view is None:
+            return wanted
+        if why := self._obstacle(allocation.mechanisms, "memory") if self.allowed else _OFF:
+            raise ValueError(why)
+        above = above_requests(ledger.of(allocation.pod, allocation.uid), dict(view.memory_limits)).memory_mebibytes
+        if self.most_mebibytes and above > self.most_mebibytes:
+            raise ValueError(
+                f"the pod could have {above} MiB above its requests, and this node allows {self.most_mebibytes} "
+                "(enforcement.max_growth_memory_mebibytes)"
+            )
+        return wanted
