@@ -2,8 +2,10 @@
 
 import http.client
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,6 +245,38 @@ def editor(cluster: Cluster, callers: Callers) -> Iterator[Callable[..., Api]]:
         cluster.kubectl("delete", "clusterrolebinding", *bindings, "--ignore-not-found")
         cluster.kubectl("delete", "clusterrole", *roles)
         cluster.kubectl("delete", "serviceaccount", "plain", "resizer", "--namespace=default", "--ignore-not-found")
+
+
+def test_an_agent_with_a_kubeconfig_answers_once_the_policy_names_its_user(
+    cluster: Cluster, callers: Callers, editor: Callable[..., Api], made: Callable[..., str], tmp_path: Path
+) -> None:
+    """The expression that docs/enforcement.md gives for it."""
+    agent = editor("plain", resizes=False)
+    answer: Json = {"gpumgr.io/resized": "{}"}
+    name = made("answered", node="api-only", by=agent)
+    assert "only the gpumgr agent" in refused(annotated, agent, name, answer)
+    (documented,) = re.findall(
+        r"`(\|\| [^`]*)` to its\s+variable `fromAgentOfNode`", (PROJECT / "docs/enforcement.md").read_text()
+    )
+    documents = [*yaml.safe_load_all(RESIZE_POLICY.read_text())]
+    (variable,) = [each for each in documents[0]["spec"]["variables"] if each["name"] == "fromAgentOfNode"]
+    variable["expression"] += documented.replace("NAME", "system:serviceaccount:default:plain")
+    changed = tmp_path / "policy.yaml"
+    changed.write_text(yaml.safe_dump_all(documents))
+    cluster.kubectl("apply", "--server-side", "--validate=strict", f"--filename={changed}")
+
+    def may_answer() -> bool:
+        try:
+            annotated(agent, name, answer)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            return False
+        return True
+
+    wait_until("the changed policy", may_answer, every=0.1)
+    assert "only the gpumgr agent" in refused(annotated, callers.tenant, name, {"gpumgr.io/resized": "{ }"})
+    assert "only the gpumgr agent" in refused(agent.request, "POST", PODS, outside("new", answer, node=NODE))
 
 
 def _acts(api: Api) -> bool:
