@@ -18,12 +18,7 @@ from gpumgr.common.proc import HostProcesses
 from gpumgr.common.units import CORE_RESOURCE, Resource
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.sim.kubelet import SimContainer
-from tests.component.stage.stage import snapshot, stage
-
-
-def app(cores: int, blocks: int = 0) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
+from tests.component.stage.stage import app, snapshot, stage
 
 
 def cores(gpu: int, number: int) -> list[str]:

@@ -163,6 +163,10 @@ def app(cores: int, blocks: int = 0, name: str = "main") -> SimContainer:
     return SimContainer(name=name, cores=cores, memory_blocks=blocks)
 
 
+def init(cores: int, blocks: int = 0, name: str = "prepare") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind="init")
+
+
 @dataclass
 class Stage:
     """The parts of the node that a test uses."""

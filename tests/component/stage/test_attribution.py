@@ -13,11 +13,7 @@ from gpumgr.ledger.answer import LIBRARY_PATH, HostPaths
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet import SimContainer
 from tests.allocations import block_count
-from tests.component.stage.stage import Clock, Stage, app, snapshot, stage
-
-
-def init(cores: int, blocks: int = 0, name: str = "fetch") -> SimContainer:
-    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind="init")
+from tests.component.stage.stage import Clock, Stage, app, init, snapshot, stage
 
 
 async def settle(node: Stage) -> None:

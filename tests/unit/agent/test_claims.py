@@ -71,7 +71,7 @@ class Node:
     def __post_init__(self) -> None:
         self.start()
 
-    def start(self, closed: str | None = None) -> None:
+    def start(self, closed: str | None = None, *, share_mode: bool = True) -> None:
         agent = self.world.agent
         self.claims = NodeClaims(
             agent_state=self.world.agent_state,
@@ -79,6 +79,7 @@ class Node:
             pods=self.world.pods,
             enforcement=self.world.limits,
             starts=agent.container_starts,
+            share_mode=lambda: share_mode,
             closed=closed,
             wall_clock=lambda: self.world.wall,
         )
@@ -111,6 +112,10 @@ class Node:
         found, uses = self.reader.claims[ref.uid], (ClaimUse(container="main", claim=ref.name),)
         self.world.pods.views["team", "next"] = PodView(namespace="team", name="next", uid="pod-next", claims=uses)
         self.reader.claims[ref.uid] = replace(found, pods=(*found.pods, (("team", "next"), "pod-next")))
+
+    def allocate_anew(self, ref: ClaimRef, *shares: ClaimShare) -> None:
+        """The API server gives the claim these shares, for the pod `next`."""
+        self.reader.claims[ref.uid] = replace(self.reader.claims[ref.uid], shares=shares, pods=((("team", "next"), "pod-next"),))
 
     async def prepare(self, ref: ClaimRef) -> list[Device]:
         """What the kubelet is answered."""
@@ -181,14 +186,7 @@ async def test_a_request_with_several_gpus_is_one_allocation(node: Node) -> None
 
 
 async def test_without_share_mode_only_whole_gpus_are_granted(node: Node) -> None:
-    node.claims = NodeClaims(
-        agent_state=node.world.agent_state,
-        reader=node.reader,
-        pods=node.world.pods,
-        enforcement=node.world.limits,
-        starts=node.world.agent.container_starts,
-        share_mode=lambda: False,
-    )
+    node.start(share_mode=False)
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
         await node.prepare(node.claim("a", node.share(0, 10, 256)))
     await node.prepare(node.claim("whole", node.share(0, 100, 0)))
@@ -295,8 +293,7 @@ async def test_a_claim_that_was_allocated_anew_after_a_missed_unprepare_gets_its
     ref = node.claim("a", node.share(0, 60, 512))
     await node.prepare(ref)
     moved = node.share(1, 60, 512, number=2)
-    found = node.reader.claims[ref.uid]
-    node.reader.claims[ref.uid] = replace(found, shares=(moved,), pods=((("team", "next"), "pod-next"),))
+    node.allocate_anew(ref, moved)
     view = replace(node.world.pods.views.pop(("team", "a")), phase="Running", deleted=former == "is deleted")
     if former in ("still shown", "is deleted"):
         node.world.pods.views["team", "a"] = view
@@ -314,9 +311,7 @@ async def test_the_former_gpu_of_a_claim_is_freed_though_its_new_one_is_refused(
     ref = node.claim("a", node.share(0, 60, 512))
     await node.prepare(ref)
     await node.prepare(node.claim("b", node.share(1, 60, 512, number=9)))
-    found = node.reader.claims[ref.uid]
-    moved = (node.share(1, 60, 512, number=2),)
-    node.reader.claims[ref.uid] = replace(found, shares=moved, pods=((("team", "next"), "pod-next"),))
+    node.allocate_anew(ref, node.share(1, 60, 512, number=2))
     with pytest.raises(Refusal, match="60 cores"):
         await node.prepare(ref)
     assert node.world.ledger.used(node.gpu(0)) == Amounts()
@@ -443,9 +438,7 @@ async def test_a_claim_that_is_allocated_anew_during_a_look_stays(node: Node) ->
     await node.claims.reclaim(Found(), Listing.of({}))
 
     async def find(_ref: ClaimRef) -> tuple[str, Collection[Share]]:
-        found = node.reader.claims[ref.uid]
-        moved = (node.share(1, 30, 512, number=2),)
-        node.reader.claims[ref.uid] = replace(found, pods=((("team", "next"), "pod-next"),), shares=moved)
+        node.allocate_anew(ref, node.share(1, 30, 512, number=2))
         await node.prepare(ref)
         return "claim-a", ()
 
@@ -485,13 +478,16 @@ def limited(folder: Path, running: Collection[str] = ()) -> Enforcer:
     )
 
 
+async def limited_node(limits: Enforcer) -> Node:
+    await limits.choose()
+    return Node(await World.made(snapshot(2, 80), limits=limits))
+
+
 @pytest.mark.parametrize(("request_of_container", "refused"), [(None, True), ("c0", False)])
 async def test_a_container_with_two_sets_of_limits_is_refused(
     request_of_container: str | None, refused: bool, tmp_path: Path
 ) -> None:
-    limits = limited(tmp_path)
-    await limits.choose()
-    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    node = await limited_node(limited(tmp_path))
     shares = node.share(0, 10, 512, request="c0"), node.share(1, 20, 256, request="c1", number=2)
     ref = node.claim("a", *shares, request=request_of_container)
     if refused:
@@ -504,9 +500,7 @@ async def test_a_container_with_two_sets_of_limits_is_refused(
 
 
 async def test_a_pod_with_two_sets_of_limits_affects_others_only_while_it_may_start_with_their_claim(tmp_path: Path) -> None:
-    limits = limited(tmp_path)
-    await limits.choose()
-    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    node = await limited_node(limited(tmp_path))
     views, claims = node.world.pods.views, node.reader.claims
     refs = {name: node.claim(name, node.share(0, 10, 512)) for name in ("one", "two", "shared")}
     views["team", "two"] = replace(views["team", "two"], claims=(*views["team", "two"].claims, *views["team", "shared"].claims))
@@ -523,9 +517,7 @@ async def test_a_pod_with_two_sets_of_limits_affects_others_only_while_it_may_st
 
 async def test_two_sets_of_limits_of_claims_that_other_pods_have_are_reported_once_when_a_pod_appears(tmp_path: Path) -> None:
     """The kubelet makes no call for claims that it has prepared."""
-    limits = limited(tmp_path)
-    await limits.choose()
-    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    node = await limited_node(limited(tmp_path))
     for gpu, name in enumerate(("one", "two")):
         await node.prepare(node.claim(name, node.share(gpu, 10, 512)))
     uses = [use for name in ("one", "two") for use in node.world.pods.views["team", name].claims]
@@ -558,7 +550,6 @@ async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(t
     """A running container would keep the former files mounted; but a Prepare that was killed may have left half of them."""
     running, started, kept = set[str](), list[str](), set[str]()
     limits = limited(tmp_path, running)
-    await limits.choose()
     (backend,) = limits.backends.values()
 
     async def start(tenant: GpuShare) -> None:
@@ -566,7 +557,7 @@ async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(t
         kept.add(tenant.allocation)
 
     backend.start, backend.remains = start, lambda: kept  # type: ignore[method-assign]
-    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    node = await limited_node(limits)
     ref = node.claim("a", node.share(0, 10, 512))
     await node.prepare(ref)
     (allocation,) = node.world.ledger.allocations
@@ -591,10 +582,9 @@ async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(t
 async def started_limits(folder: Path, start: Callable[[GpuShare], Coroutine[Any, Any, None]]) -> Node:
     """A node with a mechanism that starts in this way."""
     limits = limited(folder)
-    await limits.choose()
     (backend,) = limits.backends.values()
     backend.start = start  # type: ignore[assignment,method-assign]
-    return Node(await World.made(snapshot(2, 80), limits=limits))
+    return await limited_node(limits)
 
 
 @pytest.mark.parametrize("restored", [False, True])

@@ -10,13 +10,8 @@ from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.history import Candidate, HistoryEntry, What
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.sim.kubelet_pods import SimContainer
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import NotedCheckpoint, Refused, World
-
-
-def app(cores: int, blocks: int = 0) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
 async def test_both_calls_of_a_container_and_its_end_have_the_allocations_name() -> None:

@@ -16,20 +16,12 @@ from gpumgr.ledger.choose import Request
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec
-from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from gpumgr.sim.kubelet_pods import SimPod
 from tests.allocations import block_count
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import app, init, snapshot
 from tests.unit.agent.world import Plugin, Refused, World, played
 
 ORDERS = ["core_first", "memory_first"]
-
-
-def app(cores: int, blocks: int = 0, name: str = "main") -> SimContainer:
-    return SimContainer(name=name, cores=cores, memory_blocks=blocks)
-
-
-def init(cores: int, blocks: int = 0, name: str = "prepare") -> SimContainer:
-    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind="init")
 
 
 def gpus_of(world: World, pod: SimPod, container: str = "main") -> set[str]:

@@ -19,15 +19,11 @@ from gpumgr.ledger.ledger import ClaimRequest
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
 from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from gpumgr.placement.topology.devices import GpuProcess, NodeSnapshot, Topology
-from gpumgr.sim.kubelet_pods import SimContainer, SimPod
-from tests.component.stage.stage import snapshot
+from gpumgr.sim.kubelet_pods import SimPod
+from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import Refused, World
 
 FIRST = "GPU-00000000-1111-2222-3333-444444444444"
-
-
-def app(cores: int, blocks: int = 0) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
 class Driver:

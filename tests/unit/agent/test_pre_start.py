@@ -11,18 +11,15 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCES
 from gpumgr.placement.topology.devices import GpuFailure
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
+from tests.component.stage.stage import app
 from tests.unit.agent.world import World
-
-
-def app(cores: int = 20, blocks: int = 2) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
 async def test_the_folders_of_all_containers_that_share_ids_are_created() -> None:
     """The init container and the app container have the same ids, and each mounts a folder of its own."""
     world = await World.made()
     containers = [SimContainer(name=f"init-{n}", cores=20, memory_blocks=2, kind="init") for n in range(2)]
-    pod = world.pod("a", *containers, app())
+    pod = world.pod("a", *containers, app(20, 2))
     await world.admit(pod)
     world.clock.now += 2
     await world.kubelet.pre_start(pod, containers[0])
@@ -32,7 +29,7 @@ async def test_the_folders_of_all_containers_that_share_ids_are_created() -> Non
 
 async def test_an_unknown_container_is_looked_up_and_recorded() -> None:
     world = await World.made(known=False)
-    pod = await world.run(world.pod("a", app()))
+    pod = await world.run(world.pod("a", app(20, 2)))
     world.check_names()
     assert [(a.pod, a.container) for a in world.checkpoint.allocations.values()] == [(("team", "a"), "main")]
     looks = world.lists
@@ -42,7 +39,7 @@ async def test_an_unknown_container_is_looked_up_and_recorded() -> None:
 
 async def test_ids_missing_in_the_ledger_are_adopted_if_the_kubelet_lists_them() -> None:
     world = await World.made()
-    pod = await world.run(world.pod("a", app()))
+    pod = await world.run(world.pod("a", app(20, 2)))
     await world.agent_state.commit(world.ledger.free(world.ledger.allocations))
     await world.start(pod)
     world.check_names()
@@ -59,7 +56,7 @@ async def test_a_request_without_a_spec_at_admission_is_checked_at_the_start(cor
 
 async def test_a_folder_that_can_not_be_created_is_reported() -> None:
     world = await World.made()
-    pod = world.pod("a", app())
+    pod = world.pod("a", app(20, 2))
     await world.admit(pod)
     world.host_error = OSError(28, "No space left on device")
     with pytest.raises(SimKubeletError, match=r"the container's folder /nonexistent/.* can't be made: No space left on device"):
@@ -87,7 +84,7 @@ async def test_a_refusal_is_logged() -> None:
 
 async def test_a_share_is_refused_with_share_mode_off() -> None:
     world = await World.made(share_mode=False, resource_order="core_first")
-    pod = world.pod("a", app())
+    pod = world.pod("a", app(20, 2))
     with pytest.raises(Exception, match="this node does not share GPUs"):
         await world.admit(pod)
     await world.run(world.pod("b", replace(app(100, 16))))
@@ -100,7 +97,7 @@ async def test_a_share_is_refused_with_share_mode_off() -> None:
 @pytest.mark.parametrize("how", ["lost", "missing"])
 async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(how: str, cores: int) -> None:
     world = await World.made()
-    pod, other = await world.run(world.pod("a", app(cores))), await world.run(world.pod("b", app(200, 4)))
+    pod, other = await world.run(world.pod("a", app(cores, 2))), await world.run(world.pod("b", app(200, 4)))
     (mine,) = world.ledger.of(("team", "a"))
     gpu = world.ledger.gpu_registry.by_name[next(iter(mine.gpus))]
     if how == "lost":
@@ -143,7 +140,7 @@ async def test_a_container_restarts_on_a_gpu_that_may_still_be_there() -> None:
 
 async def test_a_share_starts_only_once_its_memory_is_free() -> None:
     world = await World.made()
-    pod = world.pod("a", app())
+    pod = world.pod("a", app(20, 2))
     await world.admit(pod)
     world.no_room = Refusal("conflict", "another container holds its memory")
     with pytest.raises(SimKubeletError, match="another container holds its memory"):

@@ -13,14 +13,10 @@ from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, migrate
 from gpumgr.ledger.sweep import sweep
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import app, init, snapshot
 from tests.unit.agent.world import World
 
 LONG = 60.0
-
-
-def app(cores: int = 20, blocks: int = 2) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
 async def settled(**options: object) -> World:
@@ -32,7 +28,7 @@ async def settled(**options: object) -> World:
 
 async def deleted(world: World) -> SimPod:
     """A pod that ran and is gone."""
-    pod = await world.run(world.pod("gone", app()))
+    pod = await world.run(world.pod("gone", app(20, 2)))
     world.end(pod, None)
     return pod
 
@@ -40,7 +36,7 @@ async def deleted(world: World) -> SimPod:
 async def test_no_list_call_is_made_during_an_allocate() -> None:
     world = await settled()
     ids = list(world.kubelet.healthy["tencent.com/vcuda-core"])
-    pod = world.pod("a", app())
+    pod = world.pod("a", app(20, 2))
     world.update_cache(pod)
     world.active[pod.uid] = pod
     await world.agent.prefer("core", ids, [], 20)
@@ -68,7 +64,7 @@ async def test_a_start_waits_for_an_allocate_that_began_while_it_waited_for_the_
 
 async def test_no_list_call_is_made_right_after_an_allocate() -> None:
     world = await settled()
-    await world.admit(world.pod("a", app()))
+    await world.admit(world.pod("a", app(20, 2)))
     looks = world.lists
     assert not await world.reconciler.sweep()
     world.clock.now += GAP_SECONDS
@@ -89,7 +85,7 @@ async def test_one_list_call_proves_no_absence() -> None:
 
 async def test_absence_of_a_pod_that_the_api_server_has_proves_nothing() -> None:
     world = await settled()
-    pod = await world.run(world.pod("a", app()))
+    pod = await world.run(world.pod("a", app(20, 2)))
     del world.active[pod.uid]
     for _ in range(10):
         await world.sweep()
@@ -100,7 +96,7 @@ async def test_a_pod_that_ends_while_the_list_stays_the_same_is_noticed(monkeypa
     """The list may show ended pods until they are deleted. An unchanged list with unchanged pods is examined once."""
     world, examined = await settled(), Mock(wraps=sweep)
     monkeypatch.setattr(reconciler, "sweep", examined)
-    first, second = [await world.run(world.pod(name, app())) for name in ("a", "b")]
+    first, second = [await world.run(world.pod(name, app(20, 2))) for name in ("a", "b")]
     listing = world.listing()
     monkeypatch.setattr(world, "listing", lambda: listing)
     for _ in range(3):
@@ -113,7 +109,7 @@ async def test_a_pod_that_ends_while_the_list_stays_the_same_is_noticed(monkeypa
 
 async def test_a_pod_that_is_listed_again_is_counted_anew() -> None:
     world = await settled(known=False)
-    await world.run(world.pod("a", app()))
+    await world.run(world.pod("a", app(20, 2)))
     for _ in range(2 * PATIENCE):
         world.sources_ready = False
         await world.sweep()
@@ -137,7 +133,7 @@ async def test_after_a_kubelet_restart_absence_takes_longer_unless_the_api_serve
 async def test_what_only_an_incomplete_list_lacks_is_kept() -> None:
     """Neither the API server nor the container runtime answers, and the kubelet's sources take long to be ready."""
     world = await settled()
-    pods = [await world.run(world.pod(f"p{n}", app())) for n in range(3)]
+    pods = [await world.run(world.pod(f"p{n}", app(20, 2))) for n in range(3)]
     world.pods.down, world.runtime.error, world.sources_ready = True, "no socket", False
     world.reconciler.kubelet_restarted()
     for _ in range(2 * PATIENCE_WHILE_INCOMPLETE):
@@ -162,7 +158,7 @@ async def test_unavailable_podresources_free_nothing() -> None:
 
 async def test_the_daemon_sweeps_on_request_and_survives_a_full_disk() -> None:
     world = await settled()
-    pod = await world.run(world.pod("a", app()))
+    pod = await world.run(world.pod("a", app(20, 2)))
     world.clock.now += LONG
     world.end(pod)
     world.checkpoint.full = True
@@ -192,10 +188,10 @@ def standing(ledger: Ledger) -> set[object]:
 
 async def test_a_lost_ledger_is_rebuilt_from_the_kubelet() -> None:
     world = await settled()
-    init = SimContainer(name="prepare", cores=30, memory_blocks=4, kind="init")
+    prepare = init(30, 4)
     side = SimContainer(name="side", cores=10, memory_blocks=1, kind="sidecar")
     for number in range(3):
-        await world.run(world.pod(f"p{number}", init, side, app()))
+        await world.run(world.pod(f"p{number}", prepare, side, app(20, 2)))
     await world.run(world.pod("whole", app(200, 4)))
     before = standing(world.ledger)
     rebuilt = await world.restart(lost=True)
@@ -209,9 +205,9 @@ async def test_a_lost_ledger_is_rebuilt_from_the_kubelet() -> None:
 async def test_a_lost_ledger_is_rebuilt_without_specs(away: bool) -> None:
     """With List it is even known who was an init container."""
     world = await settled(known=False)
-    init = SimContainer(name="prepare", cores=30, memory_blocks=4, kind="init")
-    await world.run(world.pod("a", *([] if away else [init]), app()))
-    await world.run(world.pod("b", app()))
+    prepare = init(30, 4)
+    await world.run(world.pod("a", *([] if away else [prepare]), app(20, 2)))
+    await world.run(world.pod("b", app(20, 2)))
     world.away = away
     rebuilt = await world.restart(lost=True)
     world.away = False
@@ -228,7 +224,7 @@ async def test_a_lost_ledger_is_rebuilt_without_specs(away: bool) -> None:
 async def test_the_second_half_of_an_allocation_is_added_to_the_first() -> None:
     """Killed between the two calls' commits, while the kubelet had both answers."""
     world = await settled()
-    pod = await world.run(world.pod("a", app()))
+    pod = await world.run(world.pod("a", app(20, 2)))
     (whole,) = world.ledger.allocations.values()
     world.checkpoint.allocations[whole.id] = replace(whole, device_ids={"core": whole.held("core")})
     rebuilt = await world.restart()
@@ -239,7 +235,7 @@ async def test_the_second_half_of_an_allocation_is_added_to_the_first() -> None:
 
 async def test_a_start_with_a_complete_ledger_offers_without_waiting_for_the_kubelets_list() -> None:
     world = await settled()
-    await world.run(world.pod("a", app()))
+    await world.run(world.pod("a", app(20, 2)))
     before = standing(world.ledger)
     world.away = True
     with capture_logs() as logs:
@@ -251,7 +247,7 @@ async def test_a_start_with_a_complete_ledger_offers_without_waiting_for_the_kub
 
 async def test_what_contradicts_the_ledger_is_logged_and_skipped() -> None:
     world = await settled()
-    await world.run(world.pod("a", app()))
+    await world.run(world.pod("a", app(20, 2)))
     (held,) = world.ledger.allocations.values()
     ids = tuple(world.ledger.gpu_registry.format("core", held.held("core")))
     with capture_logs() as logs:

@@ -9,13 +9,8 @@ from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
-from gpumgr.sim.kubelet_pods import SimContainer
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import Refused, World
-
-
-def app(cores: int, blocks: int = 0) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
 def healthy_blocks(world: World) -> int:
