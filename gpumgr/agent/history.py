@@ -15,7 +15,6 @@ import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Checkpoint
-from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.common.units import Resource
 from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
@@ -52,8 +51,7 @@ def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
 
 
 class History:
-    """The newest `capacity` entries, and older entries that granted existing allocations. `latest` holds the newest number, for clients
-    that wait for new entries."""
+    """The newest `capacity` entries, and older entries that granted existing allocations."""
 
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
         self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity
@@ -64,16 +62,13 @@ class History:
         self._news = asyncio.Event()
         self._listeners: list[Callable[[HistoryEntry], None]] = []
         self._number = 0
-        self.latest = LatestValue(0)
 
     def restore(self, entries: Iterable[HistoryEntry], *, allocations: Iterable[AllocationId]) -> None:
         """After a restart. `entries`: the checkpoint's, oldest first; `allocations`: the ids of the existing ones."""
         self._grants = {allocation: [] for allocation in allocations}
         for entry in entries:
             self._keep(entry)
-        newest = self._newest[-1].number if self._newest else 0
-        self._number = newest + SKIPPED_NUMBERS
-        self.latest.set(newest)
+        self._number = (self._newest[-1].number if self._newest else 0) + SKIPPED_NUMBERS
 
     def subscribe(self, listener: Callable[[HistoryEntry], None]) -> None:
         """Calls `listener` with each new entry from now on."""
@@ -105,7 +100,6 @@ class History:
         self._keep(entry)
         for listener in self._listeners:
             listener(entry)
-        self.latest.set(entry.number)
         if not saved:
             self._unsaved.append(entry)
             self._news.set()

@@ -162,14 +162,14 @@ class MemoryLimitWatcher:
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
-        use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
+        use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin()
         if any(undecided_resize(a, self._pods) for a in ledger.allocations.values()) and await self._resizes.decide(
             ledger, use, most=self._rule.most
         ):
             ledger = self._records.ledger
             shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
-            use = join(ledger, sample, ownership.owners, index=index, taken_at=now)
+            use = join(ledger, sample, ownership.owners, index=index)
         use = _with_turns(use, self._backends.turns())
         shares, use = await self.bursts.apply(ledger, shares, use, sample)
         self._use = use

@@ -43,7 +43,7 @@ from gpumgr.placement.topology.tree import Group, build_tree, indices
 #: The number of newest entries in the document; /api/history has all.
 HISTORY_SHOWN: Final = 50
 
-_NO_USE: Final = NodeUse(taken_at=0.0)
+_NO_USE: Final = NodeUse()
 _NO_SAMPLE: Final = GpuSample(uuid="")
 
 

@@ -116,7 +116,7 @@ def picture_of(containers_per_gpu: int) -> NodeReport:
         sample=sample,
         sampled_at=time.monotonic(),
         nvml_up=True,
-        use=NodeUse(taken_at=0.0, containers=uses, gpus=gpus),
+        use=NodeUse(containers=uses, gpus=gpus),
         api_queue=ApiQueueState(),
         gpu_limits={
             uuid_of(n): GpuLimits(memory="soft", memory_by="hami-core", cores="soft", cores_by="hami-core") for n in range(GPUS)

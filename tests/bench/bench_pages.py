@@ -59,7 +59,6 @@ def node() -> Node:
     ledger = replace(report.view.ledger, allocations={a.id: a for a in allocations})
     gpu_registry = ledger.gpu_registry.by_name
     use = NodeUse(
-        taken_at=time.monotonic(),
         containers={
             (a.id, gpu): ContainerUse(
                 allocation=a.id,

@@ -180,7 +180,6 @@ def test_a_running_unattributed_process_is_reported_once(
     for listed, readable in history:
         seen = {key for key in listed if key[0] in readable}
         use = NodeUse(
-            taken_at=0.0,
             unattributed={key: UnattributedProcess(gpu=key[0], uuid=key[0], pid=key[1]) for key in seen},
             gpus={gpu: UnattributedSum() for gpu in readable},
         )

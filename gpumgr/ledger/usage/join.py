@@ -90,7 +90,6 @@ def join(
     owners: Mapping[int, Container | None],
     *,
     index: AllocationIndex | None = None,
-    taken_at: float = 0.0,
 ) -> NodeUse:
     """`owners`: pid -> its container, None = it runs in none; a pid that is missing is not known yet. GPUs that are not in the ledger are
     ignored. `index` is the index of this ledger, if the caller has made it already."""
@@ -125,7 +124,7 @@ def join(
                 )
     uses = _uses(ledger, sample, attributed, maybe, {gpu for gpu, _ in unattributed})
     gpus = _sums(ledger, sample, unattributed.values())
-    return NodeUse(taken_at=taken_at, containers=uses, unattributed=unattributed, gpus=gpus, unknown=frozenset(unknown))
+    return NodeUse(containers=uses, unattributed=unattributed, gpus=gpus, unknown=frozenset(unknown))
 
 
 def _uses(

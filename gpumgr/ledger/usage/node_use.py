@@ -87,13 +87,12 @@ class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole node at one instant; `taken_at` is in monotonic seconds.
+    """The whole node at one instant.
 
     `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` lacks GPUs without a readable
     process list. `unknown`: pids of processes in containers that are not known yet.
     """
 
-    taken_at: float
     containers: Mapping[AllocationOnGpu, ContainerUse] = msgspec.field(default_factory=dict)
     unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = msgspec.field(default_factory=dict)
     gpus: Mapping[GpuName, UnattributedSum] = msgspec.field(default_factory=dict)

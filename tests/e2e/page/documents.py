@@ -163,7 +163,7 @@ def report(
         sample=NodeSample(gpus={uuid: replace(s, memory_used_bytes=30 * GIB) for uuid, s in sample_of(*shown).gpus.items()}),
         sampled_at=0.0,
         nvml_up=True,
-        use=NodeUse(taken_at=0.0, containers=uses, gpus=strange),
+        use=NodeUse(containers=uses, gpus=strange),
         over=frozenset((a.id, gpu) for a in allocations for gpu in a.gpus if a.held("memory") and used > 16 * BLOCK_BYTES),
         gpu_limits={uuid_of(n): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps") for n in shown},
         api_queue=ApiQueueState(waiting=2),

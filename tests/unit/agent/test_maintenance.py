@@ -76,7 +76,7 @@ class Bench:
         self.world, self.driver = world, Driver(world)
         self.publisher = MemoryEvictor()
         self.still_used_by: str | None = None
-        self.use: NodeUse | None = NodeUse(taken_at=0.0)
+        self.use: NodeUse | None = NodeUse()
         self.over: set[AllocationOnGpu] = set()
         self._api_server = api_server
         self.now = 0.0
@@ -254,7 +254,7 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
         UnattributedProcess(gpu="00000000", uuid=FIRST, pid=7, memory_bytes=5),
         UnattributedProcess(gpu="00000001", uuid="GPU-00000001-1111-2222-3333-444444444444", pid=8),
     ]
-    bench.use = NodeUse(taken_at=1.0, unattributed={(each.gpu, each.pid): each for each in unattributed})
+    bench.use = NodeUse(unattributed={(each.gpu, each.pid): each for each in unattributed})
     answer = await bench.maintain("drain")
     assert (answer["empty"], answer["unattributed"]) == (False, [to_json_data(unattributed[0])])
 

@@ -10,7 +10,6 @@ def node(
     *unattributed: tuple[str, int], readable: tuple[str, ...] = ("g0", "g1"), unknown: frozenset[int] = frozenset()
 ) -> NodeUse:
     return NodeUse(
-        taken_at=0.0,
         unattributed={key: UnattributedProcess(gpu=key[0], uuid=f"GPU-{key[0]}", pid=key[1]) for key in unattributed},
         gpus={gpu: UnattributedSum() for gpu in readable},
         unknown=unknown,
