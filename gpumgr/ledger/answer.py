@@ -4,7 +4,6 @@ It depends on the allocation alone, not on the pod. As in gpu-manager, the respo
 `tencent.com/vcuda-memory`, which is in the response to the memory call.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -70,10 +69,8 @@ ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
 #: Names of the container's mechanisms, joined by "+".
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
-#: GPU=cores,MiB of each GPU, separated by ";". If the limits on the GPU differ from these amounts, they follow as /cores,MiB.
-AMOUNTS_ANNOTATION = "gpumgr.io/amounts"
-#: GPU=profile,memory slices as bits,UUID,GPU instance,compute instance of each MIG device that was created, separated by ";".
-MIG_ANNOTATION = "gpumgr.io/mig-devices"
+#: A `Granted` as JSON.
+GRANTED_ANNOTATION = "gpumgr.io/granted"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 #: The only device node of WSL2, for all its GPUs, which have no minor numbers there. Source: NVIDIA's CUDA on WSL user guide.
 WSL_NODE = "dxg"
@@ -106,6 +103,14 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     allocation_dir: str = "/etc/gpu-manager/vm"
     machine: str = "x86_64"
     extra_devices: tuple[str, ...] = ()
+
+
+class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rebuild of the ledger needs of an allocation with replicas; the fields are those of Allocation."""
+
+    gpus: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
+    limits: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
+    mig_devices: tuple[MigDevice, ...] = ()
 
 
 class GrantedGpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,19 +172,11 @@ def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence
 
 
 def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """Response to the call for `nvidia.com/gpu`. The annotations keep amounts and MIG devices for a rebuild of the ledger."""
-    amounts = (
-        f"{gpu}={each.cores},{each.memory_mebibytes}"
-        + (f"/{limit.cores},{limit.memory_mebibytes}" if (limit := allocation.limits.get(gpu)) else "")
-        for gpu, each in allocation.gpus.items()
-    )
-    annotations = {AMOUNTS_ANNOTATION: ";".join(amounts)}
+    """Response to the call for `nvidia.com/gpu`. The annotation keeps amounts and MIG devices for a rebuild of the ledger."""
+    granted = Granted(gpus=allocation.gpus, limits=allocation.limits, mig_devices=allocation.mig_devices)
+    annotations = {GRANTED_ANNOTATION: msgspec.json.encode(granted).decode()}
     if not allocation.mig_devices:
         return replace(core_answer(allocation, gpus, host), annotations=annotations)
-    annotations[MIG_ANNOTATION] = ";".join(
-        f"{each.gpu}={each.profile},{each.memory_slices},{each.uuid},{each.gpu_instance},{each.compute_instance}"
-        for each in allocation.mig_devices
-    )
     places = {each.uuid: (each.gpu, each.gpu_instance, each.compute_instance) for each in allocation.mig_devices}
     return replace(_of_instances(allocation, gpus, places, host), annotations=annotations)
 
@@ -210,34 +207,6 @@ def _of_instances(
     full = core_answer(allocation, gpus, replace(host, extra_devices=(*host.extra_devices, *paths)))
     mounted = any(mount.container_path == LIBRARY_PATH for mount in full.mounts)
     return replace(full, envs=_driver_variables(allocation, host, [*places], mounted=mounted), annotations={})
-
-
-def amounts_in(annotations: Mapping[str, str]) -> tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]]:
-    """Amounts and limits in the annotations of an earlier response of `replica_answer`; empty if there are none."""
-    number = "([0-9]{1,10})"
-    text = annotations.get(AMOUNTS_ANNOTATION, "")
-    found = [*re.finditer(rf"([0-9a-z]+)={number},{number}(?:/{number},{number})?(?:;|$)", text)]
-    limited = [each for each in found if each[4] is not None]
-    return (
-        {each[1]: Amounts(int(each[2]), int(each[3])) for each in found},
-        {each[1]: Amounts(int(each[4]), int(each[5])) for each in limited},
-    )
-
-
-def mig_devices_in(annotations: Mapping[str, str]) -> tuple[MigDevice, ...]:
-    """The MIG devices in the annotations of an earlier response of `replica_answer`; empty if there are none."""
-    form = r"([0-9a-z]+)=([^,;]+),([0-9]{1,10}),([^,;]+),([0-9]{1,10}),([0-9]{1,10})(?:;|$)"
-    return tuple(
-        MigDevice(
-            gpu=gpu,
-            profile=profile,
-            memory_slices=int(slices),
-            uuid=uuid,
-            gpu_instance=int(gpu_instance),
-            compute_instance=int(compute_instance),
-        )
-        for gpu, profile, slices, uuid, gpu_instance, compute_instance in re.findall(form, annotations.get(MIG_ANNOTATION, ""))
-    )
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:

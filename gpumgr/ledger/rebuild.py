@@ -11,10 +11,11 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName, Resource
+from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, REPLICA_RESOURCE, GpuName, Resource
+from gpumgr.ledger.answer import Granted
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, Masks, count, lowest, union
 from gpumgr.ledger.instances import instance_amounts
-from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice, describe_container
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, describe_container
 from gpumgr.ledger.replicas import charged_on, limits_on
 from gpumgr.ledger.sweep import Shown, shown
 from gpumgr.placement.pods import Listing, PodKey, PodView
@@ -30,7 +31,7 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 
 class KubeletEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One container's ids of one resource in the kubelet's checkpoint. The stored response has `allocation_id`, `mechanisms` (of the
-    limits), `cdi` (whether it names a CDI device), `amounts` (amounts and limits of a container with replicas) and `mig_devices`."""
+    limits), `cdi` (whether it names a CDI device), and `granted` (to a container with replicas)."""
 
     uid: str
     container: str
@@ -39,8 +40,7 @@ class KubeletEntry(msgspec.Struct, frozen=True, kw_only=True):
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
     cdi: bool = False
-    amounts: tuple[Mapping[GpuName, Amounts], Mapping[GpuName, Amounts]] = msgspec.field(default_factory=lambda: ({}, {}))
-    mig_devices: tuple[MigDevice, ...] = ()
+    granted: Granted = Granted()
 
 
 class AnonymousRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,9 +156,9 @@ def _with_entry(claim: Allocation, entry: KubeletEntry, masks: Masks, gpu_regist
         id=claim.id or entry.allocation_id or "",
         mechanisms=claim.mechanisms or entry.mechanisms,
         cdi=claim.cdi or entry.cdi,
-        gpus=claim.gpus or {gpu: _with_slices(each, entry, gpu) for gpu, each in entry.amounts[0].items() if gpu in masks},
-        limits=claim.limits or entry.amounts[1],
-        mig_devices=claim.mig_devices or tuple(each for each in entry.mig_devices if each.gpu in gpu_registry.by_name),
+        gpus=claim.gpus or {gpu: amounts for gpu, amounts in entry.granted.gpus.items() if gpu in masks},
+        limits=claim.limits or entry.granted.limits,
+        mig_devices=claim.mig_devices or tuple(each for each in entry.granted.mig_devices if each.gpu in gpu_registry.by_name),
     )
 
 
@@ -184,11 +184,6 @@ def _with_listed(
             # `List` shows every container but ordinary init containers (and those of pods that just ended).
             claims[key] = replace(claim, pod=siblings.get(claim.uid or ""), init=True)
     return claims
-
-
-def _with_slices(amounts: Amounts, entry: KubeletEntry, gpu: GpuName) -> Amounts:
-    slices = (Amounts(slices=device.memory_slices) for device in entry.mig_devices if device.gpu == gpu)
-    return sum(slices, start=amounts)
 
 
 def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:

@@ -26,7 +26,7 @@ from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
 from gpumgr.kube.publisher.objects import CONDITION_TYPE, LABELS_ANNOTATION
 from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
-from gpumgr.ledger.answer import AMOUNTS_ANNOTATION, DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, MIG_ANNOTATION
+from gpumgr.ledger.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, GRANTED_ANNOTATION
 from gpumgr.ledger.history import NOT_ENFORCED, RESIZED, RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
@@ -91,10 +91,9 @@ ANNOTATIONS: Final = {
         ((CORE_RESOURCE, MEMORY_RESOURCE), "The granted cores, and the granted memory in bytes (as with gpu-manager)."),
         ((DEVICE_ANNOTATION,), "The device nodes (as with gpu-manager)."),
         ((ENFORCEMENT_ANNOTATION,), "The mechanisms that enforce the container's limits, joined by `+`."),
-        ((AMOUNTS_ANNOTATION,), "The amounts of a container of `nvidia.com/gpu`: for each GPU `GPU=cores,MiB`, joined by `;`."),
         (
-            (MIG_ANNOTATION,),
-            "The MIG devices that were created for a container: `GPU=profile,slices as bits,UUID,GPU instance,compute instance`.",
+            (GRANTED_ANNOTATION,),
+            "What a container of `nvidia.com/gpu` was granted on each GPU, and MIG devices that were created for it, as JSON.",
         ),
     ),
     "annotation of the node or of an event": (

@@ -21,7 +21,7 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.common.units import RESOURCE_BY_NAME, inner_name
 from gpumgr.kubelet.deviceplugin.codec import decode_container_response
-from gpumgr.ledger.answer import ContainerResponse, allocation_id_in, amounts_in, mechanisms_in, mig_devices_in
+from gpumgr.ledger.answer import GRANTED_ANNOTATION, ContainerResponse, Granted, allocation_id_in, mechanisms_in
 from gpumgr.ledger.ids import count
 from gpumgr.ledger.rebuild import KubeletEntry
 
@@ -167,10 +167,17 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
             allocation_id=allocation_id_in({m.container_path: m.host_path for m in response.mounts}),
             mechanisms=mechanisms_in(response.annotations),
             cdi=bool(response.cdi_devices),
-            amounts=amounts_in(response.annotations),
-            mig_devices=mig_devices_in(response.annotations),
+            granted=granted_in(response.annotations),
         )
         for e in entries
         if (kind := RESOURCE_BY_NAME.get(e.resource)) is not None
         for response in [e.response()]
     ]
+
+
+def granted_in(annotations: Mapping[str, str]) -> Granted:
+    """What the response to a container with replicas has in its annotation; nothing if it has none."""
+    try:
+        return decode_json(annotations.get(GRANTED_ANNOTATION, "{}"), Granted)
+    except UnreadableText:
+        return Granted()

@@ -185,7 +185,9 @@ async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) ->
         assert (await node.run(node.pod("c", app(10, 3)))).phase == "Failed"
         await node.run_all(node.pod("d", app(10, 2)))
         entries = await read_kubelet_checkpoint(node.kubelet.checkpoint)
-        rebuilt = {each.container: each.amounts for each in ours_of(entries or ()) if each.uid == a.uid}
+        rebuilt = {
+            each.container: (each.granted.gpus, each.granted.limits) for each in ours_of(entries or ()) if each.uid == a.uid
+        }
         assert rebuilt == {"main": (a.gpus, a.limits)}
 
 

@@ -29,8 +29,9 @@ from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.cluster_annotations import decode_inventory, decode_placement
 from gpumgr.kube.hami_formats import decode_allocations, decode_register
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import parse_kubelet_checkpoint, parse_registered_devices
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import granted_in, parse_kubelet_checkpoint, parse_registered_devices
 from gpumgr.kubelet.dra.claim_reader import allocated_claim
+from gpumgr.ledger.answer import GRANTED_ANNOTATION
 from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.tables import checksum, decode_allocation, decode_entry
@@ -169,6 +170,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "kubelet's devices": (lambda text: parse_registered_devices(text.encode()), (GpumgrError,)),
     "volume.conf": (lambda text: parse_volume_conf(text.encode(), Path("volume.conf"), Path("/base")), (GpumgrError,)),
     "settings": (lambda text: compose(text.encode()[:YAML_BYTES]), (GpumgrError,)),
+    "answer of replicas": (lambda text: granted_in({GRANTED_ANNOTATION: text}), ()),
     "cordons": (lambda text: decode_cordons({CORDONS_NOTE: text}), (GpumgrError,)),
     "allocation": (lambda text: decode_allocation("a", text, checksum("a", text)), (CorruptError,)),
     "history": (lambda text: decode_entry(1, text.encode(), checksum("1", text)), (CorruptError,)),
