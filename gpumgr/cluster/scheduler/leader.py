@@ -11,7 +11,7 @@ import structlog
 
 from gpumgr.cluster.scheduler.lease import Action, Candidate, Lease, LeaseTimes, lease_spec, parse_lease
 from gpumgr.common.aio import LatestValue, forever
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, items_of
 
 _log = structlog.get_logger(__name__)
 
@@ -174,7 +174,7 @@ class Leadership:
         await set_label(own, "true" if leads else None)
         if leads:  # a leader before may have ended without removing its label
             found = await self._server.read("GET", pods, query={"labelSelector": LEADER_LABEL})
-            for name in (str(each["metadata"]["name"]) for each in found.get("items") or ()):
+            for name in (str(each["metadata"]["name"]) for each in items_of(found)):
                 if name != own:
                     await set_label(name, None)
 

@@ -12,11 +12,12 @@ _LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
 
 class Leases:
-    """`document` is the only Lease (None: there is none). While `lost` is set no request gets an answer."""
+    """`document` is the only Lease (None: there is none). While `lost` is set no request gets an answer; while `empty` is set the list of
+    pods is answered by an empty object."""
 
     def __init__(self, sim: SimApiServer) -> None:
         self.document: dict[str, Any] | None = None
-        self.lost = False
+        self.lost = self.empty = False
         self._sim, self._version = sim, 0
         sim.routes += [
             web.post(_LEASES, self._create),
@@ -54,7 +55,7 @@ class Leases:
 
     async def _pods(self, request: web.Request) -> web.Response:
         items = [{"metadata": {"name": name}} for name in self.labelled(request.query["labelSelector"])]
-        return web.json_response({"kind": "PodList", "items": items})
+        return web.json_response({} if self.empty else {"kind": "PodList", "items": items})
 
     async def _answerable(self) -> None:
         while self.lost:  # noqa: ASYNC110 (a flag of the test)

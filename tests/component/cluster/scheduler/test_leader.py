@@ -127,6 +127,20 @@ async def test_a_dead_leader_is_replaced_and_its_label_removed(leased: tuple[Sim
         assert leases.document["spec"]["leaseTransitions"] == 4
 
 
+async def test_an_answer_without_a_list_of_pods_is_no_empty_list(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
+    """The label of a dead leader is looked for until the API server has listed the pods."""
+    sim, leases = leased
+    sim.put_document({**pod("extender-one"), "metadata": {**pod("extender-one")["metadata"], "labels": {LEADER_LABEL: "true"}}})
+    leases.empty = True
+    with capture_logs() as logs:
+        async with replica(sim, tmp_path, "two", Clock()) as two:
+            await until(lambda: any("items" in line.get("error", "") for line in logs))
+            await answers(two)
+            assert leases.labelled(LEADER_LABEL) == ["extender-one", "extender-two"]
+            leases.empty = False
+            await until(lambda: leases.labelled(LEADER_LABEL) == ["extender-two"])
+
+
 async def test_a_replica_without_rights_says_so_and_does_not_answer(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
     sim, leases = leased
     with capture_logs() as logs:
