@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain_counted
 from gpumgr.cluster.core.node import NodeState, Used, plus_taken
-from gpumgr.cluster.core.profiles import Profiles
+from gpumgr.cluster.core.profiles import Profile, Profiles
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.cluster.core.summary import covers, frontier
@@ -234,6 +234,12 @@ class ClusterIndex:
     def node(self, name: str) -> NodeState | None:
         found = self._nodes.get(name)
         return found.state if found is not None else None
+
+    def profile(self, name: str) -> Profile | None:
+        """The nodes that are equal to this one for every request that names none of their GPUs."""
+        self.settle()
+        place = self._profiles.places.get(name)
+        return place.profile if place is not None else None
 
     @property
     def node_count(self) -> int:

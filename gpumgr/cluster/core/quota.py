@@ -53,6 +53,8 @@ NONE_HELD: Final = Held()
 #: What a pod holds of each kind of GPU.
 Holding = Mapping[GpuKind, Held]
 NO_HOLDING: Final[Holding] = {}
+#: A choice that was tried: what the pod would hold, and on which kinds of GPUs it exceeds a limit; on none: it is allowed.
+Trial = tuple[frozenset[tuple[GpuKind, Held]], frozenset[GpuKind]]
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,10 +178,6 @@ class Quotas:
         limits = self.limits.get(namespace)
         return None if limits is None else (limits, self._freed.get(namespace, 0))
 
-    def limits_and_use(self, namespace: str) -> Hashable:
-        """All that answers about the namespace depend on. `state` keeps its value while pods are added, and this one does not."""
-        return self.limits.get(namespace), frozenset(self._used.get(namespace, NO_HOLDING).items())
-
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
     def excluded(self, namespace: str, request: PodRequest) -> Mapping[str, Set[str]]:
@@ -211,38 +209,50 @@ class Quotas:
         found = self._refused(namespace, wanted, freed)
         return found[0] if found is not None else None
 
-    def _refused(self, namespace: str, wanted: Holding, freed: Holding) -> tuple[str, Set[GpuKind]] | None:
+    def _refused(self, namespace: str, wanted: Holding, freed: Holding) -> tuple[str, frozenset[GpuKind]] | None:
         """The reason, and the kinds of GPUs that exceed the limit."""
         quota = self.limits.get(namespace)
         if quota is None:
             return None
         for kind in wanted:
             if (text := quota.forbidden(kind)) is not None:
-                return f"namespace {namespace} {text}", {kind}
+                return f"namespace {namespace} {text}", frozenset({kind})
         used = self._used.get(namespace, {})
         for limit in quota.limits:
             held = _sum(used, limit).plus(_sum(freed, limit), -1)
             if (text := limit.exceeded(held, _sum(wanted, limit))) is not None:
-                return f"namespace {namespace} uses {text}", {kind for kind in wanted if limit.covers(kind)}
+                return f"namespace {namespace} uses {text}", frozenset(kind for kind in wanted if limit.covers(kind))
         return None
 
     def choose(
-        self, namespace: str, node: NodeState, used: Used, request: PodRequest, policy: Policy, freed: Holding = NO_HOLDING
+        self,
+        namespace: str,
+        node: NodeState,
+        used: Used,
+        request: PodRequest,
+        policy: Policy,
+        freed: Holding = NO_HOLDING,
+        *,
+        tried: list[Trial] | None = None,
     ) -> NodeChoice | Misfit | Rejection:
         """The choice on this node among the GPUs that the quota allows. The quota's Rejection if only other GPUs have room for the pod.
+        The choices that were tried are appended to `tried`.
 
         While a choice exceeds the quota, one of the GPUs that count against the limit is closed, and the next choice is tried. If the pod
         needs only one GPU, all GPUs that count in the same way are closed with it. With several containers an allowed choice may be
         missed: there are too many choices to try all.
         """
-        refused: tuple[str, Set[GpuKind]] | None = None
+        refused: tuple[str, frozenset[GpuKind]] | None = None
         one = sum(each.gpus for each in request.containers) == 1
         gpus = gpus_of(node)
         while True:
             choice = choose(node, used, request, policy)
             if isinstance(choice, Misfit):
                 return choice if refused is None else Rejection(refused[0])
-            found = self._refused(namespace, self.choice_holding(choice, request, node), freed)
+            holding = self.choice_holding(choice, request, node)
+            found = self._refused(namespace, holding, freed)
+            if tried is not None:
+                tried.append((frozenset(holding.items()), found[1] if found is not None else frozenset()))
             if found is None:
                 return choice
             refused = refused or found
@@ -253,6 +263,18 @@ class Quotas:
             offered = (replace(gpu, cordoned=gpu.cordoned or place in closed) for place, gpu in enumerate(node.gpus))
             node = replace(node, gpus=tuple(offered))
 
+    def denial(self, namespace: str, tried: Iterable[Trial]) -> str | None:
+        """Why `choose` would deny a node on which it once tried these choices; "": it would not; None: it would now try other choices."""
+        reason = ""
+        for holding, exceeding in tried:
+            found = self._refused(namespace, dict(holding), NO_HOLDING)
+            if found is None:
+                return ""
+            if found[1] != exceeding:
+                return None
+            reason = reason or found[0]
+        return reason
+
     def without(self, namespace: str, uid: str) -> "Quotas":
         """A copy of one namespace's quota and use, without what this pod holds. Later changes do not reach the copy."""
         made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
@@ -261,6 +283,10 @@ class Quotas:
         if owner == namespace:
             _add(made._used[namespace], holding, -1)
         return made
+
+    def gpus_on(self, name: str) -> frozenset[CountedGpu]:
+        """The different GPUs of a node of the index."""
+        return self._class_of[name].gpus
 
     def held(self, uid: str) -> tuple[str, Holding]:
         """The namespace of a placed pod, and what the pod holds."""

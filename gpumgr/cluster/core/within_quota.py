@@ -5,17 +5,18 @@ choice, so each such node is examined on its own.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cache, cached_property, lru_cache, reduce
 from itertools import chain
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from gpumgr.cluster.core.choose import NodeChoice
 from gpumgr.cluster.core.explain import MAX_CHARACTERS
 from gpumgr.cluster.core.index import ClusterIndex, Names, NodeSet
-from gpumgr.cluster.core.node import GpuState, NodeState, Used
-from gpumgr.cluster.core.quota import CountedGpu, Quotas, gpus_of
+from gpumgr.cluster.core.node import GpuState, NodeState
+from gpumgr.cluster.core.profiles import Profile
+from gpumgr.cluster.core.quota import CountedGpu, Quotas, Trial, gpus_of
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection, Shape
 from gpumgr.common.units import Amounts
@@ -24,28 +25,35 @@ from gpumgr.common.units import Amounts
 _MAX_REJECTIONS: Final = 12_000
 #: The most times that nodes are examined in steps, if nodes change in the meantime.
 _MAX_ROUNDS: Final = 8
-#: The most results that are kept for nodes that differ only by name. With thousands of results a garbage collection takes longer than a
-#: step.
-_MAX_ALIKE: Final = 256
 #: The number of best nodes that are tried before all nodes are.
 _FIRST_NODES: Final = 32
 #: The most requests for which the denied nodes are kept, about 1 MB each at 5,000 nodes with different GPUs.
 _MAX_DENIED: Final = 16
 _Answer = TypeVar("_Answer")
+_Value = TypeVar("_Value", bound=Hashable)
+
+
+#: The nodes of one profile with the same labels. The name is empty, unless the request names GPUs.
+_Alike = tuple[Profile | None, frozenset[CountedGpu], str]
+
+
+class _Examined(NamedTuple):
+    """What is valid for every use of the quota. `having`: the GPUs that have room for a container of the pod. `tried`: see Quotas.choose;
+    None: nothing was tried, since the quota allowed none of `having`."""
+
+    having: frozenset[CountedGpu]
+    tried: tuple[Trial, ...] | None = None
 
 
 @dataclass
 class Denied:
-    """The nodes on which a quota denies one request. `names`: reason -> nodes, as found for `checked` (the version of the index, the state
-    of the quota, the nodes, and how many of them are needed). `best`: as many allowed nodes as are needed; empty: all nodes were examined.
-    `nodes`: the reason for each node in this `state` of the quota (Quotas.limits_and_use); "": the node is allowed. More use denies nodes
-    that were allowed, and changes the figures in reasons."""
+    """The nodes on which a quota denies one request. `names`: reason -> nodes, as found for `checked` (the version of the index, the
+    limits, the nodes, and how many of them are needed). `best`: as many allowed nodes as are needed; empty: all nodes were examined."""
 
-    state: Hashable = None
     checked: Hashable = None
     names: Mapping[str, Set[str]] = field(default_factory=dict)
     best: list[str] = field(default_factory=list)
-    nodes: dict[str, tuple[NodeState, Used, str]] = field(default_factory=dict)
+    examined: dict[_Alike, _Examined] = field(default_factory=dict)
 
 
 class _Kept(OrderedDict[Hashable, _Answer]):
@@ -146,7 +154,7 @@ class RankWithinQuota:
         return known[1] if known is not None and known[0] == state else None
 
     def _checked(self, allowed: NodeSet) -> Hashable:
-        return self.index.version, self.quotas.limits_and_use(self.namespace), allowed, self.most
+        return self.index.version, self.quotas.limits.get(self.namespace), allowed, self.most
 
     def _rank(self, offered: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
         excluded, allowed = self._allowed(offered)
@@ -197,14 +205,10 @@ class RankWithinQuota:
 
     def _examine_each(self, allowed: NodeSet) -> Iterator[None]:
         """Fills `denied`, one choice a step: first for the best nodes; then for all nodes, unless `most` of the best are allowed."""
-        denied, version, state = self.denied, self.index.version, self.quotas.limits_and_use(self.namespace)
-        if denied.state != state:
-            denied.state, denied.nodes = state, {}
-        nodes = denied.nodes  # another call may replace it between the steps
+        checked, examined = self._checked(allowed), self.denied.examined
         names: dict[str, set[str]] = {}
-        #: Nodes that differ only by name give one result.
-        alike: dict[Hashable, str] = {}
-        closed: dict[Set[CountedGpu], Mapping[CountedGpu, str]] = {}
+        closed = cache(lambda gpus: self.quotas.closed(self.namespace, gpus, self.request))
+        denial = cache(lambda tried: self.quotas.denial(self.namespace, tried))
         first = self.index.order(self.request, self.policy, allowed, _FIRST_NODES + self.most, shape=self.shape)
         assert not isinstance(first, Rejection), "it has nodes that fit"
         others = set(self.index.names(allowed)).difference(first) if len(first) == _FIRST_NODES + self.most else ()
@@ -215,46 +219,48 @@ class RankWithinQuota:
                 break
             if (node := self.index.node(name)) is None:
                 continue  # removed in the meantime
-            used, known = self.index.used(name), nodes.get(name)
-            if known is None or known[0] is not node or known[1] is not used:
-                if self.quotas.limits_and_use(self.namespace) != state:
-                    return
-                kinds = frozenset(gpus_of(node))
-                if kinds not in closed:
-                    closed[kinds] = self.quotas.closed(self.namespace, kinds, self.request)
-                known = node, used, self._denial(node, used, closed[kinds], alike)
-                nodes[name] = known
-            if known[2]:
-                names.setdefault(known[2], set()).add(name)
+            if reason := self._reason(node, closed, denial):
+                names.setdefault(reason, set()).add(name)
             elif number < len(first):
                 best.append(name)
             yield
-        if len(best) < self.most or len(nodes) > self.index.node_count:
-            self._drop_removed(nodes)
-        if denied.nodes is nodes and self._checked(allowed) == (version, state, allowed, self.most):
-            denied.names, denied.checked = names, (version, state, allowed, self.most)
-            denied.best = best if len(best) == self.most else []
+        if len(best) < self.most or len(examined) > self.index.node_count:
+            for key in [key for key in examined if key[0] is None or not any(key[0].nodes)]:
+                del examined[key]
+        if self._checked(allowed) == checked:
+            self.denied.names, self.denied.checked = names, checked
+            self.denied.best = best if len(best) == self.most else []
 
-    def _drop_removed(self, nodes: dict[str, tuple[NodeState, Used, str]]) -> None:
-        for name in [name for name, (node, *_) in nodes.items() if self.index.node(name) is not node]:
-            del nodes[name]
+    def _reason(
+        self,
+        node: NodeState,
+        closed: Callable[[frozenset[CountedGpu]], Mapping[CountedGpu, str]],
+        denial: Callable[[tuple[Trial, ...]], str | None],
+    ) -> str:
+        """Why the quota denies the pod every GPU of the node that has room for it, or "". The choices that were tried before are compared
+        with the quota of now, and others are tried only if these no longer decide."""
+        gpus, used = self.quotas.gpus_on(node.name), self.index.used(node.name)
+        key = self.index.profile(node.name), gpus, node.name if self.request.constraints.uuids else ""
+        if (known := self.denied.examined.get(key)) is None:
+            places = zip(node.gpus, used, gpus_of(node), strict=False)
+            known = _Examined(_shared(frozenset(each for gpu, held, each in places if _may_have(gpu, held, self.request))))
+        if known.having and known.having <= closed(gpus).keys():
+            reason: str | None = min(closed(gpus).values())
+        else:
+            reason = denial(known.tried) if known.tried is not None else None
+        if reason is None:
+            tried: list[Trial] = []
+            choice = self.quotas.choose(self.namespace, node, used, self.request, self.policy, tried=tried)
+            reason = choice.text if isinstance(choice, Rejection) else ""
+            known = known._replace(tried=_shared(tuple(tried)))
+        self.denied.examined[key] = known
+        return reason
 
-    def _denial(self, node: NodeState, used: Used, closed: Mapping[CountedGpu, str], alike: dict[Hashable, str]) -> str:
-        """Why the quota denies the pod every GPU of the node that has room for it, or ""."""
-        gpus = gpus_of(node)
-        having = (
-            [gpus[place] for place, gpu in enumerate(node.gpus) if _may_have(gpu, used[place], self.request)] if closed else []
-        )
-        if having and all(gpu in closed for gpu in having):
-            return min(closed.values())
-        more = tuple((gpu.numa, gpu.replicas, gpu.offered, gpu.mig) for gpu in node.gpus)
-        key = (node.name if self.request.constraints.uuids else "", *gpus, *more, node.topology, node.naming, used)
-        if key not in alike:
-            if len(alike) == _MAX_ALIKE:
-                alike.clear()
-            choice = self.quotas.choose(self.namespace, node, used, self.request, self.policy)
-            alike[key] = choice.text if isinstance(choice, Rejection) else ""
-        return alike[key]
+
+@lru_cache(maxsize=4096)
+def _shared(value: _Value) -> _Value:
+    """An equal value that was seen before, so that thousands of nodes keep one."""
+    return value
 
 
 def _rejection(excluded: dict[str, int], offered: NodeSet, others: int, text: str) -> Rejection:

@@ -191,9 +191,9 @@ def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.Mo
     tried: list[NodeState] = []
     choose = Quotas.choose
 
-    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any) -> Any:
+    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any, **more: Any) -> Any:
         tried.append(node)
-        return choose(quotas, namespace, node, *rest)
+        return choose(quotas, namespace, node, *rest, **more)
 
     monkeypatch.setattr(Quotas, "choose", counted)
     names = [node.name for node in nodes]
@@ -237,9 +237,9 @@ class Different:
 def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, tried, choose = Different(), list[NodeState](), Quotas.choose
 
-    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any) -> Any:
+    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any, **more: Any) -> Any:
         tried.append(node)
-        return choose(quotas, namespace, node, *rest)
+        return choose(quotas, namespace, node, *rest, **more)
 
     monkeypatch.setattr(Quotas, "choose", counted)
     before, steps = 0, RankWithinQuota(*stage.asked).examine()
@@ -248,18 +248,27 @@ def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest
         before = len(tried)
     assert before == 60
     assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
-    # Afterwards only nodes that have changed are examined again.
-    for change in (partial(stage.cluster.index.remove, "n7-1"), partial(stage.cluster.index.set_node, NodeState(name="new"))):
+    # Afterwards only nodes that have changed are examined again, also if the namespace holds more or less.
+    hold, index = partial(stage.cluster.hold, "n7", share(1, 1), uid="more"), stage.cluster.index
+    for change in (
+        partial(index.remove, "n7-1"),
+        partial(index.set_node, NodeState(name="new")),
+        hold,
+        partial(index.remove, "more"),
+    ):
         change()
         tried.clear()
-        assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
+        found = RankWithinQuota(*stage.asked).rank()
         assert {node.name for node in tried} <= {"n7"}
-    assert "n8" in RankWithinQuota(*stage.asked).denied.nodes
+        assert found == RankWithinQuota(*stage.asked[:-1]).rank()
+        assert isinstance(found, Rejection)
+    profile = index.profile("n8")
+    assert profile in {key[0] for key in RankWithinQuota(*stage.asked).denied.examined}
     for uid in list(stage.cluster.index.pods_on("n8")):
         stage.cluster.index.remove(uid)
     stage.cluster.index.remove_node("n8")
     assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
-    assert "n8" not in RankWithinQuota(*stage.asked).denied.nodes
+    assert profile not in {key[0] for key in RankWithinQuota(*stage.asked).denied.examined}
     stage.cluster.index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n7"))
     found = RankWithinQuota(*stage.asked).rank()
     assert not isinstance(found, Rejection)
@@ -350,7 +359,7 @@ def test_what_is_found_while_the_namespace_holds_more_for_a_moment_is_not_kept()
     stage.cluster.quotas.limits = {"team": NamespaceQuota(limits=limits)}
     for number, _ in enumerate(RankWithinQuota(*stage.asked).examine()):
         if number == 66:
-            assert RankWithinQuota(*stage.asked).denied.nodes, "some nodes have been examined"
+            assert RankWithinQuota(*stage.asked).denied.examined, "some nodes have been examined"
             stage.cluster.hold("n0", share(1, 1), uid="moment")
         elif number == 76:
             stage.cluster.index.remove("moment")
@@ -365,7 +374,7 @@ def test_there_is_a_reason_if_no_node_of_those_that_were_allowed_has_a_choice(mo
     stage.cluster.hold("v0", share(40, 4))
     expected = stage.question(None).rank()
     assert isinstance(expected, Rejection)
-    monkeypatch.setattr(RankWithinQuota, "_denial", lambda *_: "")
+    monkeypatch.setattr(RankWithinQuota, "_reason", lambda *_: "")
     found = stage.question(None).rank()
     assert isinstance(found, Rejection)
     assert "uses 40 of 200 cores on V100; the pod needs 200" in found.text
@@ -380,9 +389,9 @@ def test_nodes_that_are_gone_are_not_kept_where_the_best_nodes_are_allowed() -> 
             index.set_node(replace(labelled("g", 4, "A100", "A100", "V100", "V100"), name=name))
         assert not isinstance(stage.question(stage.cluster.kept).rank(), Rejection)
         denied = stage.question(stage.cluster.kept).denied
-        assert {*stage.names} & denied.nodes.keys() == {*denied.best}
+        assert index.profile(denied.best[0]) in {key[0] for key in denied.examined}
         assert len(denied.best) == 1
-        assert len(denied.nodes) <= index.node_count == 8
+        assert len(denied.examined) <= index.node_count == 8
         for name in stage.names:
             index.remove_node(name)
 
