@@ -82,9 +82,9 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node:
-    """What is free on a node. `version` counts changes. `kinds`: the number of pods of each kind that it has."""
+    """What is free on a node. `kinds`: the number of pods of each kind that it has."""
 
-    __slots__ = ("blocks", "cpu_milli", "free_milli", "gpu_milli", "kinds", "ram_mebibytes", "spec", "version")
+    __slots__ = ("blocks", "cpu_milli", "free_milli", "gpu_milli", "kinds", "ram_mebibytes", "spec")
 
     def __init__(self, spec: NodeSpec) -> None:
         self.spec = spec
@@ -93,7 +93,6 @@ class Node:
         self.blocks = [spec.memory_blocks] * spec.gpus
         self.free_milli = GPU_MILLI * spec.gpus
         self.kinds: Counter[str] = Counter()
-        self.version = 0
 
     def idle_gpus(self) -> list[int]:
         full = self.spec.memory_blocks
@@ -129,7 +128,6 @@ class Node:
 
     def change(self, shape: Shape, gpus: Gpus, sign: int) -> None:
         """Places (`sign` -1) or removes (1) a pod."""
-        self.version += 1
         self.cpu_milli += sign * shape.cpu_milli
         self.ram_mebibytes += sign * shape.ram_mebibytes
         self.free_milli += sign * len(gpus) * shape.gpu_milli

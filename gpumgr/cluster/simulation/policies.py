@@ -8,9 +8,8 @@ are relative to 128 CPUs and 8 GPUs. The class DraPolicy models kube-scheduler w
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
-from heapq import heapify, heappop, heappush
 from math import exp
-from operator import or_
+from operator import itemgetter, or_
 from typing import Final, Protocol
 
 from msgspec.structs import replace
@@ -26,72 +25,70 @@ from gpumgr.placement.evaluators.constraints import Constraints
 
 _CPU_SCALE: Final = 128_000
 _GPU_SCALE: Final = 8_000
-_NO_FIT: Final = -1
 #: The score of a node on which the request fits; the highest is the best.
 Score = Callable[[Node, Shape], float]
-#: Orders equal nodes: the value of each position, the lowest first.
-Order = Sequence[float]
 #: The GPUs of a node for a request that fits.
 Choice = Callable[[Node, Shape], Gpus]
+#: Orders the nodes on which a request fits. The last number is the position of the node in the cluster.
+_Key = tuple[float, float, int]
+_MakeKey = Callable[[Node, Shape, int], _Key]
 
 
-# -- policies that score nodes ---------------------------------------------------------------------------------------------------
+# -- policies that compare all nodes -------------------------------------------------------------------------------------------
 
 
-class _Ranking:
-    """The best node for one request under one score, computed again only for the nodes that changed since the last question."""
+class _Fitting:
+    """The keys of the nodes on which one request fits, computed again only for the nodes that changed since the last question."""
 
-    def __init__(self, cluster: Cluster, shape: Shape, score: Score, order: Order) -> None:
-        self._cluster, self._shape, self._score, self._order = cluster, shape, score, order
-        self._seen = 0
-        #: (-score, order, position, version of the node)
-        self._heap: list[tuple[float, float, int, int]] = []
-        self._fill()
+    def __init__(self, cluster: Cluster, shape: Shape, key: _MakeKey) -> None:
+        self._cluster, self._shape, self._key = cluster, shape, key
+        self._keys = list(map(self._key_of, range(len(cluster.nodes))))
+        self._ordered = sorted(each for each in self._keys if each is not None)
+        self._seen = len(cluster.changes)
 
-    def best(self) -> int | None:
-        """The position of the best node; None: the request fits nowhere."""
-        changes, nodes = self._cluster.changes, self._cluster.nodes
-        if len(changes) - self._seen + len(self._heap) > 4 * len(nodes) + 64:
-            self._fill()
-        elif self._seen < len(changes):
-            for position in dict.fromkeys(changes[self._seen :]):
-                if (entry := self._entry(position)) is not None:
-                    heappush(self._heap, entry)
-            self._seen = len(changes)
-        heap = self._heap
-        while heap and nodes[heap[0][2]].version != heap[0][3]:
-            heappop(heap)
-        return heap[0][2] if heap else None
+    def ordered(self) -> list[_Key]:
+        changes = self._cluster.changes
+        for position in dict.fromkeys(changes[self._seen :]):
+            before, after = self._keys[position], self._key_of(position)
+            if before == after:
+                continue
+            self._keys[position] = after
+            if before is not None:
+                del self._ordered[bisect_left(self._ordered, before)]
+            if after is not None:
+                insort(self._ordered, after)
+        self._seen = len(changes)
+        return self._ordered
 
-    def _fill(self) -> None:
-        entries = map(self._entry, range(len(self._cluster.nodes)))
-        self._heap = [entry for entry in entries if entry is not None]
-        heapify(self._heap)
-        self._seen = len(self._cluster.changes)
-
-    def _entry(self, position: int) -> tuple[float, float, int, int] | None:
+    def _key_of(self, position: int) -> _Key | None:
         node = self._cluster.nodes[position]
-        if not node.hosts(self._shape):
-            return None
-        return -self._score(node, self._shape), self._order[position], position, node.version
+        return self._key(node, self._shape, position) if node.hosts(self._shape) else None
 
 
-class ScorePolicy:
-    """The node with the highest score, then the GPUs on it."""
+class _FittingPolicy:
+    """Chooses among all nodes on which a request fits, in the order of their keys."""
 
-    def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Order) -> None:
-        self._cluster, self._score, self._choice, self._order = cluster, score, choice, order
-        self._ranking = lru_cache(MAX_SHAPES)(self._ranked)
-
-    def find(self, shape: Shape) -> Placement | None:
-        best = self._ranking(shape).best()
-        return None if best is None else Placement(best, self._choice(self._cluster.nodes[best], shape))
+    def __init__(self, cluster: Cluster, key: _MakeKey) -> None:
+        self._cluster = cluster
+        self._fitting = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, key))
 
     def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
     def removed(self, uid: str) -> None: ...
 
-    def _ranked(self, shape: Shape) -> _Ranking:
-        return _Ranking(self._cluster, shape, self._score, self._order)
+
+class ScorePolicy(_FittingPolicy):
+    """The node with the highest score, then the GPUs on it. `order`: the value of each position, which compares nodes of one score; the
+    lowest is the first."""
+
+    def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> None:
+        super().__init__(cluster, lambda node, shape, position: (-score(node, shape), order[position], position))
+        self._choice = choice
+
+    def find(self, shape: Shape) -> Placement | None:
+        if not (fitting := self._fitting(shape).ordered()):
+            return None
+        position = fitting[0][-1]
+        return Placement(position, self._choice(self._cluster.nodes[position], shape))
 
 
 # -- scores of nodes ---------------------------------------------------------------------------------------------------------
@@ -185,57 +182,17 @@ def sample_size(nodes: int) -> int:
     return max(100, nodes * max(5, 50 - nodes // 125) // 100)
 
 
-class _Fitting:
-    """The nodes on which one request fits, computed again only for the nodes that changed since the last question.
-
-    `scores` has the score of each node (_NO_FIT: the request does not fit); `positions` has the nodes on which it fits, in their order.
-    """
-
-    def __init__(self, cluster: Cluster, shape: Shape, score: Callable[[Node, Shape], int]) -> None:
-        self._cluster, self._shape, self._score = cluster, shape, score
-        self.scores = list(map(self._scored, cluster.nodes))
-        self.positions = [position for position, each in enumerate(self.scores) if each != _NO_FIT]
-        self._seen = len(cluster.changes)
-
-    def update(self) -> None:
-        changes = self._cluster.changes
-        for position in dict.fromkeys(changes[self._seen :]):
-            before, after = self.scores[position], self._scored(self._cluster.nodes[position])
-            self.scores[position] = after
-            if before == _NO_FIT != after:
-                insort(self.positions, position)
-            elif before != _NO_FIT == after:
-                del self.positions[bisect_left(self.positions, position)]
-        self._seen = len(changes)
-
-    def _scored(self, node: Node) -> int:
-        return self._score(node, self._shape) if node.hosts(self._shape) else _NO_FIT
-
-
-class _FittingPolicy:
-    """Chooses among all nodes on which a request fits. `score` is 0 or more."""
-
-    def __init__(self, cluster: Cluster, random: Random, score: Callable[[Node, Shape], int] = lambda _node, _shape: 0) -> None:
-        self._cluster, self._random = cluster, random
-        self._fitting = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, score))
-
-    def fitting(self, shape: Shape) -> _Fitting:
-        found = self._fitting(shape)
-        found.update()
-        return found
-
-    def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
-    def removed(self, uid: str) -> None: ...
-
-
 class RandomPolicy(_FittingPolicy):
     """A random node on which the request fits, and for a share a random one of its GPUs with room."""
 
+    def __init__(self, cluster: Cluster, random: Random) -> None:
+        super().__init__(cluster, lambda _node, _shape, position: (0, 0, position))
+        self._random = random
+
     def find(self, shape: Shape) -> Placement | None:
-        positions = self.fitting(shape).positions
-        if not positions:
+        if not (fitting := self._fitting(shape).ordered()):
             return None
-        position = self._random.choice(positions)
+        position = self._random.choice(fitting)[-1]
         node = self._cluster.nodes[position]
         return Placement(position, (self._random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape))
 
@@ -248,18 +205,20 @@ class DraPolicy(_FittingPolicy):
     NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
     """
 
-    _start = 0
+    def __init__(self, cluster: Cluster, random: Random, score: Callable[[Node, Shape], int]) -> None:
+        super().__init__(cluster, lambda node, shape, position: (position, score(node, shape), position))
+        self._random, self._start = random, 0
 
     def find(self, shape: Shape) -> Placement | None:
-        found, size = self.fitting(shape), sample_size(len(self._cluster.nodes))
-        first = bisect_left(found.positions, self._start)
-        sample = (found.positions[first:] + found.positions[:first])[:size]
-        if len(sample) == size:
-            self._start = (sample[-1] + 1) % len(self._cluster.nodes)
+        fitting, size = self._fitting(shape).ordered(), sample_size(len(self._cluster.nodes))
+        first = bisect_left(fitting, self._start, key=itemgetter(0))
+        sample = (fitting[first:] + fitting[:first])[:size]
         if not sample:
             return None
-        best = max(map(found.scores.__getitem__, sample))
-        position = self._random.choice([each for each in sample if found.scores[each] == best])
+        if len(sample) == size:
+            self._start = (sample[-1][-1] + 1) % len(self._cluster.nodes)
+        best = max(score for _, score, _ in sample)
+        position = self._random.choice([position for _, score, position in sample if score == best])
         node = self._cluster.nodes[position]
         return Placement(position, (node.sharable(shape)[0],) if shape.share else node.tightest(shape))
 
@@ -359,7 +318,7 @@ class CorePolicy:
 _Make = Callable[[Cluster, int, Fragmentation, Random], Placer]
 
 
-def _fixed(cluster: Cluster, random: Random) -> Order:
+def _fixed(cluster: Cluster, random: Random) -> list[float]:
     """Gives the nodes one random order for all decisions. The published simulator takes the first of equal nodes, and its order differs
     from the order of the file. Results that depend on the file's order would not be comparable, because files list equal nodes side by
     side."""
