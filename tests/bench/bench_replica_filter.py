@@ -41,7 +41,7 @@ class Bench:
     def place(self, wanted: PodRequest) -> float:
         """Seconds of the choice and its assumption."""
         began = time.perf_counter()
-        ranked = self.index.rank(wanted, "binpack", self.names)
+        ranked = self.index.rank(self.index.shape(wanted, "binpack"), self.names)
         assert not isinstance(ranked, Rejection), ranked
         ((name, choice),) = ranked
         shares = named_shares(self._states[name], choice)

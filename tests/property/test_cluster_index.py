@@ -90,7 +90,7 @@ class Cluster(RuleBasedStateMachine):
         uid = data.draw(st.sampled_from(sorted(self.pending)))
         names = data.draw(st.lists(st.sampled_from([*NAMES, "unknown"]), min_size=1, unique=True))
         self.index.remove(uid)
-        ranked = self.index.rank(self.pending[uid], policy, names)
+        ranked = self.index.rank(self.index.shape(self.pending[uid], policy), names)
         if isinstance(ranked, Rejection):
             assert 0 < len(ranked.text) <= 300
             return
@@ -216,7 +216,9 @@ class Cluster(RuleBasedStateMachine):
     def it_answers_as_an_index_that_is_filled_again(self, policy: Policy) -> None:
         again = self._filled_again()
         for wanted in REQUESTS:
-            assert again.rank(wanted, policy, NAMES, 5) == self.index.rank(wanted, policy, NAMES, 5)
+            assert again.rank(again.shape(wanted, policy), NAMES, 5) == self.index.rank(
+                self.index.shape(wanted, policy), NAMES, 5
+            )
 
     def teardown(self) -> None:
         for policy in POLICIES:

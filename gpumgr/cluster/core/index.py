@@ -235,11 +235,10 @@ class ClusterIndex:
         found = self._nodes.get(name)
         return found.state if found is not None else None
 
-    def profile(self, name: str) -> Profile | None:
+    def profile(self, name: str) -> Profile:
         """The nodes that are equal to this one for every request that names none of their GPUs."""
         self.settle()
-        place = self._profiles.places.get(name)
-        return place.profile if place is not None else None
+        return self._profiles.places[name].profile
 
     @property
     def node_count(self) -> int:
@@ -294,23 +293,21 @@ class ClusterIndex:
             return []
         return [*found.others, *(place.name for place in self._profiles.places_of(found.nodes))]
 
-    def rank(
-        self, request: PodRequest, policy: Policy, names: Names, most: int = 1, *, shape: Shape | None = None
-    ) -> list[tuple[str, NodeChoice]] | Rejection:
-        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name. `shape`: the
-        shape of the request if the caller has one; otherwise the results are kept for later calls."""
-        shape = shape or self.shape(request, policy, keep=True)
+    def shape(self, request: PodRequest, policy: Policy, *, keep: bool = True) -> Shape:
+        """The shape of a request. Without `keep`, its results do not displace the results that are kept for the verbs."""
+        return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
+
+    def rank(self, shape: Shape, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
+        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name."""
         found = self._fitting(shape, names, most)
         if isinstance(found, Rejection):
             return found
         made = ((name, self._found(name, shape) if room is None else shape.in_room(room, name)) for _, name, room in found)
         return [(name, choice) for name, choice in made if isinstance(choice, NodeChoice)]
 
-    def order(
-        self, request: PodRequest, policy: Policy, names: Names, most: int | None = None, *, shape: Shape | None = None
-    ) -> list[str] | Rejection:
+    def order(self, shape: Shape, names: Names, most: int | None = None) -> list[str] | Rejection:
         """The names of `rank`; without `most` all that fit."""
-        found = self._fitting(shape or self.shape(request, policy, keep=True), names, most)
+        found = self._fitting(shape, names, most)
         return found if isinstance(found, Rejection) else [name for _, name, _ in found]
 
     def _fitting(self, shape: Shape, names: Names, most: int | None) -> list[Found] | Rejection:
@@ -327,25 +324,15 @@ class ClusterIndex:
         misfits = ((count, name, misfit or self._found(name, shape)) for count, name, misfit in closest)
         return Rejection(explain_counted((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
 
-    def shape(self, request: PodRequest, policy: Policy, *, keep: bool = False) -> Shape:
-        """The shape of a request. Without `keep`, its results do not displace the results that are kept for the verbs."""
-        return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
-
     def any_fits(self, shape: Shape, names: Names) -> bool:
         """Whether one of these nodes fits. It leaves out the reasons, which take most of the time of `order`."""
         named, nodes = self._named(shape.request, self.node_set(names))
         return bool(shape.fitting(nodes, 1, enough=1)) or any(isinstance(self._found(name, shape), NodeChoice) for name in named)
 
-    def examine(
-        self, request: PodRequest, policy: Policy, names: Names, most: int | None = 1, *, shape: Shape | None = None
-    ) -> Iterator[None]:
-        """Does the slow part of `rank` and `order` in steps of less than a millisecond. Afterwards they take a few milliseconds."""
-        nodes = self._named(request, self.node_set(names))[1]
-        return (shape or self.shape(request, policy, keep=True)).examine(nodes, most, reasons=True)
-
-    def examine_any(self, shape: Shape, names: Names) -> Iterator[None]:
-        """Does the slow part of `any_fits`, as `examine`."""
-        return shape.examine(self._named(shape.request, self.node_set(names))[1], 1, enough=1, reasons=False)
+    def examine(self, shape: Shape, names: Names, most: int | None = 1, *, reasons: bool = True) -> Iterator[None]:
+        """Does the slow part of `rank` and `order`, without `reasons` that of `any_fits`, in steps of less than a millisecond. Afterwards
+        they take a few milliseconds."""
+        return shape.examine(self._named(shape.request, self.node_set(names))[1], most, reasons=reasons)
 
     def largest(self, offered: NodeSet) -> Largest:
         nodes, profiles = self.node_set(offered).nodes, self._profiles

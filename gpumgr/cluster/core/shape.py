@@ -113,7 +113,8 @@ class Shape:
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
     def fitting(self, offered: int, most: int | None, *, enough: int | None = None) -> list[Found]:
-        """The nodes that fit, the best one first. `enough`: see `examine`."""
+        """The nodes that fit, the best one first. With `most` it ends after `enough` profiles that fit, in the order of their nodes' names.
+        `enough` None: the number from `_MOST_CHOICES`, at least `most`."""
         best = _Best(most)
         if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and ClusterIndex ranks them
             apart = self._apart
@@ -139,14 +140,14 @@ class Shape:
         found = self._ranked(place.state, place.profile.used, choice)
         return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
 
-    def examine(self, offered: int, most: int | None, *, enough: int | None = None, reasons: bool) -> Iterator[None]:
-        """Computes what `fitting` needs, one choice per step, and with `reasons` also what `misfits` needs. With `most` it ends after
-        `enough` profiles that fit, in the order of their nodes' names. `enough` None: the number from `_MOST_CHOICES`, at least `most`."""
+    def examine(self, offered: int, most: int | None, *, reasons: bool) -> Iterator[None]:
+        """Computes what `fitting` needs, one choice per step: with `reasons` also what `misfits` needs, without them only whether a node
+        fits."""
         if self.request.constraints.use_uuids:
             return
         offered &= -1 if self._share is None else self._apart
         fits = False
-        for profile in self._candidates(offered, most, enough):
+        for profile in self._candidates(offered, most, None if reasons else 1):
             if self._kept(profile) is None:
                 self.examined(profile)
                 yield

@@ -34,7 +34,7 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 
 #: The nodes of one profile with the same labels. The name is empty, unless the request names GPUs.
-_Alike = tuple[Profile | None, frozenset[CountedGpu], str]
+_Alike = tuple[Profile, frozenset[CountedGpu], str]
 
 
 class _Examined(NamedTuple):
@@ -122,7 +122,7 @@ class RankWithinQuota:
     def examine(self) -> Iterator[None]:
         if self._kept(self.index.node_set(self.names)) is not None:
             return
-        yield from self.index.examine(self.request, self.policy, self.names, self.most, shape=self.shape)
+        yield from self.index.examine(self.shape, self.names, self.most)
         if not self._limited:
             return
         for _ in range(_MAX_ROUNDS):
@@ -169,7 +169,7 @@ class RankWithinQuota:
                 pass
         nodes = {text: self.index.node_set(names).nodes for text, names in denied.names.items()}
         left = self.index.node_set(denied.best) if denied.best else reduce(NodeSet.without, nodes.values(), allowed)
-        ordered = self.index.order(self.request, self.policy, left, self.most, shape=self.shape) if len(left) else Rejection("")
+        ordered = self.index.order(self.shape, left, self.most) if len(left) else Rejection("")
         if isinstance(ordered, Rejection):
             return _rejection(excluded | nodes, offered, len(left), ordered.text)
         chosen = [
@@ -183,7 +183,7 @@ class RankWithinQuota:
     def _within_index(self, allowed: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
         if not len(allowed):
             return Rejection("")
-        return self.index.rank(self.request, self.policy, allowed, self.most, shape=self.shape)
+        return self.index.rank(self.shape, allowed, self.most)
 
     def _allowed(self, offered: NodeSet) -> tuple[dict[str, int], NodeSet]:
         """Reason -> the nodes on which every choice exceeds the quota; and the other nodes."""
@@ -209,7 +209,7 @@ class RankWithinQuota:
         names: dict[str, set[str]] = {}
         closed = cache(lambda gpus: self.quotas.closed(self.namespace, gpus, self.request))
         denial = cache(lambda tried: self.quotas.denial(self.namespace, tried))
-        first = self.index.order(self.request, self.policy, allowed, _FIRST_NODES + self.most, shape=self.shape)
+        first = self.index.order(self.shape, allowed, _FIRST_NODES + self.most)
         assert not isinstance(first, Rejection), "it has nodes that fit"
         others = set(self.index.names(allowed)).difference(first) if len(first) == _FIRST_NODES + self.most else ()
         yield
@@ -225,7 +225,7 @@ class RankWithinQuota:
                 best.append(name)
             yield
         if len(best) < self.most or len(examined) > self.index.node_count:
-            for key in [key for key in examined if key[0] is None or not any(key[0].nodes)]:
+            for key in [key for key in examined if not any(key[0].nodes)]:
                 del examined[key]
         if self._checked(allowed) == checked:
             self.denied.names, self.denied.checked = names, checked

@@ -208,10 +208,10 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            asked = pod.request, pod.policy or self._settings.policy, names
+            shape = self._index.shape(pod.request, pod.policy or self._settings.policy)
             await self._settle_index()
-            await in_slices(self._index.examine(*asked, None), gone)
-            ordered = self._index.order(*asked)
+            await in_slices(self._index.examine(shape, names, None), gone)
+            ordered = self._index.order(shape, names)
             if not isinstance(ordered, Rejection):
                 count = len(ordered)
                 scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))

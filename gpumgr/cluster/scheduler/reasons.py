@@ -63,9 +63,9 @@ class Reasons:
         if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
             return "resources"
         # With a shape of its own, what the index keeps for the verbs does not change.
-        names, shape = list(self._overview.names), self._index.shape(request, policy)
-        await in_slices(self._index.examine(request, policy, names, shape=shape))
-        if not isinstance(self._index.rank(request, policy, names, shape=shape), Rejection):
+        names, shape = list(self._overview.names), self._index.shape(request, policy, keep=False)
+        await in_slices(self._index.examine(shape, names))
+        if not isinstance(self._index.rank(shape, names), Rejection):
             return "elsewhere"
         return "fragmentation" if await self._allowed_in_total(request) else "resources"
 

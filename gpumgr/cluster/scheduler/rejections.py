@@ -128,8 +128,8 @@ class Rejections:
 
     async def _fits(self, each: _Rejected, nodes: NodeSet) -> bool:
         request = each.pod.request.without_cpu
-        shape = self._index.shape(request, each.policy, keep=True)
-        await in_slices(self._index.examine_any(shape, nodes))
+        shape = self._index.shape(request, each.policy)
+        await in_slices(self._index.examine(shape, nodes, reasons=False))
         fits = self._index.any_fits(shape, nodes)
         if not fits or each.pod.namespace not in self._quotas.limits:
             return fits

@@ -108,7 +108,8 @@ class LiveCluster:
     def spots(self, pod: LivePod, most: int = 1) -> list[Spot]:
         """The best places for the pod, as kube-scheduler and the extender choose them."""
         names = self.names(pod)
-        ordered = self.index.order(pod.request, pod.policy or self.policy, names) if names else Rejection("")
+        shape = self.index.shape(pod.request, pod.policy or self.policy)
+        ordered = self.index.order(shape, names) if names else Rejection("")
         found = () if isinstance(ordered, Rejection) else (self.on(pod, name) for name in ordered)
         return list(islice((spot for spot in found if isinstance(spot, Spot)), most))
 

@@ -217,7 +217,7 @@ class DraPolicy(_FittingPolicy):
             return None
         if len(sample) == size:
             self._start = (sample[-1][-1] + 1) % len(self._cluster.nodes)
-        best = max(score for _, score, _ in sample)
+        best = max(map(itemgetter(1), sample))
         position = self._random.choice([position for _, score, position in sample if score == best])
         node = self._cluster.nodes[position]
         return Placement(position, (node.sharable(shape)[0],) if shape.share else node.tightest(shape))
@@ -280,19 +280,19 @@ class CorePolicy:
     """A policy of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here; in a cluster, kube-scheduler checks them."""
 
     def __init__(self, cluster: Cluster, policy: Policy, cpu_per_gpu_milli: int) -> None:
-        self._cluster, self._policy = cluster, policy
+        self._cluster = cluster
         self._index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
         self._positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
         for node in cluster.nodes:
             self._index.set_node(state_of(node.spec))
         bits = [self._index.node_set([node.spec.name]) for node in cluster.nodes]
         self._offered = lru_cache(MAX_SHAPES)(lambda cpu_milli, ram_mebibytes: _Offered(cluster, bits, cpu_milli, ram_mebibytes))
-        self._questions = lru_cache(MAX_SHAPES)(lambda request: self._index.shape(request, policy, keep=True))
+        self._questions = lru_cache(MAX_SHAPES)(lambda request: self._index.shape(request, policy))
 
     def find(self, shape: Shape) -> Placement | None:
         nodes = self._offered(shape.cpu_milli, shape.ram_mebibytes).nodes()
         request = request_of(shape)
-        found = self._index.rank(request, self._policy, nodes, shape=self._questions(request)) if len(nodes) else None
+        found = self._index.rank(self._questions(request), nodes) if len(nodes) else None
         if found is None or isinstance(found, Rejection):
             return None
         name, choice = found[0]

@@ -144,7 +144,7 @@ def test_the_text_stays_within_its_limit() -> None:
     assert len(constraints.text) == 65
     index = ClusterIndex()
     index.set_node(MIXED)
-    rejected = index.rank(PodRequest(share(60, 1).containers, constraints), "binpack", ["a"])
+    rejected = index.rank(index.shape(PodRequest(share(60, 1).containers, constraints), "binpack"), ["a"])
     assert isinstance(rejected, Rejection)
     assert len(rejected.text) <= MAX_CHARACTERS
 
@@ -155,7 +155,7 @@ def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() 
         index.set_node(node_state(name, 2, models=(model, model), numa=(0, numa)))
 
     def best(wanted: PodRequest, **constraints: Any) -> str:
-        ranked = index.rank(constrained(wanted, **constraints), "binpack", "abcd")
+        ranked = index.rank(index.shape(constrained(wanted, **constraints), "binpack"), "abcd")
         assert not isinstance(ranked, Rejection)
         return ranked[0][0]
 
@@ -174,8 +174,10 @@ def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
     assert stand_ins.isdisjoint({"GPU-a-0", "GPU-a-1"})
     for text in ("GPU", " ", "\x00", ",", *stand_ins):
         use, avoid = ({key: f"GPU-x,{text}"} for key in (USE_UUIDS[1], AVOID_UUIDS[1]))
-        assert isinstance(index.rank(replace(share(10, 1), constraints=constraints_of(use)), "binpack", ("a",)), Rejection)
-        assert index.order(replace(share(10, 1), constraints=constraints_of(avoid)), "binpack", ("a",)) == ["a"]
+        assert isinstance(
+            index.rank(index.shape(replace(share(10, 1), constraints=constraints_of(use)), "binpack"), ("a",)), Rejection
+        )
+        assert index.order(index.shape(replace(share(10, 1), constraints=constraints_of(avoid)), "binpack"), ("a",)) == ["a"]
 
 
 def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:

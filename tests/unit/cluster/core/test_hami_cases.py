@@ -58,7 +58,7 @@ def play(nodes: Sequence[NodeState], pods: Iterable[PodRequest], policy: Policy)
         index.set_node(node)
     answers: list[str] = []
     for number, wanted in enumerate(pods):
-        ranked = index.rank(wanted, policy, [node.name for node in nodes])
+        ranked = index.rank(index.shape(wanted, policy), [node.name for node in nodes])
         if isinstance(ranked, Rejection):
             return [*answers, ranked.text]
         ((name, choice),) = ranked

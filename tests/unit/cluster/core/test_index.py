@@ -55,7 +55,7 @@ def computed() -> Iterator[list[int]]:
 
 
 def best(index: ClusterIndex, wanted: PodRequest, policy: Policy = "binpack") -> tuple[str, NodeChoice]:
-    ranked = index.rank(wanted, policy, NAMES)
+    ranked = index.rank(index.shape(wanted, policy), NAMES)
     assert not isinstance(ranked, Rejection), ranked
     return ranked[0]
 
@@ -83,10 +83,10 @@ def test_binpack_fills_a_node_and_spread_takes_the_emptiest(index: ClusterIndex)
 
 
 def test_only_nodes_that_are_offered_are_answered(index: ClusterIndex) -> None:
-    ranked = index.rank(share(50, 8), "binpack", ["b", "unknown"])
+    ranked = index.rank(index.shape(share(50, 8), "binpack"), ["b", "unknown"])
     assert not isinstance(ranked, Rejection)
     assert [name for name, _ in ranked] == ["b"]
-    assert isinstance(index.rank(share(50, 8), "binpack", ["unknown"]), Rejection)
+    assert isinstance(index.rank(index.shape(share(50, 8), "binpack"), ["unknown"]), Rejection)
 
 
 def test_what_is_assumed_counts_until_it_is_removed(index: ClusterIndex) -> None:
@@ -147,9 +147,9 @@ def test_a_pod_with_too_many_containers_and_unknown_gpus_has_all_of_them(wanted:
     with patch.object(index_module, "choose", side_effect=AssertionError("computed")):
         index.bind(PlacedPod(uid="many", node="a", request=many))
         index.settle()
-    assert isinstance(index.rank(wanted, "binpack", ["a"]), Rejection)
+    assert isinstance(index.rank(index.shape(wanted, "binpack"), ["a"]), Rejection)
     index.remove("many")
-    assert not isinstance(index.rank(wanted, "binpack", ["a"]), Rejection)
+    assert not isinstance(index.rank(index.shape(wanted, "binpack"), ["a"]), Rejection)
 
 
 def test_pods_of_a_node_that_comes_later_count(index: ClusterIndex) -> None:
@@ -188,14 +188,14 @@ def test_kept_results_are_bounded(index: ClusterIndex, computed: list[int]) -> N
 
 def test_a_question_that_keeps_nothing_displaces_nothing(index: ClusterIndex, computed: list[int]) -> None:
     best(index, TWO)
-    index.rank(nowhere := request(("app", 800, 0)), "binpack", NAMES)
+    index.rank(index.shape(nowhere := request(("app", 800, 0)), "binpack"), NAMES)
     computed.clear()
     for cores in range(1, 60):
         wanted = request(("app", cores, 4), ("app", 10, 4))
-        assert not isinstance(index.rank(wanted, "binpack", NAMES, shape=index.shape(wanted, "binpack")), Rejection)
+        assert not isinstance(index.rank(index.shape(wanted, "binpack", keep=False), NAMES), Rejection)
     computed.clear()
     best(index, TWO)
-    index.rank(nowhere, "binpack", NAMES)
+    index.rank(index.shape(nowhere, "binpack"), NAMES)
     assert computed == []
 
 
@@ -207,11 +207,11 @@ def test_shares_and_named_gpus_need_no_choice_on_each_node(computed: list[int]) 
         index.set_node(node_state(name, 2))
         index.bind(PlacedPod(uid=name, node=name, request=share(1 + number, 1), shares=(((0, Amounts(1 + number, 256)),),)))
     for cores in range(1, 100):
-        assert not isinstance(index.rank(share(cores, 1 + cores % 64), "least-fragmentation", names), Rejection)
-        assert isinstance(index.rank(share(cores, 65), "least-fragmentation", names), Rejection)
+        assert not isinstance(index.rank(index.shape(share(cores, 1 + cores % 64), "least-fragmentation"), names), Rejection)
+        assert isinstance(index.rank(index.shape(share(cores, 65), "least-fragmentation"), names), Rejection)
     for wanted in (request(("app", 200, 0)), TWO):
         pinned = replace(wanted, constraints=Constraints(use_uuids=("GPU-gone",)))
-        rejected = index.rank(pinned, "binpack", names)
+        rejected = index.rank(index.shape(pinned, "binpack"), names)
         assert rejected == Rejection("for the 50 nodes with enough in total: 50 have no GPU of UUID GPU-gone")
     assert computed == []
 
@@ -255,14 +255,14 @@ def test_a_set_of_nodes_has_those_that_come_or_come_back_and_no_others() -> None
 def test_nodes_are_numbered_again_after_many_have_gone(index: ClusterIndex) -> None:
     """A set of nodes from before has all nodes then: it may have only nodes that were offered."""
     before = index.node_set(["b"])
-    assert index.order(share(50, 8), "binpack", before) == ["b"]
+    assert index.order(index.shape(share(50, 8), "binpack"), before) == ["b"]
     for number in range(1100):
         index.set_node(node_state(f"node-{number}", 1))
         index.settle()
         index.remove_node(f"node-{number}")
         index.settle()
-    assert index.order(share(50, 8), "binpack", ["b"]) == ["b"]
-    assert index.order(share(50, 8), "binpack", before) == ["a", "b"]
+    assert index.order(index.shape(share(50, 8), "binpack"), ["b"]) == ["b"]
+    assert index.order(index.shape(share(50, 8), "binpack"), before) == ["a", "b"]
     assert index.names(before) == [], "eviction is only for nodes that were offered"
 
 
@@ -271,7 +271,7 @@ def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) 
     names = [f"node-{number}" for number in range(20)]
     for name in names:
         index.set_node(node_state(name, 2, unhealthy=(0,) if name == "node-0" else ()))
-    ranked = index.rank(TWO, "binpack", names, 20)
+    ranked = index.rank(index.shape(TWO, "binpack"), names, 20)
     assert not isinstance(ranked, Rejection)
     assert {name: choice.shares[0][0][0] for name, choice in ranked} == {name: int(name == "node-0") for name in names}
     assert len(computed) == 2
@@ -284,12 +284,12 @@ def test_a_gpu_that_two_nodes_report_is_found_on_the_one_that_stays(index: Clust
     index.set_node(node_state("old", 2))
     index.remove_node("old")
     wanted = replace(share(60, 30), constraints=Constraints(use_uuids=(moved.gpus[0].uuid,)))
-    assert index.order(wanted, "binpack", ("a", "new")) == ["new"]
+    assert index.order(index.shape(wanted, "binpack"), ("a", "new")) == ["new"]
 
 
 def test_requests_that_differ_by_cpu_and_fit_nowhere_are_computed_once(index: ClusterIndex, computed: list[int]) -> None:
     texts = {
-        index.order(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation", NAMES)
+        index.order(index.shape(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation"), NAMES)
         for cpu in range(1000, 3000, 100)
     }
     assert len(texts) == 1
@@ -395,7 +395,7 @@ def test_a_node_short_of_cpu_wins_with_a_gpu_that_is_less_full() -> None:
     fits, _ = brute_force(index, wanted, "least-fragmentation", "abc", {})
     assert fits == ["b", "a", "c"]
     for most in (1, 2, None):
-        assert index.order(wanted, "least-fragmentation", "abc", most) == fits[:most]
+        assert index.order(index.shape(wanted, "least-fragmentation"), "abc", most) == fits[:most]
 
 
 def test_of_nodes_with_equal_rooms_the_first_by_name_with_enough_cpu_is_taken() -> None:
@@ -405,14 +405,14 @@ def test_of_nodes_with_equal_rooms_the_first_by_name_with_enough_cpu_is_taken() 
         index.set_node(replace(node_state(name, 1, reported_shares={"held": ((0, Amounts(50, 256)),)}), cpu_milli=cpu_milli))
         index.settle()
     for most in (1, 2, None):
-        assert index.order(wanted, "least-fragmentation", "abcd", most) == ["b", "c", "d", "a"][:most]
-        assert index.order(wanted, "binpack", "abcd", most) == ["a", "b", "c", "d"][:most]
+        assert index.order(index.shape(wanted, "least-fragmentation"), "abcd", most) == ["b", "c", "d", "a"][:most]
+        assert index.order(index.shape(wanted, "binpack"), "abcd", most) == ["a", "b", "c", "d"][:most]
 
 
 def test_of_gpus_with_equal_use_the_one_of_the_allowed_model_is_taken() -> None:
     index, held = ClusterIndex(), {"held": ((0, Amounts(50, 256)), (1, Amounts(50, 256)))}
     index.set_node(node_state("a", 2, models=(T4, A100), reported_shares=held))
-    ranked = index.rank(replace(share(30, 1), constraints=Constraints(use_models=("a100",))), "binpack", "a")
+    ranked = index.rank(index.shape(replace(share(30, 1), constraints=Constraints(use_models=("a100",))), "binpack"), "a")
     assert ranked == [("a", NodeChoice(shares=(((1, Amounts(30, 256)),),), taken={1: Amounts(30, 256)}))]
 
 
@@ -468,10 +468,10 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
                 fits, text = brute_force(index, wanted, policy, offered, without_gpus)
                 assert not fits or index.largest(index.node_set(offered)).may_fit(wanted)
                 if data.draw(st.booleans()):
-                    list(index.examine(wanted, policy, offered))
+                    list(index.examine(index.shape(wanted, policy), offered))
                 most = data.draw(st.sampled_from([None, 1, 2]))
-                assert index.order(wanted, policy, offered, most) == (fits[:most] or Rejection(text))
-                ranked = index.rank(wanted, policy, offered, 2)
+                assert index.order(index.shape(wanted, policy), offered, most) == (fits[:most] or Rejection(text))
+                ranked = index.rank(index.shape(wanted, policy), offered, 2)
                 choices = [(name, index.choose_on(name, "", wanted, policy)) for name in fits[:2]]
                 assert ranked == (choices or Rejection(text)), "a room decides as the evaluators do"
 
@@ -486,17 +486,17 @@ def test_a_pod_with_several_containers_is_compared_on_the_first_profiles_that_fi
         made.set_node(node_state(name, 1))
         taken = named_shares(node_state(name, 1), choose_share(node_state(name, 1), 5 + number))
         made.bind(PlacedPod(uid=f"on-{name}", node=name, request=share(5 + number, 8), shares=taken))
-    list(made.examine(TWO, "binpack", names))
-    ranked = made.rank(TWO, "binpack", names)
+    list(made.examine(made.shape(TWO, "binpack"), names))
+    ranked = made.rank(made.shape(TWO, "binpack"), names)
     assert not isinstance(ranked, Rejection)
     assert ranked[0][0] == "n02", "the best of the three"
     assert len(computed) == 3
-    assert made.order(TWO, "binpack", names) == names[::-1], "all are ordered"
+    assert made.order(made.shape(TWO, "binpack"), names) == names[::-1], "all are ordered"
     assert len(computed) == 12
     for name in names[:-1]:
         made.set_node(replace(node_state(name, 1), gpus=tuple(replace(gpu, healthy=False) for gpu in node_state(name, 1).gpus)))
-    assert made.any_fits(made.shape(TWO, "binpack"), names)
-    ranked = made.rank(TWO, "binpack", names)
+    assert made.any_fits(made.shape(TWO, "binpack", keep=False), names)
+    ranked = made.rank(made.shape(TWO, "binpack"), names)
     assert not isinstance(ranked, Rejection)
     assert ranked[0][0] == "n11", "the only one that fits"
 
@@ -520,13 +520,13 @@ def test_a_pod_with_many_containers_that_fits_nowhere_is_examined_on_few_nodes(
             node_state(name, 2, reported_shares={"held": ((0, Amounts(1 + number % 98, number + 1)), (1, Amounts(1, 1)))})
         )
     wanted = request(*containers)
-    list(made.examine(wanted, "binpack", names))
-    ranked = made.rank(wanted, "binpack", names)
+    list(made.examine(made.shape(wanted, "binpack"), names))
+    ranked = made.rank(made.shape(wanted, "binpack"), names)
     assert len(computed) == examined
     assert isinstance(ranked, Rejection)
     assert ranked.text.startswith("for the 200 nodes with enough in total: ")
     assert ranked.text.endswith(f", {200 - examined} have less free")
-    assert made.rank(wanted, "binpack", names) == ranked
+    assert made.rank(made.shape(wanted, "binpack"), names) == ranked
     assert len(computed) == examined
 
 
@@ -567,5 +567,5 @@ def test_what_follows_from_changes_is_computed_in_steps(index: ClusterIndex) -> 
     steps = index.settling()
     next(steps)
     index.remove_node("d")
-    assert index.order(TWO, "binpack", ["c", "d", "e"]) == ["c", "e"], "a query computes the rest"
+    assert index.order(index.shape(TWO, "binpack"), ["c", "d", "e"]) == ["c", "e"], "a query computes the rest"
     assert list(steps) == []

@@ -34,7 +34,7 @@ def put(index: ClusterIndex, name: str, gpu: int, cores: int, blocks: int) -> No
 
 
 def best(index: ClusterIndex, wanted: PodRequest) -> str:
-    ranked = index.rank(wanted, "least-fragmentation", ["a", "b"])
+    ranked = index.rank(index.shape(wanted, "least-fragmentation"), ["a", "b"])
     assert not isinstance(ranked, Rejection)
     return ranked[0][0]
 
@@ -92,7 +92,7 @@ def test_cores_without_memory_are_stranded() -> None:
 def test_a_node_without_enough_cpu_is_the_last() -> None:
     """kube-scheduler may know of CPU that has become free before the index does."""
     index = filled(gpu_node("a", 2, 4), gpu_node("b", 8, 8))
-    assert index.order(with_cpus(WHOLE, 6), "least-fragmentation", ["a", "b"]) == ["b", "a"]
+    assert index.order(index.shape(with_cpus(WHOLE, 6), "least-fragmentation"), ["a", "b"]) == ["b", "a"]
 
 
 def test_without_cpu_of_the_node_only_the_gpus_count() -> None:
@@ -101,6 +101,6 @@ def test_without_cpu_of_the_node_only_the_gpus_count() -> None:
 
 def test_several_gpus_of_one_container_are_chosen_by_their_links() -> None:
     index = filled(node_state("a", 4, near=((0, 2), (1, 3))))
-    ranked = index.rank(request(("app", 200, 0)), "least-fragmentation", ["a"])
+    ranked = index.rank(index.shape(request(("app", 200, 0)), "least-fragmentation"), ["a"])
     assert not isinstance(ranked, Rejection)
     assert [gpu for gpu, _ in ranked[0][1].shares[0]] in ([0, 2], [1, 3])

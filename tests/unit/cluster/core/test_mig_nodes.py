@@ -152,7 +152,7 @@ def test_a_place_is_free_again_when_its_pod_ends() -> None:
     index.set_node(ONE)
 
     def place(uid: str, wanted: PodRequest) -> int:
-        ranked = index.rank(wanted, "binpack", ["m"])
+        ranked = index.rank(index.shape(wanted, "binpack"), ["m"])
         if isinstance(ranked, Rejection):
             return 0
         shares = named_shares(ONE, ranked[0][1])
@@ -236,7 +236,7 @@ def test_devices_of_any_pods_never_overlap(steps: list[tuple[PodRequest, int]]) 
     index = ClusterIndex()
     index.set_node(TWO)
     for number, (wanted, ending) in enumerate(steps):
-        ranked = index.rank(wanted, "binpack", ["m"])
+        ranked = index.rank(index.shape(wanted, "binpack"), ["m"])
         if not isinstance(ranked, Rejection):
             pod = PlacedPod(uid=f"p{number}", node="m", request=wanted, shares=named_shares(TWO, ranked[0][1]))
             assert index.fits(pod)

@@ -289,11 +289,11 @@ def test_cpu_that_is_taken_after_the_steps_leads_to_no_node_that_was_not_examine
         pass
     best = RankWithinQuota(*asked).denied.best
     assert best
-    ordered = index.order(wanted, policy, names, 34)
+    ordered = index.order(index.shape(wanted, policy), names, 34)
     assert not isinstance(ordered, Rejection)
     for name in {*best, *ordered}:
         index.use_cpu(f"cpu-{name}", name, 16_000)
-    assert index.order(wanted, policy, names, 1) != best
+    assert index.order(index.shape(wanted, policy), names, 1) != best
     found = RankWithinQuota(*asked).rank()
     assert not isinstance(found, Rejection)
     assert [name for name, _ in found] == best
