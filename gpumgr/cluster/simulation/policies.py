@@ -9,8 +9,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from math import exp
-from operator import itemgetter, or_
-from typing import Final, Protocol
+from operator import or_
+from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
@@ -29,48 +29,54 @@ _GPU_SCALE: Final = 8_000
 Score = Callable[[Node, Shape], float]
 #: The GPUs of a node for a request that fits.
 Choice = Callable[[Node, Shape], Gpus]
-#: Orders the nodes on which a request fits. The last number is the position of the node in the cluster.
-_Key = tuple[float, float, int]
-_MakeKey = Callable[[Node, Shape, int], _Key]
+#: Makes what orders the nodes on which a request fits, from the score and the position of a node: an integer, or a tuple.
+_MakeKey = Callable[[float, int], Any]
 
 
 # -- policies that compare all nodes -------------------------------------------------------------------------------------------
 
 
 class _Fitting:
-    """The keys of the nodes on which one request fits, computed again only for the nodes that changed since the last question."""
+    """The nodes on which one request fits, computed again only for the nodes that changed since the last question. `scores` has the score
+    of each node; None: the request does not fit. `ordered` has the keys of the nodes on which it fits, in their order."""
 
-    def __init__(self, cluster: Cluster, shape: Shape, key: _MakeKey) -> None:
-        self._cluster, self._shape, self._key = cluster, shape, key
-        self._keys = list(map(self._key_of, range(len(cluster.nodes))))
-        self._ordered = sorted(each for each in self._keys if each is not None)
+    def __init__(self, cluster: Cluster, shape: Shape, score: Score, key: _MakeKey) -> None:
+        self._cluster, self._shape, self._score, self._key = cluster, shape, score, key
+        self.scores = list(map(self._scored, cluster.nodes))
+        self.ordered = sorted(key(each, position) for position, each in enumerate(self.scores) if each is not None)
         self._seen = len(cluster.changes)
 
-    def ordered(self) -> list[_Key]:
+    def update(self) -> None:
         changes = self._cluster.changes
         for position in dict.fromkeys(changes[self._seen :]):
-            before, after = self._keys[position], self._key_of(position)
+            before, after = self.scores[position], self._scored(self._cluster.nodes[position])
             if before == after:
                 continue
-            self._keys[position] = after
-            if before is not None:
-                del self._ordered[bisect_left(self._ordered, before)]
-            if after is not None:
-                insort(self._ordered, after)
+            self.scores[position] = after
+            old, new = (None if score is None else self._key(score, position) for score in (before, after))
+            if old == new:
+                continue
+            if old is not None:
+                del self.ordered[bisect_left(self.ordered, old)]
+            if new is not None:
+                insort(self.ordered, new)
         self._seen = len(changes)
-        return self._ordered
 
-    def _key_of(self, position: int) -> _Key | None:
-        node = self._cluster.nodes[position]
-        return self._key(node, self._shape, position) if node.hosts(self._shape) else None
+    def _scored(self, node: Node) -> float | None:
+        return self._score(node, self._shape) if node.hosts(self._shape) else None
 
 
 class _FittingPolicy:
-    """Chooses among all nodes on which a request fits, in the order of their keys."""
+    """Chooses among all nodes on which a request fits. `key` makes the key of a node from its score and its position."""
 
-    def __init__(self, cluster: Cluster, key: _MakeKey) -> None:
+    def __init__(self, cluster: Cluster, score: Score, key: _MakeKey) -> None:
         self._cluster = cluster
-        self._fitting = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, key))
+        self._fitting = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, score, key))
+
+    def fitting(self, shape: Shape) -> _Fitting:
+        found = self._fitting(shape)
+        found.update()
+        return found
 
     def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
     def removed(self, uid: str) -> None: ...
@@ -81,13 +87,13 @@ class ScorePolicy(_FittingPolicy):
     lowest is the first."""
 
     def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> None:
-        super().__init__(cluster, lambda node, shape, position: (-score(node, shape), order[position], position))
+        super().__init__(cluster, score, lambda score, position: (-score, order[position], position))
         self._choice = choice
 
     def find(self, shape: Shape) -> Placement | None:
-        if not (fitting := self._fitting(shape).ordered()):
+        if not (ordered := self.fitting(shape).ordered):
             return None
-        position = fitting[0][-1]
+        position = ordered[0][-1]
         return Placement(position, self._choice(self._cluster.nodes[position], shape))
 
 
@@ -186,13 +192,13 @@ class RandomPolicy(_FittingPolicy):
     """A random node on which the request fits, and for a share a random one of its GPUs with room."""
 
     def __init__(self, cluster: Cluster, random: Random) -> None:
-        super().__init__(cluster, lambda _node, _shape, position: (0, 0, position))
+        super().__init__(cluster, lambda _node, _shape: 0, lambda _score, position: position)
         self._random = random
 
     def find(self, shape: Shape) -> Placement | None:
-        if not (fitting := self._fitting(shape).ordered()):
+        if not (positions := self.fitting(shape).ordered):
             return None
-        position = self._random.choice(fitting)[-1]
+        position = self._random.choice(positions)
         node = self._cluster.nodes[position]
         return Placement(position, (self._random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape))
 
@@ -205,20 +211,20 @@ class DraPolicy(_FittingPolicy):
     NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
     """
 
-    def __init__(self, cluster: Cluster, random: Random, score: Callable[[Node, Shape], int]) -> None:
-        super().__init__(cluster, lambda node, shape, position: (position, score(node, shape), position))
+    def __init__(self, cluster: Cluster, random: Random, score: Score) -> None:
+        super().__init__(cluster, score, lambda _score, position: position)
         self._random, self._start = random, 0
 
     def find(self, shape: Shape) -> Placement | None:
-        fitting, size = self._fitting(shape).ordered(), sample_size(len(self._cluster.nodes))
-        first = bisect_left(fitting, self._start, key=itemgetter(0))
-        sample = (fitting[first:] + fitting[:first])[:size]
+        found, size = self.fitting(shape), sample_size(len(self._cluster.nodes))
+        first = bisect_left(found.ordered, self._start)
+        sample = (found.ordered[first:] + found.ordered[:first])[:size]
         if not sample:
             return None
         if len(sample) == size:
-            self._start = (sample[-1][-1] + 1) % len(self._cluster.nodes)
-        best = max(map(itemgetter(1), sample))
-        position = self._random.choice([position for _, score, position in sample if score == best])
+            self._start = (sample[-1] + 1) % len(self._cluster.nodes)
+        best = max(found.scores[each] or 0 for each in sample)
+        position = self._random.choice([each for each in sample if found.scores[each] == best])
         node = self._cluster.nodes[position]
         return Placement(position, (node.sharable(shape)[0],) if shape.share else node.tightest(shape))
 
@@ -344,7 +350,7 @@ def _core(policy: Policy) -> _Make:
     return lambda cluster, cpu_per_gpu_milli, _fragmentation, _random: CorePolicy(cluster, policy, cpu_per_gpu_milli)
 
 
-def _dra(score: Callable[[Node, Shape], int]) -> _Make:
+def _dra(score: Score) -> _Make:
     return lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: DraPolicy(cluster, random, score)
 
 
