@@ -77,7 +77,7 @@ class _Kept(OrderedDict[Hashable, _Answer]):
 
 
 class KeptAnswers:
-    """Answers for later questions. `rejections`: key and state of RankWithinQuota._question -> the answer."""
+    """Answers for later questions. `rejections`: RankWithinQuota._key -> the _state, and the answer."""
 
     def __init__(self) -> None:
         self.rejections = _Kept[tuple[Hashable, Rejection]](_MAX_REJECTIONS)
@@ -106,8 +106,7 @@ class RankWithinQuota:
     def denied(self) -> Denied:
         if self.kept is None:
             return Denied()
-        key = self.namespace, self.request.gpu_digest, self.policy
-        return self.kept.denied.find(key) or self.kept.denied.keep(key, Denied())
+        return self.kept.denied.find(self._key) or self.kept.denied.keep(self._key, Denied())
 
     def rank(self) -> list[tuple[str, NodeChoice]] | Rejection:
         offered = self.index.node_set(self.names)
@@ -115,8 +114,7 @@ class RankWithinQuota:
             return known
         found = self._rank(offered) if self._limited else self._within_index(offered)
         if self.kept is not None and isinstance(found, Rejection):
-            key, state = self._question(offered)
-            self.kept.rejections.keep(key, (state, found))
+            self.kept.rejections.keep(self._key, (self._state(offered), found))
         return found
 
     def examine(self) -> Iterator[None]:
@@ -141,20 +139,21 @@ class RankWithinQuota:
     def _limited(self) -> bool:
         return self.namespace in self.quotas.limits
 
-    def _question(self, offered: NodeSet) -> tuple[Hashable, Hashable]:
-        """The key of the question, and the state on which the answer depends."""
-        limits = self.quotas.limits.get(self.namespace)
-        key = self.namespace if limits is not None else None, self.request.gpu_digest, self.policy
-        return key, (self.index.version, limits, offered)
+    @property
+    def _key(self) -> Hashable:
+        return self.namespace if self._limited else None, self.request.gpu_digest, self.policy
+
+    def _state(self, nodes: NodeSet) -> Hashable:
+        """All that an answer about these nodes depends on, besides `_key` and `most`. Each change of a quota's use is one of the index."""
+        return self.index.version, self.quotas.limits.get(self.namespace), nodes
 
     def _kept(self, offered: NodeSet) -> Rejection | None:
         """The last answer to this question, if it was given at this state."""
-        key, state = self._question(offered)
-        known = self.kept.rejections.find(key) if self.kept is not None else None
-        return known[1] if known is not None and known[0] == state else None
+        known = self.kept.rejections.find(self._key) if self.kept is not None else None
+        return known[1] if known is not None and known[0] == self._state(offered) else None
 
     def _checked(self, allowed: NodeSet) -> Hashable:
-        return self.index.version, self.quotas.limits.get(self.namespace), allowed, self.most
+        return self._state(allowed), self.most
 
     def _rank(self, offered: NodeSet) -> list[tuple[str, NodeChoice]] | Rejection:
         excluded, allowed = self._allowed(offered)

@@ -113,7 +113,7 @@ class Extender:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
-        await self._settle_index()
+        await in_slices(self._index.settling())
         offered = self._index.node_set(names) if pod.wants_gpu else _NO_NODES
         if self.ready:
             await self._preemption.keep_nominated()
@@ -209,7 +209,7 @@ class Extender:
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
             shape = self._index.shape(pod.request, pod.policy or self._settings.policy)
-            await self._settle_index()
+            await in_slices(self._index.settling())
             await in_slices(self._index.examine(shape, names, None), gone)
             ordered = self._index.order(shape, names)
             if not isinstance(ordered, Rejection):
@@ -233,7 +233,7 @@ class Extender:
         if not (self.ready and self.answers):
             return None
         await self._preemption.keep_nominated()
-        await self._settle_index()
+        await in_slices(self._index.settling())
         return await self._rejections.fitting()
 
     async def run(self) -> NoReturn:
@@ -260,9 +260,6 @@ class Extender:
     async def _parsed(self, item: msgspec.Raw) -> WatchedPod:
         """Raises UNREADABLE."""
         return await on_thread_if_long(lambda text: self._watches.parse_pod(decode_stored(text, dict[str, Any])), item)
-
-    async def _settle_index(self) -> None:
-        await in_slices(self._index.settling())
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""

@@ -1,29 +1,20 @@
-"""Reads JSON with the line of each entry. All errors are InputError and name file and line. A repeated key in an object is an error."""
+"""Reads a list in JSON with the line of each element. All errors are InputError and name file and line. A repeated key is an error."""
 
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gpumgr.common.errors import InputError
 
 _BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _MOST_DIGITS: Final = 40
-_KINDS: Final = {"[": "a list of objects", "{": "an object"}
 
 
 def short(text: str, most: int = 40) -> str:
     """A printable text of at most so many characters, for a message."""
     printed = "".join(each if each.isprintable() else "?" for each in text)
     return printed if len(printed) <= most else printed[: most - 3] + "..."
-
-
-class Entry(NamedTuple):
-    """An entry of a list (`key` counts from 1) or of an object. `at`: where the value begins."""
-
-    key: str
-    at: int
-    value: Any
 
 
 class JsonText:
@@ -45,22 +36,15 @@ class JsonText:
         self._counted = (at, line + self._text.count("\n", start, at))
         return f"{self._file}, line {self._counted[1]}"
 
-    def entries(self, opening: str, at: int = 0) -> Iterator[Entry]:
-        """The entries of the list ("[") or of the object ("{") at this position."""
-        at, keys = self._skipped(at), set[str]()
-        if self._text[at] != opening:
-            raise InputError(f"{self.place(at)}: {_KINDS[opening]} is expected")
+    def elements(self) -> Iterator[tuple[int, Any]]:
+        """The elements of the list, each with the position where it begins."""
+        at = self._skipped(0)
+        if self._text[at] != "[":
+            raise InputError(f"{self.place(at)}: a list of objects is expected")
         at = self._skipped(at + 1)
-        while self._text[at] not in "]}":
-            key = str(len(keys) + 1)
-            if opening == "{":
-                key, end = self._decoded(at)
-                if key in keys:
-                    raise InputError(f"{self.place(at)}: {_twice(key)}")
-                at = self._skipped(self._skipped(end) + len(":"))
-            keys.add(key)
+        while self._text[at] != "]":
             value, end = self._decoded(at)
-            yield Entry(key, at, value)
+            yield at, value
             end = self._skipped(end)
             at = self._skipped(end + 1) if self._text[end] == "," else end
 
@@ -75,15 +59,12 @@ class JsonText:
         return blanks.end() if blanks else at
 
 
-def _twice(key: str) -> str:
-    return f"the key '{short(key)}' is there twice; keep one of them"
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(_twice(next(key for key in keys if keys.count(key) > 1)))
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key '{short(repeated)}' is there twice; keep one of them")
     return made
 
 

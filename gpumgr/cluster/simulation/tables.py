@@ -202,7 +202,7 @@ def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, st
 
 def _json(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
     text = JsonText(file, "".join(lines))
-    for number, at, element in text.entries("["):
+    for number, (at, element) in enumerate(text.elements(), start=1):
         place = f"{text.place(at)}, element {number}"
         if not isinstance(element, dict):
             raise InputError(f"{place}: an object is expected")

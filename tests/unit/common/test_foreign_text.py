@@ -178,7 +178,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "object of kubectl": (read_documents, (GpumgrError,)),
     "object of kubectl, decoded": (parsed(lambda item: parse_object({"kind": "Pod", "spec": item}, "file")), (GpumgrError,)),
     "state of GPUs": (lambda text: decode_json(text, StateFile), (UnreadableText,)),
-    "nodes in a file": (lambda text: list(JsonText("file", text).entries("{")), (GpumgrError,)),
+    "nodes in a file": (lambda text: list(JsonText("file", text).elements()), (GpumgrError,)),
     "objects of a snapshot": (
         parsed(lambda item: live_objects.live_cluster({"nodes": [item, {}], "pods": [item]}, "spread")),
         (),
