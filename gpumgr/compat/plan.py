@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, Literal
 
 import msgspec
@@ -46,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 #: Whether gpumgr's DaemonSet runs on a node, independent of its other labels (config/helm/gpumgr/values.yaml).
 NODE_LABEL: Final = "gpumgr.io/node"
-HELM_INSTALL: Final = "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system"
+_HELM_INSTALL: Final = "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system"
 
 _TITLES: Final[Mapping[str, str]] = {
     "warnings": "Resolve first",
@@ -76,6 +77,31 @@ def _parts(plan: Plan, to: str) -> Iterator[str]:
 def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
     if lines:
         yield "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------------
+
+
+def start_commands(node: str, to: Path, *, must: str = "", values: str = "", kustomize: str) -> Iterator[str]:
+    """Check the settings file, and start gpumgr on the node. `must`: what its DaemonSet needs; `values`: of its chart; `kustomize`: what to
+    use without the chart."""
+    yield f"gpumgr config check {quote(str(to))}"
+    yield f"gpumgr doctor --before-start --config {quote(str(to))}"
+    yield f"systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet{must}:"
+    yield f"{_HELM_INSTALL}{values}    # your values, too; kustomize: {kustomize}"
+    yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
+
+
+def stop_commands(node: str) -> Iterator[str]:
+    """Stop gpumgr on the node."""
+    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"kubectl label node {quote(node)} {NODE_LABEL}=disable --overwrite"
+
+
+def label_command(node: str, labels: Mapping[str, str], *, remove: bool = False) -> str:
+    """Adds the labels to the node, or removes them."""
+    changes = (f"{key}-" if remove else f"{key}={value}" for key, value in labels.items())
+    return f"kubectl label node {quote(node)} {' '.join(map(quote, changes))}"
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------------

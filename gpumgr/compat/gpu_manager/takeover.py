@@ -19,7 +19,7 @@ import msgspec
 from gpumgr.common.errors import InputError
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags, split_flags
 from gpumgr.compat.objects import KubernetesContainer, KubernetesWorkload, Object, of_type
-from gpumgr.compat.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
+from gpumgr.compat.plan import NODE_LABEL, Plan, differing, label_command, start_commands, stop_commands
 from gpumgr.ledger.rebuild import AnonymousRecord, Holders
 
 PROGRAM: Final = "gpu-manager"
@@ -253,40 +253,36 @@ def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[st
 
 
 def _stop(command: GpuManagerCommand, node: str) -> Iterator[str]:
-    daemon_set, node = command.daemon_set, quote(node)
+    daemon_set = command.daemon_set
     if daemon_set is None:
         yield "systemctl disable --now gpu-manager    # or, if a DaemonSet runs it:"
         daemon_set = DaemonSet()
     if daemon_set.selector:
-        keys = " ".join(quote(f"{key}-") for key in daemon_set.selector)
-        yield f"kubectl label node {node} {keys}    # {daemon_set.namespace}/{daemon_set.name} leaves this node, and only this one"
+        whose = f"{daemon_set.namespace}/{daemon_set.name}"
+        yield f"{label_command(node, daemon_set.selector, remove=True)}    # {whose} leaves this node, and only this one"
     else:
         patch = '{"spec":{"template":{"spec":{"nodeSelector":{"gpumgr.io/gpu-manager":"stays"}}}}}'
-        yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # it has no nodeSelector: all but {node}"
+        yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # it has no nodeSelector: all but {quote(node)}"
         yield f"kubectl -n {quote(daemon_set.namespace)} patch daemonset {quote(daemon_set.name)} -p '{patch}'"
 
 
 def _start(node: str, to: Path) -> Iterator[str]:
-    yield f"gpumgr config check {quote(str(to))}"
-    yield f"gpumgr doctor --before-start --config {quote(str(to))}"
-    yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet, which must see gpu-manager's checkpoint:"
-    yield (
-        f"{HELM_INSTALL} --set gpuManager.takeOver=true    "
-        "# your values, too; kustomize: components: [config/kustomize/take-over]"
+    yield from start_commands(
+        node,
+        to,
+        must=", which must see gpu-manager's checkpoint",
+        values=" --set gpuManager.takeOver=true",
+        kustomize="components: [config/kustomize/take-over]",
     )
-    yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
     yield "gpumgr checkpoint show    # it contains the pods above"
 
 
 def _rollback(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
-    node = quote(found.node)
     yield "gpumgr checkpoint show    # delete the pods that gpumgr admitted: gpu-manager does not know them, and would allocate their GPUs"
-    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
-    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
+    yield from stop_commands(found.node)
     daemon_set = command.daemon_set
     if daemon_set is None:
         yield "systemctl enable --now gpu-manager    # or, if a DaemonSet runs it:"
         daemon_set = DaemonSet()
     labels = daemon_set.selector or {"gpumgr.io/gpu-manager": "stays"}
-    pairs = " ".join(quote(f"{key}={value}") for key, value in labels.items())
-    yield f"kubectl label node {node} {pairs}    # it reads {found.checkpoint} again, as it left it"
+    yield f"{label_command(found.node, labels)}    # it reads {found.checkpoint} again, as it left it"

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config
 from gpumgr.compat.objects import KubernetesContainer, KubernetesNode, Object, Pod, PodSpec, of_type
-from gpumgr.compat.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
+from gpumgr.compat.plan import Plan, differing, label_command, start_commands, stop_commands
 from gpumgr.kube.hami_formats import (
     DEVICE_CORDON,
     HAMI_ALLOCATED,
@@ -83,16 +83,11 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
 def _stop(config: Config, node: str) -> Iterator[str]:
     """The commands that remove HAMi's plugin from the node."""
     yield f"kubectl cordon {quote(node)}"
-    removed = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
-    yield f"kubectl label node {quote(node)} {removed}    # HAMi's plugin leaves this node, and only this one"
+    yield f"{label_command(node, config.selector or _LABEL, remove=True)}    # HAMi's plugin leaves this node, and only this one"
 
 
 def _start(found: HamiState, to: Path) -> Iterator[str]:
-    yield f"gpumgr config check {quote(str(to))}"
-    yield f"gpumgr doctor --before-start --config {quote(str(to))}"
-    yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:"
-    yield f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base"
-    yield f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite"
+    yield from start_commands(found.node, to, kustomize="config/kustomize/base")
     for uuid in filter(_UUID.fullmatch, _cordoned(found)):
         yield f"gpumgr gpu cordon {uuid}    # as {DEVICE_CORDON} has it"
     yield f"kubectl uncordon {quote(found.node)}"
@@ -100,14 +95,11 @@ def _start(found: HamiState, to: Path) -> Iterator[str]:
 
 def _rollback(config: Config, node: str) -> Iterator[str]:
     """The commands that remove gpumgr from the node and restore HAMi's plugin."""
-    node = quote(node)
-    yield f"kubectl cordon {node}"
+    yield f"kubectl cordon {quote(node)}"
     yield "gpumgr checkpoint show    # delete these pods: HAMi's plugin can't adopt them"
-    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
-    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
-    pairs = " ".join(quote(f"{key}={value}") for key, value in (config.selector or _LABEL).items())
-    yield f"kubectl label node {node} {pairs}    # HAMi's plugin runs again, and writes its annotations again"
-    yield f"kubectl uncordon {node}"
+    yield from stop_commands(node)
+    yield f"{label_command(node, config.selector or _LABEL)}    # HAMi's plugin runs again, and writes its annotations again"
+    yield f"kubectl uncordon {quote(node)}"
 
 
 def _remove_folders(found: HamiState) -> Iterator[str]:
