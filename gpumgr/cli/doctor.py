@@ -73,10 +73,6 @@ def _answered(path: Path) -> bool:
         return True
 
 
-#: The time limit for a peer's answer. It is shorter than the check's own limit, so that the check reports which peer did not answer.
-_SECONDS: Final = LIMIT_SECONDS * 0.4
-
-
 def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, before_start: bool = False) -> tuple[Check, ...]:
     """`in_pod`: the command runs in a container, which has its own folders. `before_start`: an agent with these settings is about to start
     on this node."""
@@ -95,14 +91,14 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
             "kubelet.plugins_dir": settings.kubelet.plugins_dir,
             "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
         }
-    pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi, timeout_seconds=_SECONDS)
+    pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi)
     # The second agent of a rolling update waits for the first.
     alone = before_start and settings.process.instance is None
     agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
     paths = partial(folders.look_at_host_paths, of_host, hardware.proc_root, in_pod=in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, hardware.proc_root)
-    cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
-    files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated, timeout_seconds=_SECONDS)
+    cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi)
+    files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated)
     backends = enforcement.NodeBackends(settings, seen, hardware, in_pod=in_pod)
     of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
     take_over = Check("take-over", partial(kubelet.look_at_take_over, settings), kubelet.DISKS)
@@ -118,7 +114,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
         Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
         Check("checkpoint", partial(folders.look_at_checkpoint, settings.checkpoint.dir), folders.IF_HUNG),
         *([] if in_dra else [take_over]),
-        Check("cri", partial(runtime.look_at_runtime, cri.socket, timeout_seconds=_SECONDS), runtime.IF_HUNG),
+        Check("cri", partial(runtime.look_at_runtime, cri.socket), runtime.IF_HUNG),
         Check("cgroups", cgroups, runtime.IF_HUNG),
         Check("cdi", cdi, runtime.IF_HUNG),
         Check("driver-files", files, runtime.IF_HUNG),
@@ -127,9 +123,9 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
         Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
         Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
         Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
-        Check("burst", partial(enforcement.look_at_bursts, settings, timeout_seconds=_SECONDS), enforcement.IF_HUNG),
+        Check("burst", partial(enforcement.look_at_bursts, settings), enforcement.IF_HUNG),
         Check("http", partial(look_at_http, settings.http), _HTTP_HUNG),
-        Check("rbac", partial(api_server.look_at_rights, settings, timeout_seconds=_SECONDS), api_server.IF_HUNG),
+        Check("rbac", partial(api_server.look_at_rights, settings), api_server.IF_HUNG),
         Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
     )
 

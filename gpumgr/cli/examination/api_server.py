@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.unix_socket import is_served
@@ -95,7 +95,7 @@ def for_drains(settings: Settings) -> Iterator[Right]:
         yield _EVICT
 
 
-async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> CheckResult:
+async def look_at_rights(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     if not settings.kubernetes.enabled:
         return skipped("standalone: no API server is asked")
     must, wished, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.cli.agent_client import STATE, AgentClient, read_state
-from gpumgr.cli.examination.examine import CheckResult, aside, error, ok, skipped, warning
+from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, ok, skipped, warning
 from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.cli.gpu_labels import excess_sentence, gpus_of
@@ -121,7 +121,7 @@ class NodeBackends:
         return judge_choice(self._settings.enforcement.backend, choice, choice.describe(seen))
 
 
-async def look_at_bursts(settings: Settings, *, timeout_seconds: float) -> CheckResult:
+async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     """By how much the memory limits of containers exceed the memory of the GPUs, according to the agent of this node."""
     if not settings.enforcement.memory_burst:
         return skipped("not used: enforcement.memory_burst is off")

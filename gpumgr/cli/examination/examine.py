@@ -11,6 +11,8 @@ from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import GpumgrError
 
 LIMIT_SECONDS: Final = 5.0
+#: The time limit for a peer's answer: shorter than that of the check, so that the check reports which peer did not answer.
+PEER_SECONDS: Final = LIMIT_SECONDS * 0.4
 
 T = TypeVar("T")
 
@@ -79,7 +81,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
     """Runs the checks. An exception in a check becomes its result. A check that does not end even when it is cancelled is abandoned."""
     tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
-    _, hung = await asyncio.wait(tasks, timeout=limit_seconds) if tasks else ((), set())
+    _, hung = await asyncio.wait(tasks, timeout=limit_seconds)
     for task in hung:
         task.cancel()
     findings = {check.name: _finding(check, task, limit_seconds) for check, task in zip(checks, tasks, strict=True)}

@@ -14,7 +14,7 @@ from typing import Final
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.common.errors import CheckpointError, InputError, KubeletError
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel
 from gpumgr.common.units import VCUDA_NAMES
@@ -55,7 +55,7 @@ async def look_at_folder(folder: Path) -> CheckResult:
     return ok(f"listens at {socket}")
 
 
-async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float) -> CheckResult:
+async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     """Whether the kubelet answers and is new enough. `needs_cdi`: the agent's answers name CDI devices, which kubelets accept
     since 1.28 with a feature gate, and by default since 1.29."""
     channel = UnixChannel(socket)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.cli.examination.folders import obstacle
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import CriError, GpumgrError
@@ -30,7 +30,7 @@ async def _version(socket: Path, timeout_seconds: float) -> RuntimeVersion:
         client.close()
 
 
-async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> CheckResult:
+async def look_at_runtime(socket: Path, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     try:
         runtime = await _version(socket, timeout_seconds)
     except CriError as exception:
@@ -47,7 +47,7 @@ async def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) ->
     return ok(f"{hierarchy.mode} at {hierarchy.root}")
 
 
-async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float) -> CheckResult:
+async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     """`used`: containers get their devices by CDI (enforcement.injection)."""
     if not used:
         return skipped("not used: enforcement.injection is mounts")
@@ -94,7 +94,9 @@ _FIND: Final = (
 )
 
 
-async def look_at_driver_files(settings: Settings, gpus: SharedNvml, *, simulated: bool, timeout_seconds: float) -> CheckResult:
+async def look_at_driver_files(
+    settings: Settings, gpus: SharedNvml, *, simulated: bool, timeout_seconds: float = PEER_SECONDS
+) -> CheckResult:
     setting = settings.container.driver_files
     if simulated and setting == "auto":
         return skipped("a simulated node has none")

@@ -176,9 +176,3 @@ def test_what_hangs_does_not_hold_up_the_end_of_the_command() -> None:
         {"check": "stuck", "state": "error", "message": "no answer within 0.05 s", "remedy": "reboot"},
         {"check": "well", "state": "ok", "message": "as it should be", "remedy": None},
     ]
-
-
-def test_help_has_examples_and_exit_codes() -> None:
-    text = doctor("--help").stdout
-    assert "gpumgr doctor --config /etc/gpumgr/gpumgr.yaml" in text
-    assert "2  wrong usage or settings" in text

@@ -83,10 +83,6 @@ def test_only_errors_count(states: list[State], code: int) -> None:
     assert Report(findings=found, hung=False).exit_code == code
 
 
-async def test_no_checks_no_findings() -> None:
-    assert await examine([]) == Report(findings={}, hung=False)
-
-
 async def test_work_aside_returns_and_raises() -> None:
     def raise_it() -> Any:
         raise CriError("no")
