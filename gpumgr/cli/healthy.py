@@ -2,6 +2,7 @@
 
 import http.client
 import socket as sockets
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -19,18 +20,16 @@ _EXIT_CODES: Final = {0: "the agent is healthy", 1: "it is not", 2: "wrong usage
 
 def ask(socket: Path) -> tuple[int, str]:
     """Status and text of the agent's /healthz. Raises GpumgrError if no agent responds."""
-    connection = http.client.HTTPConnection("agent")
     try:
-        connection.sock = sockets.socket(sockets.AF_UNIX)
-        connection.sock.settimeout(_RESPONSE_SECONDS)
-        connection.sock.connect(str(socket))
-        connection.request("GET", "/healthz")
-        answer = connection.getresponse()
-        return answer.status, answer.read(_MOST_BYTES).decode(errors="replace").strip()
+        with closing(http.client.HTTPConnection("agent")) as connection:
+            connection.sock = sockets.socket(sockets.AF_UNIX)
+            connection.sock.settimeout(_RESPONSE_SECONDS)
+            connection.sock.connect(str(socket))
+            connection.request("GET", "/healthz")
+            answer = connection.getresponse()
+            return answer.status, answer.read(_MOST_BYTES).decode(errors="replace").strip()
     except (OSError, http.client.HTTPException) as error:
         raise GpumgrError(f"no agent responds at {socket}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        connection.close()
 
 
 @click.command("healthy", cls=ExitingCommand, exit_codes=_EXIT_CODES)

@@ -7,7 +7,7 @@ it calls List of PodResources, which makes the kubelet drop ended pods. A check 
 import asyncio
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
@@ -58,9 +58,9 @@ async def look_at_folder(folder: Path) -> CheckResult:
 async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     """Whether the kubelet answers and is new enough. `needs_cdi`: the agent's answers name CDI devices, which kubelets accept
     since 1.28 with a feature gate, and by default since 1.29."""
-    channel = UnixChannel(socket)
     try:
-        await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
+        with closing(UnixChannel(socket)) as channel:
+            await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
     except GRPCError as answer:
         if lacks_v1(answer):
             return error_of(pod_resources_error("ask for the pod resources", socket, answer), "upgrade it to 1.20 or newer")
@@ -74,8 +74,6 @@ async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_second
         return error_of(
             known, "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
         )
-    finally:
-        channel.close()
     return ok(f"answers at {socket}")
 
 

@@ -1,6 +1,7 @@
 """Checks of the container runtime and of what it uses: CRI, cgroups, CDI, and the driver's files in containers."""
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +24,8 @@ CDI_DIRS: Final = (Path("/etc/cdi"), Path("/run/cdi"))
 
 
 async def _version(socket: Path, timeout_seconds: float) -> RuntimeVersion:
-    client = CriClient(socket, timeout_seconds=timeout_seconds)
-    try:
+    with closing(CriClient(socket, timeout_seconds=timeout_seconds)) as client:
         return await client.version()
-    finally:
-        client.close()
 
 
 async def look_at_runtime(socket: Path, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
@@ -100,15 +98,13 @@ async def look_at_driver_files(
     setting = settings.container.driver_files
     if simulated and setting == "auto":
         return skipped("a simulated node has none")
-    client = CriClient(settings.cri.socket, timeout_seconds=timeout_seconds)
     runtimes: Runtimes | None = None
     try:
-        runtimes = await client.runtimes()
+        with closing(CriClient(settings.cri.socket, timeout_seconds=timeout_seconds)) as client:
+            runtimes = await client.runtimes()
     except CriError as exception:
         if setting == "auto":
             return error_of(exception, SET_SOCKET)
-    finally:
-        client.close()
     access = driver_access(setting, runtimes)
     if access.mounted:
         return await _look_at_mounts(settings, gpus, access)
