@@ -31,9 +31,10 @@ class PodCache:
         watch_times: WatchTimes | None = None,
         resources: ReplicaResources | None = None,
         mig_resource: str | None = None,
-        write_events: bool = True,
     ) -> None:
-        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`; `write_events`: see `Watched`."""
+        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`."""
+        #: Whether a pod that can't be read gets an event.
+        self.write_events = True
         self._resources, self._mig_resource = resources, mig_resource
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
@@ -45,7 +46,7 @@ class PodCache:
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
         self._reflector = Reflector(
             server,
-            Watched(path="/api/v1/pods", query=query, parse=self._parse, write_events=write_events),
+            Watched(path="/api/v1/pods", query=query, parse=self._parse, write_events=lambda: self.write_events),
             on_change=self._follow,
             watch_times=watch_times,
         )

@@ -150,20 +150,20 @@ class Watched(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """The objects of a path that the query selects, and what is kept of each.
 
     `decode` takes the JSON of an object, and `parse` takes its result. If `decode` returns None, nothing is kept of the object. For long
-    objects both run on a thread. `write_events`: an object that can't be read gets an event.
+    objects both run on a thread. `write_events`: whether an object that can't be read gets an event now.
     """
 
     path: str
     query: Mapping[str, str] = msgspec.field(default_factory=dict)
     parse: Callable[[Any], T]
     decode: Callable[[msgspec.Raw], Any] = decode_stored
-    write_events: bool = True
+    write_events: Callable[[], bool] = lambda: True
 
 
 class _UnreadableObjects:
     """The unreadable objects of one watch. `reasons`: UID -> why it can't be read."""
 
-    def __init__(self, server: ApiServer, path: str, *, write_events: bool) -> None:
+    def __init__(self, server: ApiServer, path: str, write_events: Callable[[], bool]) -> None:
         self._server, self._path, self._write_events = server, path, write_events
         self.reasons: dict[str, str] = {}
         self._events_left = _MOST_EVENTS
@@ -182,7 +182,7 @@ class _UnreadableObjects:
         why = self.reasons[uid] = unreadable_text(error)
         shown = "/".join(filter(None, (namespace, name))) or None
         _log.warning("api_object_unreadable", path=self._path, name=shown, uid=uid, error=why)
-        if uid and self._write_events and self._events_left > 0:
+        if uid and self._events_left > 0 and self._write_events():
             self._events_left -= 1
             task = asyncio.create_task(self._write(uid, namespace, name, why), name="unreadable_object_event")
             self._writing.add(task)
@@ -221,7 +221,7 @@ class Reflector(Generic[T]):
         self._server, self._watched, self._on_change, self._on_list = server, watched, on_change, on_list
         self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
-        self._unreadable = _UnreadableObjects(server, watched.path, write_events=watched.write_events)
+        self._unreadable = _UnreadableObjects(server, watched.path, watched.write_events)
         #: The resource version to watch from; None: list first.
         self._version: str | None = None
         self._watching_since: float | None = None

@@ -58,8 +58,8 @@ class ApiSide:
                 settings.node.name,
                 resources=replica_resources(settings),
                 mig_resource=mig_resource(settings),
-                write_events=settings.kubernetes.write_events,
             )
+            pods.write_events = settings.kubernetes.write_events
             side = cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
             try:
                 yield side
@@ -140,6 +140,8 @@ class ApiSide:
 
     def apply(self, kubernetes: KubernetesSettings) -> None:
         """Applies these settings, which decide what is published from now on."""
+        if isinstance(self.pods, PodCache):
+            self.pods.write_events = kubernetes.write_events
         if self.node is not None:
             self.node.switch(describe_node=kubernetes.describe_node, node_labels=kubernetes.node_labels)
         if self.decisions is not None:

@@ -294,7 +294,7 @@ class Publisher:
                 why = f"{error}; {remedy}" if error.status == 403 else str(error)
                 self._refused_evictions[desired.uid] = desired.eviction, why
             if desired.insists:
-                self._queue.retry(desired, self._clock() + self._backoff(desired))
+                self._queue.retry(desired, self._clock() + self._backoff(desired), held=True)
                 self._log.answered(len(self._queue))
                 return None
         except API_FAILURES as error:

@@ -38,7 +38,13 @@ async def test_a_refused_deletion_holds_up_no_other_write(api: FakeApiServer, od
     api.deletions.append(status(403, "forbidden"))
     odd.publisher.delete_pod(POD, "uid-a")
     odd.publisher.delete_pod(OTHER, "uid-b")
+    odd.time.passes.clear()
     odd.begin()
+    await odd.a_try()
+    odd.time.now += 0.1
+    state = odd.publisher.state()
+    assert (state.waiting, state.oldest_seconds, state.away) == (1, 0.0, False), "it is not late: the API server works"
+    odd.time.passes.set()
     await odd.written()
     assert deleted(api) == [("web-0", "uid-a"), ("b", "uid-b"), ("web-0", "uid-a")]
 

@@ -212,21 +212,6 @@ async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start)
         assert api.count(watch=False) == 1
 
 
-async def test_a_pod_that_cannot_be_read_is_reported_and_never_counts_as_deleted(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("a", "uid-a"))
-    await api.put(pod("odd", "uid-odd", cores="many"))
-    async with start() as running:
-        cache = await running.synced()
-        assert [view.uid for view in cache.all()] == ["uid-a"]
-        await api.put(pod("a", "uid-a", cores="1.5"))
-        await api.put(pod("b", "uid-b"))
-        await running.next()
-        assert (await running.next())[1] == cache.by_uid("uid-b")
-        kept = cache.by_uid("uid-a")
-        assert kept is not None
-        assert kept.containers[0].cores == 10
-
-
 async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
         cache = await running.synced()

@@ -127,7 +127,8 @@ async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: Fake
         await api.put(broken(f"pod-{number}"))
     for write_events in (True, False):
         api.written.clear()
-        cache = PodCache(server, "node-1", watch_times=FAST, write_events=write_events)
+        cache = PodCache(server, "node-1", watch_times=FAST)
+        cache.write_events = write_events
         async with background(cache.run()):
             await asyncio.wait_for(cache.wait_synced(), 5)
             assert cache.unreadable == 30

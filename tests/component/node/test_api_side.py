@@ -84,6 +84,22 @@ async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
         assert await seen.get() == "later"
 
 
+async def test_pods_that_can_not_be_read_get_events_as_the_settings_in_force_say(sim: SimApiServer, tmp_path: Path) -> None:
+    def unreadable(name: str) -> dict[str, Any]:
+        item = refused(name)
+        return {**item, "spec": {**item["spec"], "containers": [{}]}}
+
+    async with started(sim, tmp_path) as (side, _), asyncio.timeout(10):
+        for number, (name, write_events) in enumerate((("a", True), ("b", False), ("c", True)), start=1):
+            side.apply(KubernetesSettings(write_events=write_events, describe_node=False))
+            sim.put_document(unreadable(name))
+            while getattr(side.pods, "unreadable", 0) < number:  # noqa: ASYNC110 (the cache has no event for that)
+                await asyncio.sleep(0.01)
+        while len(sim.written.events) < 2:  # noqa: ASYNC110 (the simulated API server has no event)
+            await asyncio.sleep(0.01)
+    assert sorted(each["involvedObject"]["name"] for each in sim.written.events.values()) == ["a", "c"]
+
+
 @pytest.mark.parametrize("delete_failed", [False, True])
 async def test_pods_that_the_agent_refused_are_deleted_only_if_configured(
     sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delete_failed: bool
