@@ -7,31 +7,71 @@ import asyncio
 import shutil
 import threading
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
-from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.backend import Backend, finding, listed
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.operator_library import PRELOAD, CheckedLibrary, install_preloaded, installed_path, make_folder
 from gpumgr.ledger.answer import Mount
-from gpumgr.ledger.gpu_share import Strength
+from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
 
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 
 
-class Monitor(Protocol):
-    """`obstacle`: why the limits of the last check or repair are not in force; None: they are."""
+class Monitor:
+    """Checks the files of one start of a container. Messages name them `files`, and the next ones `file`. `obstacle`: why the limits of
+    the last check or repair are not in force; None: they are. Any thread may call the methods, and `close` may be called again."""
 
-    obstacle: str | None
+    def __init__(self, files: str, file: str) -> None:
+        self._names = files, file
+        self.obstacle: str | None = None
+        self._lock, self._closed = threading.Lock(), False
+        self._reported: set[str] = set()
+        #: Host pid -> in how many consecutive checks the process was outside of the library.
+        self._unseen: dict[int, int] = {}
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the files; later checks do nothing."""
+
+    def _first(self, what: str) -> bool:
+        """Whether this is the first call with this text."""
+        new = what not in self._reported
+        self._reported.add(what)
+        return new
+
+    def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
+        """The finding, once, that the files can't be used."""
+        if self._first("broken"):
+            files, file = self._names
+            message = (
+                f"the limits of {tenant.describe()} can't be monitored: {files} can't be used ({reason}); "
+                f"restart the container, which gets {file} at every start"
+            )
+            yield finding(tenant, "broken", message)
+
+    def _tampered(self, tenant: GpuShare, found: Sequence[str]) -> Finding:
+        message = f"{tenant.describe()} changed its limits in {self._names[0]}: {listed(found)}; restored. Check what runs in it"
+        return finding(tenant, "tampered", message)
+
+    def _outside(self, tenant: GpuShare, pids: Iterable[int], checks: int, without: str, why: str) -> Iterator[Finding]:
+        """Reports processes that use the GPU outside of the library in so many consecutive checks. `without`: the library; `why`: what may
+        be the reason besides static linking."""
+        self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in pids}
+        if late := [f"process {pid}" for pid, count in self._unseen.items() if count == checks]:
+            message = (
+                f"{tenant.describe()} uses the GPU without {without} and its limits in {listed(late)}: a program that is linked "
+                f"statically or to musl, {why}loads the driver by itself; use a dynamically linked glibc image, or another backend"
+            )
+            yield finding(tenant, "unregistered", message)
 
 
 _M = TypeVar("_M", bound=Monitor)

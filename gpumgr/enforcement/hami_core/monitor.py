@@ -4,7 +4,6 @@ The agent decides the limits. The region only shows which processes run under th
 """
 
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from gpumgr.enforcement.hami_core import content, layout, repairs
 from gpumgr.enforcement.hami_core.content import ProblemCode, RegionLimits, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import Repair
+from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 
 #: The library takes a slot shortly after a process's first context appears, so a process without a slot is reported only after this number
@@ -36,22 +36,18 @@ _RELEASED: Final = (
 log = structlog.get_logger(__name__)
 
 
-class RegionMonitor:
-    """Monitors the region of one start of a container; `region` may be a text: the reason why the region can't be used. Any thread may call
-    the methods, and `close` may be called again."""
+class RegionMonitor(Monitor):
+    """`region` may be a text: the reason why the region can't be used."""
 
     def __init__(self, region: RegionFile | str, *, pid_in_container_of: PidInContainerOf, clock: Callable[[], float]) -> None:
+        super().__init__("HAMi-core's region", "a new region")
         self._region, self._clock = region, clock
         self._pids = PidMap(pid_in_container_of)
-        self._lock = threading.Lock()
-        self._closed = self._reported_broken = self._reported_host = False
-        self.obstacle: str | None = None
         self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[int] = frozenset()
         #: The limits that the region had after the last repair; None: an earlier process of the agent wrote the region.
         self._written: RegionLimits | None = None
         self._pending: list[Finding] = []
-        self._unseen: dict[int, int] = {}
         #: Host pid -> the number of checks at which the region had another host pid for the process.
         self._wrong_hosts: Counter[int] = Counter()
         self._stuck_since: dict[tuple[int, int], float] = {}
@@ -119,7 +115,7 @@ class RegionMonitor:
             fresh = [each.message for each in changed if each.offset not in self._reported_drift]
             self._reported_drift = frozenset()
             if fresh:
-                self._pending.append(_tampered(running.tenant, fresh))
+                self._pending.append(self._tampered(running.tenant, fresh))
             if due:
                 log.debug("region_repaired", allocation=running.tenant.allocation, found=listed([each.message for each in due]))
             return seen.recent_kernel
@@ -129,24 +125,15 @@ class RegionMonitor:
         if isinstance(self._region, str):
             raise OSError(self._region)
         if more := self._region.cut():
-            self._pending.append(_tampered(running.tenant, [f"the file was {more} bytes longer"]))
+            self._pending.append(self._tampered(running.tenant, [f"the file was {more} bytes longer"]))
         self._pids.forget_all_but({*running.pids, *running.gpu_pids})
         return self._region, self._region.read()
-
-    def _broken(self, tenant: GpuShare, reason: str) -> Iterable[Finding]:
-        if not self._reported_broken:
-            self._reported_broken = True
-            message = (
-                f"HAMi-core's limits of {tenant.describe()} can't be monitored: its region can't be used ({reason}); "
-                "restart the container, which gets a new region at every start"
-            )
-            yield finding(tenant, "broken", message)
 
     def _drift(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
         drift = self._changed(tenant, seen)
         self._reported_drift = frozenset(each.offset for each in drift)
         if drift:
-            yield _tampered(tenant, [each.message for each in drift])
+            yield self._tampered(tenant, [each.message for each in drift])
 
     def _changed(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
         """The repairs of what the container changed. Empty if its share or the order of its GPUs is unknown, so that wrong limits are never
@@ -190,14 +177,7 @@ class RegionMonitor:
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
         outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
-        self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
-        late = [f"process {pid}" for pid, passes in self._unseen.items() if passes == CHECKS_UNREGISTERED]
-        if late:
-            message = (
-                f"{running.tenant.describe()} uses the GPU without HAMi-core and its limits in {listed(late)}: a program that is linked "
-                "statically or to musl, or loads the driver by itself; use a dynamically linked glibc image, or another backend"
-            )
-            yield finding(running.tenant, "unregistered", message)
+        yield from self._outside(running.tenant, outside, CHECKS_UNREGISTERED, "HAMi-core", "or ")
 
     def _processes(self, running: RunningContainer, seen: RegionView) -> Iterable[Repair]:
         """Repairs that depend on which processes run; none while that is unknown."""
@@ -225,9 +205,8 @@ class RegionMonitor:
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
         for host, later, repair in found:
             self._wrong_hosts[host] += 1
-            if (late := self._wrong_hosts[host] >= CHECKS_WRONG_HOST) and not self._reported_host:
-                self._reported_host = True
-                self._pending.append(_tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
+            if (late := self._wrong_hosts[host] >= CHECKS_WRONG_HOST) and self._first("host"):
+                self._pending.append(self._tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
             if late or not later:
                 yield repair
 
@@ -235,8 +214,3 @@ class RegionMonitor:
 def _possible(gpu: SharedGpu, limit_bytes: int) -> bool:
     """Whether an earlier process of the agent may have set this limit, for a burst that it allowed then."""
     return not gpu.whole and gpu.memory_bytes <= limit_bytes <= (gpu.total_bytes or 0)
-
-
-def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:
-    message = f"{tenant.describe()} changed its limits in HAMi-core's region: {listed(found)}; restored. Check what runs in it"
-    return finding(tenant, "tampered", message)

@@ -18,6 +18,7 @@ from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.page_files import PageFiles
 from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
+from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import TurnUse
 
@@ -40,24 +41,22 @@ _MOST_FAULTS: Final = 8
 Clock = Callable[[], float]
 
 
-class PageMonitor:
-    """`files`: the pages, or the reason why they can't be used. Any thread may call the methods, and `close` may be called again.
+class PageMonitor(Monitor):
+    """`files`: the pages, or the reason why they can't be used.
 
     GPUs are found by their UUID: the pages keep the order that the GPUs had when the container started.
     """
 
     def __init__(self, files: PageFiles | str, arbiter: Arbiter, identities: Identities, clock: Clock) -> None:
         """Owns the files, and adds the container to the arbiter. Raises ArbiterError."""
+        super().__init__("gpumgr's pages", "new pages")
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
-        #: `check` holds the first one for milliseconds, so the event loop takes only the second one.
-        self._lock, self._open = threading.Lock(), threading.Lock()
-        self._closed = False
+        #: `check` holds `_lock` for milliseconds, so the event loop takes only this one.
+        self._open = threading.Lock()
         self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []
-        self._reported: set[str] = set()
         self._faults = 0
         self._missing: dict[tuple[int, int], int] = {}
-        self._unseen: dict[int, int] = {}
         #: Pid on the host -> the process; None: it is gone or hidden.
         self._known: Mapping[int, Identity | None] = {}
         count = len(files.written) if isinstance(files, PageFiles) else 0
@@ -140,7 +139,7 @@ class PageMonitor:
         if names := files.put_limits(files.written):
             changed += [f"the limit {name!r} was changed" for name in names]
         if changed:
-            yield _tampered(running.tenant, changed)
+            yield self._tampered(running.tenant, changed)
         slots = files.slots()
         files.put_limits([*self._wanted(files, running, limits)])
         self._known = {pid: self._known.get(pid) or self._identities.of(pid) for pid in {*running.pids, *running.gpu_pids}}
@@ -197,15 +196,7 @@ class PageMonitor:
     def _unregistered(self, running: RunningContainer, slots: Sequence[Slot]) -> Iterator[Finding]:
         """Reports processes that use the GPU without a slot."""
         outside = [pid for pid in running.gpu_pids if not any(_is_of(slot, self._known[pid]) for slot in slots)]
-        self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
-        if late := [f"process {pid}" for pid, checks in self._unseen.items() if checks == _CHECKS_UNREGISTERED]:
-            yield finding(
-                running.tenant,
-                "unregistered",
-                f"{running.tenant.describe()} uses the GPU without gpumgr's library and its limits in {listed(late)}: a program that is "
-                "linked statically or to musl, runs setuid, or loads the driver by itself; use a dynamically linked glibc image, or "
-                "another backend",
-            )
+        yield from self._outside(running.tenant, outside, _CHECKS_UNREGISTERED, "gpumgr's library", "runs setuid, or ")
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
         """Reports processes in which the library does not work, but only a few for each start of the container, since the container
@@ -230,14 +221,6 @@ class PageMonitor:
             message = (
                 f"{tenant.describe()} uses newer versions of CUDA functions than gpumgr's library knows, which it does not limit; "
                 "update gpumgr, or use another backend"
-            )
-            yield finding(tenant, "broken", message)
-
-    def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
-        if self._first("broken"):
-            message = (
-                f"the limits of {tenant.describe()} can't be monitored: its pages can't be used ({reason}); "
-                "restart the container, which gets new pages at every start"
             )
             yield finding(tenant, "broken", message)
 
@@ -296,17 +279,7 @@ class PageMonitor:
             memory_bytes_by_kind={kind: size for kind, size in zip(pages.KINDS, kinds, strict=True) if size},
         )
 
-    def _first(self, what: str) -> bool:
-        new = what not in self._reported
-        self._reported.add(what)
-        return new
-
 
 def _is_of(slot: Slot, found: Identity | None) -> bool:
     """Whether the slot belongs to the process."""
     return found is not None and slot.pid == found.pid and slot.namespace in (0, found.namespace)
-
-
-def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:
-    message = f"{tenant.describe()} changed the pages that limit it: {listed(found)}; restored. Check what runs in it"
-    return finding(tenant, "tampered", message)

@@ -74,6 +74,8 @@ class Daemon:
     process: Process | None = None
     servers: tuple[int, ...] = ()
     clients: Mapping[int, str | None] = field(default_factory=dict)
+    #: The clients of each server, when they were last listed.
+    _clients_of: Mapping[int, Mapping[int, str | None]] = field(default_factory=dict)
     trouble: str | None = None
     tampering: Tampering | None = None
     restarts: int = 0
@@ -324,10 +326,13 @@ class Daemon:
         protocol = self.config.protocol
         named = commands.parse_servers(protocol, await self._client.run(commands.list_servers(protocol)))
         self.servers = tuple(pid for pid in named.values() if pid is not None)
-        clients: dict[int, str | None] = {}
-        for pid in self.servers:
-            answer = await self._client.run_for_server(pid, commands.list_clients(protocol, pid))
-            clients |= commands.parse_clients(protocol, answer or "")
+        self._clients_of = {
+            pid: commands.parse_clients(
+                protocol, await self._client.run_for_server(pid, commands.list_clients(protocol, pid)) or ""
+            )
+            for pid in self.servers
+        }
+        clients = {client: namespace for each in self._clients_of.values() for client, namespace in each.items()}
         self._client_left |= not self.clients.keys() <= clients.keys()
         self.clients = clients
         self.checks += 1
@@ -383,11 +388,9 @@ class Daemon:
         """Terminates the work of the daemon's clients that are among `pids`. Raises MpsError."""
         if self.pid is None:
             return
-        protocol = self.config.protocol
         await self._list()
-        for server in self.servers if not self.clients.keys().isdisjoint(pids) else ():
-            answer = await self._client.run_for_server(server, commands.list_clients(protocol, server))
-            ending = sorted(commands.parse_clients(protocol, answer or "").keys() & set(pids))
+        for server, clients in self._clients_of.items():
+            ending = sorted(clients.keys() & set(pids))
             # The kubelet kills all these processes soon, so a client that can't be terminated must not delay the others.
             ended = await asyncio.gather(*(self._terminate(server, pid) for pid in ending), return_exceptions=True)
             if error := next(filter(None, ended), None):

@@ -81,24 +81,11 @@ class DriverNode:
         return [finding.message for finding in found]
 
 
-class Deaf:
-    """A driver that keeps the previous limit, because more than the new limit is in use."""
-
-    async def gpu_with_memory_limits(self) -> str:
-        return UUID
-
-    async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
-        pass
-
-    async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:  # noqa: ARG002
-        return MemoryLimit(soft_bytes=2 * GIB)
-
-
 class Kept:
     """A driver that keeps the previous limit while more than the new one is in use."""
 
-    def __init__(self) -> None:
-        self.limit, self.used_bytes = MemoryLimit(), 0
+    def __init__(self, used_bytes: int = 0) -> None:
+        self.limit, self.used_bytes = MemoryLimit(), used_bytes
 
     async def gpu_with_memory_limits(self) -> str:
         return UUID
@@ -180,7 +167,7 @@ async def test_a_limit_that_the_driver_does_not_set_is_an_obstacle_until_it_does
 
 
 async def test_a_driver_that_accepts_a_limit_and_has_none_is_an_obstacle(tmp_path: Path) -> None:
-    backend = DriverMemory(Deaf(), cgroup_root=lay_out_cgroups(tmp_path / "cgroup"))
+    backend = DriverMemory(Kept(1 << 60), cgroup_root=lay_out_cgroups(tmp_path / "cgroup"))
     said = await backend.unavailable() or ""
     assert "fails: the driver accepted it and reports no limit; gpumgr must be able to write there" in said
 
@@ -344,7 +331,7 @@ async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(worl
 
 
 async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:
-    backend = DriverMemory(Deaf())
+    backend = DriverMemory(Kept(1 << 60))
     tenant = gpu_share("a1", shared_gpu(memory_bytes=2 * GIB))
     running = [
         RunningContainer(tenant=tenant, container=Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", cgroup="/x"))

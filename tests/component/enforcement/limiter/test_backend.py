@@ -376,7 +376,7 @@ async def test_a_page_that_can_not_be_used_is_reported_once(place: Place, spoil:
     await place.start()
     spoil(place.page("use"))
     [finding] = await place.check()
-    assert (finding.code, "its pages can't be used (its file" in finding.message) == ("broken", True)
+    assert (finding.code, "gpumgr's pages can't be used (its file" in finding.message) == ("broken", True)
     assert await place.check() == []
     assert "its file" in place.obstacles[ID]
 
