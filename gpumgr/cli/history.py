@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gpumgr.cli.agent_client import STATE, AgentClient, follow_states, read_entries, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, printable
 from gpumgr.cli.gpu_labels import GpuLabels, gpus_of
-from gpumgr.cli.node_data import AgentData, Document, NodeData, open_node_data
+from gpumgr.cli.node_data import AgentData, Document, NodeData, find_pod, open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, PodName, agent_options, unknown_pod_message
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import GpuName, count_text
@@ -175,19 +175,11 @@ def duration_seconds(text: str) -> float:
 
 async def _once(location: AgentLocation, query: HistoryQuery, name: PodName | None, limit: int) -> None:
     async with open_node_data(location) as data:
-        query = await _with_pod(query, name, data)
+        query = query if name is None else replace(query, pod=await find_pod(data, name))
         lines = HistoryFilter(query).lines(await data.entries(), data.state)[-limit:]
         if not lines:
             click.echo(f"gpumgr: {await _nothing_found(query, name, data)}", err=True)
     _print(lines)
-
-
-async def _with_pod(query: HistoryQuery, name: PodName | None, data: NodeData) -> HistoryQuery:
-    """Raises InputError if several pods have the name."""
-    if name is None:
-        return query
-    known = await data.pods() if name.namespace is None else frozenset[PodKey]()
-    return replace(query, pod=name.among(known))
 
 
 async def _nothing_found(query: HistoryQuery, name: PodName | None, data: NodeData) -> str:
@@ -203,7 +195,8 @@ async def _follow(location: AgentLocation, query: HistoryQuery, name: PodName | 
     async with AgentClient(location.socket) as agent:
         state = await agent.get(STATE)
         data = AgentData(agent, state)
-        history = HistoryFilter(query := await _with_pod(query, name, data))
+        query = query if name is None else replace(query, pod=await find_pod(data, name))
+        history = HistoryFilter(query)
         if name is not None and query.pod not in (known := await data.pods()):
             pod = printable("/".join(query.pod or ()))
             click.echo(f"gpumgr: {unknown_pod_message(name, known)}; waiting for {pod}", err=True)

@@ -20,7 +20,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.cli.agent_client import PODS, STATE, AgentClient, read_pods
 from gpumgr.cli.formats import clock_time, printable
-from gpumgr.cli.options import AgentLocation
+from gpumgr.cli.options import AgentLocation, PodName
 from gpumgr.common.errors import CheckpointError, GpumgrError, InputError
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.ledger.checkpoint.store import read_checkpoint
@@ -89,6 +89,11 @@ class CheckpointData:
 
 
 NodeData = AgentData | CheckpointData
+
+
+async def find_pod(data: NodeData, name: PodName) -> PodKey:
+    """The pod of this name. Raises InputError if several pods have it."""
+    return name.among(await data.pods() if name.namespace is None else ())
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import click
 from gpumgr.cli.agent_client import read_pod, read_state
 from gpumgr.cli.formats import json_line
 from gpumgr.cli.gpu_labels import gpus_of
-from gpumgr.cli.node_data import Document, open_node_data
+from gpumgr.cli.node_data import Document, find_pod, open_node_data
 from gpumgr.cli.options import (
     AgentLocation,
     ExitingCommand,
@@ -25,7 +25,6 @@ from gpumgr.cli.options import (
 from gpumgr.cli.pod_text import pod_text
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.ledger.checkpoint.files import NAME
-from gpumgr.placement.pods import PodKey
 
 _EPILOG = """
 \b
@@ -126,10 +125,7 @@ def _from_node(location: AgentLocation, name: PodName, output: str) -> None:
 async def _query(location: AgentLocation, name: PodName) -> tuple[Document, Document, bool]:
     """The pod's details, the node's state, and whether both are from the agent. Raises GpumgrError if nothing is known of the pod."""
     async with open_node_data(location) as data:
-        pod = await data.pod(name.namespace, name.name) if name.namespace is not None else None
-        known = await data.pods() if pod is None else frozenset[PodKey]()
-        if name.namespace is None:
-            pod = await data.pod(*name.among(known))
+        pod = await data.pod(*await find_pod(data, name))
         if pod is None:
-            raise _UnknownPodError(unknown_pod_message(name, known))
+            raise _UnknownPodError(unknown_pod_message(name, await data.pods()))
         return pod, data.state, data.live
