@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, Literal
 
 import click
@@ -64,34 +64,27 @@ class HistoryFilter:
 
     def lines(self, documents: list[Document], state: Document) -> list[str]:
         """Lines for the new entries, oldest first. Raises InputError for an unknown GPU."""
-        read = list(zip(documents, read_entries(documents), strict=True))
+        read = zip(documents, read_entries(documents), strict=True)
         new = [(document, entry) for document, entry in read if entry.number > self.last]
         self._entries.extend(entry for _, entry in new)
         self.last = max((entry.number for _, entry in new), default=self.last)
         shown = read_state(state)
         gpus = gpus_of(shown.gpus, self._entries, failures=shown.failures)
         gpu = gpus.find(self._query.gpu) if self._query.gpu is not None else None
-        chosen = choose((entry for _, entry in new), self._query, gpu=gpu, known=self._entries)
-        if self._query.as_json:
-            numbers = {entry.number for entry in chosen}
-            return [json_line(document) for document, entry in new if entry.number in numbers]
-        return [history_line(entry, gpus) for entry in chosen]
+        # An allocation's first entries may have neither name nor UID of the pod, but another entry may have them.
+        ids = {entry.id for entry in self._entries if entry.id and entry.pod is not None and entry.pod == self._query.pod}
+        chosen = [(document, entry) for document, entry in new if self._matches(entry, gpu, ids)]
+        return [json_line(document) if self._query.as_json else history_line(entry, gpus) for document, entry in chosen]
 
-
-def choose(
-    entries: Iterable[HistoryEntry], query: HistoryQuery, *, gpu: GpuName | None, known: Iterable[HistoryEntry]
-) -> list[HistoryEntry]:
-    """The entries that match. An allocation's first entries may have neither name nor UID of the pod, but another entry in `known`, which
-    has all entries, may have them."""
-    ids = {entry.id for entry in known if entry.id and query.pod is not None and entry.pod == query.pod}
-    return [
-        entry
-        for entry in entries
-        if (not query.refused or entry.what == "refused")
-        and (query.pod is None or entry.pod == query.pod or (entry.pod is None and entry.id in ids))
-        and (gpu is None or gpu in entry.gpus)
-        and (query.since is None or entry.at >= query.since)
-    ]
+    def _matches(self, entry: HistoryEntry, gpu: GpuName | None, ids: Collection[str | None]) -> bool:
+        """`ids`: the allocations of the query's pod."""
+        query = self._query
+        return (
+            (not query.refused or entry.what == "refused")
+            and (query.pod is None or entry.pod == query.pod or (entry.pod is None and entry.id in ids))
+            and (gpu is None or gpu in entry.gpus)
+            and (query.since is None or entry.at >= query.since)
+        )
 
 
 def history_line(entry: HistoryEntry, gpus: GpuLabels) -> str:
