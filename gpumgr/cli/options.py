@@ -146,6 +146,13 @@ def default_kubeconfig() -> Path | None:
     return path if path.is_file() else None
 
 
+def needed_kubeconfig(given: Path | None) -> Path:
+    """The given one, else the default one. Raises InputError if there is neither."""
+    if (file := given or default_kubeconfig()) is None:
+        raise InputError("there is no kubeconfig: give --kubeconfig FILE")
+    return file
+
+
 def sendable(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     """Refuses text that is not UTF-8: Python keeps such bytes as lone surrogates, which neither JSON nor a URL can hold."""
     try:

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.cli.options import DEFAULT_NAMESPACE, PodName, default_kubeconfig
-from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.cli.options import DEFAULT_NAMESPACE, PodName, needed_kubeconfig
+from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer
 
@@ -68,9 +68,7 @@ class RemotePod:
 @asynccontextmanager
 async def remote_pod(name: PodName, kubeconfig: Path | None) -> AsyncIterator[RemotePod]:
     """The pod. Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
-    if (file := kubeconfig or default_kubeconfig()) is None:
-        raise InputError("there is no kubeconfig: give --kubeconfig FILE")
-    async with ApiServer.session(file, remedy="give another --kubeconfig") as server:
+    async with ApiServer.session(needed_kubeconfig(kubeconfig), remedy="give another --kubeconfig") as server:
         yield RemotePod(server, name)
 
 

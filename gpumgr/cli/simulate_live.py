@@ -17,7 +17,7 @@ import msgspec
 
 from gpumgr.cli.formats import cleaned
 from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod
-from gpumgr.cli.options import ExitingCommand, default_kubeconfig
+from gpumgr.cli.options import ExitingCommand, needed_kubeconfig
 from gpumgr.cli.simulate import CPUS_PER_GPU, SOURCE, read_text, text_table
 from gpumgr.cluster.scheduler.selection import POLICIES
 from gpumgr.cluster.simulation.defrag import Defrag
@@ -229,9 +229,7 @@ def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path |
         if snapshot is None:
             raise click.UsageError("give --from-cluster, or --snapshot FILE")
         return load(snapshot)
-    if (kubeconfig := kubeconfig or default_kubeconfig()) is None:
-        raise InputError("there is no kubeconfig; give --kubeconfig FILE")
-    document = read_cluster(kubeconfig)
+    document = read_cluster(needed_kubeconfig(kubeconfig))
     if snapshot is not None:
         save(document, snapshot)
     return document

@@ -243,7 +243,7 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
     snapshot = tmp_path / "snapshot.json"
     for content, arguments, code, message in (
         (None, ("fit", file), 2, "give --from-cluster, or --snapshot FILE"),
-        (None, ("fit", file, "--from-cluster"), 2, "there is no kubeconfig; give --kubeconfig FILE"),
+        (None, ("fit", file, "--from-cluster"), 2, "there is no kubeconfig: give --kubeconfig FILE"),
         (None, ("fit", file, "--snapshot", snapshot, "--kubeconfig", file), 2, "--kubeconfig needs --from-cluster"),
         (None, ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it can't be read: No such file or directory; give"),
         *(
