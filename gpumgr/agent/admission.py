@@ -25,7 +25,6 @@ from gpumgr.ledger.callers import (
     handed_on,
     next_container,
     reuser,
-    waiting,
     waits_for,
 )
 from gpumgr.ledger.choose import Choice, Request
@@ -326,9 +325,9 @@ class Admission:
         not its own.
         """
         callers = [
-            replace(each, continues=self._unclaimed(ledger, each.spec, resource))
-            for each in waiting(ledger, self._pods.all(), resource, size)
-            if each.spec is not None and each.uid not in self._refused
+            Caller(pod=view.key, view=view, spec=spec, unconfirmed=True, continues=self._unclaimed(ledger, spec, resource))
+            for view in self._pods.all()
+            if view.uid not in self._refused and (spec := waits_for(ledger, view, resource, size)) is not None
         ]
         last = self._last(ledger)
         if (

@@ -5,7 +5,7 @@ PodResources `List`, called during GetPreferredAllocation, already has the pod t
 first container that lacks ids requests exactly this number of this resource.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -106,15 +106,6 @@ def find_caller(
         half = bool(held.get(RESOURCE_NAMES[other_resource(resource)]))  # between the container's two calls
         candidates.append((half, seen.get(pod, len(seen)), view.created_at, pod, Caller(pod=pod, view=view, spec=spec)))
     return max(candidates, key=lambda c: c[:4])[4] if candidates else None
-
-
-def waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource, size: int) -> list[Caller]:
-    """The containers for which the kubelet may call now, for `size` ids of `resource`, if `List` is not available."""
-    return [
-        Caller(pod=view.key, view=view, spec=spec, unconfirmed=True)
-        for view in views
-        if (spec := waits_for(ledger, view, resource, size)) is not None
-    ]
 
 
 def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:

@@ -43,11 +43,6 @@ def common(left: Masks, right: Masks) -> Masks:
     return {gpu: both for gpu, mask in left.items() if (both := mask & right.get(gpu, 0))}
 
 
-def within(left: Masks, right: Masks) -> bool:
-    """Whether every id of `left` is in `right`."""
-    return not minus(left, right)
-
-
 def lowest(mask: int, wanted: int) -> int:
     """The `wanted` lowest set bits of `mask` (all of them if it has fewer)."""
     return mask if mask.bit_count() <= wanted else mask_of(indices(mask)[:wanted])
@@ -61,10 +56,6 @@ def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
         if digits[:length] not in names:
             return digits[:length]
     return next(name for n in range(len(names) + 1) if (name := f"{digits}x{n}") not in names)
-
-
-def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
-    return f"{gpu}-c{number:02d}" if resource == "core" else f"{gpu}-m{number}"
 
 
 class RegisteredInstance(msgspec.Struct, frozen=True):
@@ -143,8 +134,8 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
     def ids(self) -> Mapping[Resource, Mapping[GpuName, tuple[str, ...]]]:
         """Resource -> GPU -> all its ids; the position of an id is its number (of the core, block, replica or MIG device)."""
         return {
-            "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.gpus},
-            "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.gpus},
+            "core": {c.name: tuple(f"{c.name}-c{n:02d}" for n in range(CORES_PER_GPU)) for c in self.gpus},
+            "memory": {c.name: tuple(f"{c.name}-m{n}" for n in range(c.memory_blocks)) for c in self.gpus},
             "replica": {c.name: tuple(f"{c.uuid}-{n}" for n in range(c.replicas)) for c in self.gpus},
             "mig": {c.name: tuple(each.uuid for each in c.instances) for c in self.gpus},
         }

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import ALL_RESOURCES, RESOURCE_BY_NAME, RESOURCES, Resource
 from gpumgr.ledger.callers import FindPod
-from gpumgr.ledger.ids import GpuRegistry, Masks, common, within
+from gpumgr.ledger.ids import GpuRegistry, Masks, common, minus
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.placement.pods import Listing, PodKey, PodView
 
@@ -289,7 +289,7 @@ def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
     """The pod and container for which `List` shows all ids of this allocation."""
     for owner, masks in visible.items():
         if any(a.held(resource) for resource in ALL_RESOURCES) and all(
-            within(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES
+            not minus(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES
         ):
             return owner
     return None

@@ -14,7 +14,7 @@ from gpumgr.common.foreign_text import convert, decode_json
 from gpumgr.common.units import ALL_RESOURCES, Resource
 from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry
-from gpumgr.ledger.ids import GpuRegistry, Masks, RegisteredGpu, RegisteredInstance
+from gpumgr.ledger.ids import GpuRegistry, Masks, RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 
 
@@ -77,18 +77,13 @@ def checksum(*texts: str) -> int:
 
 
 #: Increase it with every change that another version of gpumgr would misread.
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 
 #: `grant_of`: the allocation, if the entry records its grant.
 _HISTORY: Final = "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)"
-_GPUS: Final = (
-    "CREATE TABLE gpus (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_mebibytes INTEGER NOT NULL, "
-    "replicas INTEGER NOT NULL, instances TEXT NOT NULL, sum INTEGER NOT NULL)"
-)
-_INSTANCES: Final = tuple[RegisteredInstance, ...]
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
-    _GPUS,
+    "CREATE TABLE gpus (place INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
     "CREATE TABLE allocations (id TEXT PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
     "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
     _HISTORY,
@@ -229,23 +224,17 @@ def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:
 
 def _gpus(connection: sqlite3.Connection) -> GpuRegistry:
     gpus = []
-    for _, *row, sum_ in connection.execute("SELECT * FROM gpus ORDER BY place"):
-        name, uuid, mebibytes, replicas, instances = row
-        if sum_ != checksum(*map(str, row)):
-            raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
-        gpus.append(RegisteredGpu(name, uuid, mebibytes, replicas, decode_json(instances, _INSTANCES)))
+    for place, record, sum_ in connection.execute("SELECT place, record, sum FROM gpus ORDER BY place"):
+        if sum_ != checksum(str(place), record):
+            raise CorruptError(f"the row of GPU {place} can't be read: its checksum is wrong")
+        gpus.append(decode_json(record, RegisteredGpu))
     return GpuRegistry(tuple(gpus))
 
 
 def _write_gpus(connection: sqlite3.Connection, gpu_registry: GpuRegistry) -> None:
-    rows = [
-        (gpu.name, gpu.uuid, gpu.memory_mebibytes, gpu.replicas, msgspec.json.encode(gpu.instances).decode())
-        for gpu in gpu_registry.gpus
-    ]
-    connection.executemany(
-        "INSERT INTO gpus VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [(place, *row, checksum(*map(str, row))) for place, row in enumerate(rows)],
-    )
+    records = [_encoder.encode(gpu).decode() for gpu in gpu_registry.gpus]
+    rows = [(place, record, checksum(str(place), record)) for place, record in enumerate(records)]
+    connection.executemany("INSERT INTO gpus VALUES (?, ?, ?)", rows)
 
 
 def _note(row: tuple[str, str, int]) -> tuple[str, str]:

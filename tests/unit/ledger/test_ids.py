@@ -16,7 +16,6 @@ from gpumgr.ledger.ids import (
     lowest,
     minus,
     union,
-    within,
 )
 from gpumgr.placement.topology.tree import indices
 
@@ -94,8 +93,8 @@ def test_invalid_ids_are_named(ids: list[str], code: str, sentence: str) -> None
 def test_masks_have_set_operations(left: dict[str, int], right: dict[str, int]) -> None:
     assert count(union(left, right)) == count(left) + count(right) - count(common(left, right))
     assert union(minus(left, right), common(left, right)) == left
-    assert within(common(left, right), right)
-    assert within(left, right) == (common(left, right) == left)
+    assert not minus(common(left, right), right)
+    assert (not minus(left, right)) == (common(left, right) == left)
     assert not common(minus(left, right), right)
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES, Amounts
 from gpumgr.ledger import sweep as sweeping
-from gpumgr.ledger.callers import Caller, FindPod, find_caller, handed_on, next_container, waiting, waits_for
+from gpumgr.ledger.callers import Caller, FindPod, find_caller, handed_on, next_container, waits_for
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.sweep import Swept, freed_by_offer, named_by, not_shown, shown
@@ -407,15 +407,6 @@ def test_the_newest_of_several_by_listing_then_by_creation() -> None:
 
     assert found({("team", "a"): 1, ("team", "b"): 2, ("team", "c"): 2}) == "b"
     assert found({("team", "a"): 1, ("team", "b"): 1}) == "c"
-
-
-def test_without_list_every_pod_that_waits_may_call() -> None:
-    views = [pod("a", app(30, 2)), pod("b", app(30, 2)), pod("c", app(40, 2))]
-    callers = waiting(empty(), views, "core", 30)
-    assert [(each.pod, each.container, each.unconfirmed) for each in callers] == [
-        (("team", "a"), "main", True),
-        (("team", "b"), "main", True),
-    ]
 
 
 def test_ids_that_are_passed_on_were_an_init_containers() -> None:

@@ -162,12 +162,12 @@ DAMAGES = {
     "another id": "UPDATE allocations SET id = 'id-z' WHERE id = 'id-a'",
     "a record of bytes": "UPDATE allocations SET record = x'ff00'",
     "a record that is no UTF-8": "UPDATE allocations SET record = CAST(x'ff00' AS TEXT)",
-    "a gpu's size": "UPDATE gpus SET memory_mebibytes = 321",
-    "a gpu's size in words": "UPDATE gpus SET memory_mebibytes = 'many'",
+    "a gpu's size": "UPDATE gpus SET record = replace(record, '\"memory_mebibytes\":', '\"memory_mebibytes\":1')",
+    "a gpu's size in words": "UPDATE gpus SET record = 'many'",
     "a note": "UPDATE notes SET value = 'w'",
     "a note of bytes": "UPDATE notes SET value = x'00'",
     "a table that is gone": "DROP TABLE notes",
-    "a column that is gone": "ALTER TABLE gpus DROP COLUMN uuid",
+    "a column that is gone": "ALTER TABLE gpus DROP COLUMN record",
     "no version": "DELETE FROM schema",
     "two versions": "INSERT INTO schema VALUES (1)",
     "an earlier schema": "UPDATE schema SET version = 6",
@@ -280,9 +280,9 @@ async def test_a_truncated_file_loads_nothing(length: int, tmp_path: Path, open_
 @pytest.mark.peer_bug("B51: its file has no version")
 async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Open) -> None:
     await filled(open_checkpoint)
-    execute(tmp_path / NAME, "UPDATE schema SET version = 8")
+    execute(tmp_path / NAME, "UPDATE schema SET version = 9")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one reads 7 only\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 9, this one reads 8 only\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 
