@@ -20,13 +20,8 @@ class _Group:
     misfit: Misfit
 
 
-def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
-    """The text for (node, misfit) of each offered node; at least one was offered."""
-    return explain_counted((1, node, misfit) for node, misfit in misfits)
-
-
-def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
-    """The text for (count, node, misfit) of each group of nodes with the same reason; `node` lacks least in its group."""
+def explain(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
+    """The text for (count, node, misfit) of groups of nodes with one reason; `node` lacks least in its group. There is at least one."""
     groups: dict[tuple[object, ...], _Group] = {}
     for count, node, misfit in misfits:
         group = groups.setdefault(misfit.reason, _Group(0, node, misfit))

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import explain_counted
+from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.node import NodeState, Used, plus_taken
 from gpumgr.cluster.core.profiles import Profile, Profiles
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
@@ -322,7 +322,7 @@ class ClusterIndex:
         if offered.others:
             closest.append((len(offered.others), min(offered.others), None))
         misfits = ((count, name, misfit or self._found(name, shape)) for count, name, misfit in closest)
-        return Rejection(explain_counted((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
+        return Rejection(explain((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
 
     def any_fits(self, shape: Shape, names: Names) -> bool:
         """Whether one of these nodes fits. It leaves out the reasons, which take most of the time of `order`."""

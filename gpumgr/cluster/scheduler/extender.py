@@ -379,7 +379,7 @@ class Extender:
         if isinstance(choice, Rejection):
             raise BindingError(choice.text)
         if isinstance(choice, Misfit):
-            raise BindingError(f"node {node} {explain([(node, choice)])}")
+            raise BindingError(f"node {node} {explain([(1, node, choice)])}")
         return placed_pod(pod, state, choice)
 
     async def _read_pod(self, namespace: str, name: str, uid: str) -> WatchedPod:

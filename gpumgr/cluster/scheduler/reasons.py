@@ -135,7 +135,7 @@ class Reasons:
             return f"denied by quota: {choice.text}", "", 0.0
         if not isinstance(choice, Misfit):
             return "the GPUs that it asks for are free", "", 0.0
-        reason, _, detail = explain([(name, choice)]).removeprefix("has ").partition(" (")
+        reason, _, detail = explain([(1, name, choice)]).removeprefix("has ").partition(" (")
         return reason, detail.removeprefix("closest: ").removesuffix(")"), choice.distance
 
 

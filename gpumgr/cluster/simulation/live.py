@@ -120,7 +120,7 @@ class LiveCluster:
             return shortage_text(pod.requests, free, lacking)
         choice = self.index.choose_on(name, pod.uid, pod.request, pod.policy or self.policy)
         if isinstance(choice, Misfit):
-            return explain([(name, choice)])
+            return explain([(1, name, choice)])
         return Spot(name, named_shares(self.nodes[name].state, choice))
 
     def holds(self, pod: LivePod, spot: Spot) -> bool:

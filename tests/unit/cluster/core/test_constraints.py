@@ -60,7 +60,8 @@ def test_a_gpu_that_is_cordoned_is_not_chosen_though_it_satisfies_the_constraint
     found = chosen(node, constrained(share(10, 1), use_uuids=("GPU-a-0",)))
     assert isinstance(found, Misfit)
     assert (
-        explain([("a", found)]) == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB except unhealthy or cordoned ones"
+        explain([(1, "a", found)])
+        == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB except unhealthy or cordoned ones"
     )
 
 
@@ -72,7 +73,7 @@ def test_a_node_without_inventory_satisfies_no_constraint(constraints: dict[str,
 def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constraints() -> None:
     told = chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4")))
     assert isinstance(told, Misfit)
-    assert explain([("a", told)]) == ("has a Topology Manager policy and GPUs besides the ones of model A100 or T4")
+    assert explain([(1, "a", told)]) == ("has a Topology Manager policy and GPUs besides the ones of model A100 or T4")
     equal = node_state("a", 2, models=("T4", "T4"), numa=(0, 0), naming="none")
     assert chosen(equal, constrained(share(10, 1), use_models=("T4",))) == [[0]]
     assert chosen(equal, constrained(request(("app", 200, 0)), same_numa_node=True)) == [[0, 1]]
@@ -104,13 +105,13 @@ def test_several_gpus_of_a_container_are_on_one_numa_node(
         assert found == [expected]
         return
     assert isinstance(found, Misfit)
-    assert explain([("a", found)]) == "has not 2 entirely free GPUs on one NUMA node (1 free)"
+    assert explain([(1, "a", found)]) == "has not 2 entirely free GPUs on one NUMA node (1 free)"
 
 
 def test_gpus_of_unknown_numa_nodes_are_on_no_common_one() -> None:
     found = chosen(node_state("a", 2), constrained(request(("app", 200, 0)), same_numa_node=True))
     assert isinstance(found, Misfit)
-    assert explain([("a", found)]) == "has no GPU with a known NUMA node"
+    assert explain([(1, "a", found)]) == "has no GPU with a known NUMA node"
 
 
 def test_containers_that_reuse_an_init_containers_gpus_stay_on_its_numa_node() -> None:
@@ -128,7 +129,7 @@ def test_the_constraint_is_named_and_counted() -> None:
         ("mixed", chosen(node_state("mixed", 2, models=("A100", "T4"), naming="none"), wanted)),
     ]
     gpu = "GPU of model A100 and not of 2 UUIDs"
-    assert explain([(name, each) for name, each in found if isinstance(each, Misfit)]) == (
+    assert explain([(1, name, each) for name, each in found if isinstance(each, Misfit)]) == (
         f"for the 4 nodes with enough in total: 2 have no {gpu}, 1 has no {gpu} with 50 free cores and 8 GiB (closest: full GPU 0, 40 "
         "cores and 15.75 GiB), 1 has a Topology Manager policy and GPUs besides the ones of model A100 and not of 2 UUIDs"
     )
@@ -188,7 +189,7 @@ def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:
 def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -> None:
     found = chosen(node_state("a", 2), constrained(share(10, 1), modes=modes))
     assert isinstance(found, Misfit)
-    assert explain([("a", found)]) == f"has no GPU {text}"
+    assert explain([(1, "a", found)]) == f"has no GPU {text}"
 
 
 def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:

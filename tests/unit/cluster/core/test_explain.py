@@ -11,11 +11,11 @@ from gpumgr.placement.evaluators.capacity import ContainerKind
 from tests.cluster_states import node_state, request, share
 
 
-def misfit(name: str, node: NodeState, wanted: PodRequest, *used: tuple[int, int]) -> tuple[str, Misfit]:
+def misfit(name: str, node: NodeState, wanted: PodRequest, *used: tuple[int, int]) -> tuple[int, str, Misfit]:
     amounts = [Amounts(cores, blocks * 256) for cores, blocks in used]
     found = choose(node, (*amounts, *[Amounts()] * (len(node.gpus) - len(used))), wanted, "binpack")
     assert isinstance(found, Misfit)
-    return name, found
+    return 1, name, found
 
 
 def test_the_closest_miss_of_all_nodes_is_named() -> None:
@@ -24,7 +24,7 @@ def test_the_closest_miss_of_all_nodes_is_named() -> None:
         [
             misfit("far", node_state("far", 2), wanted, (90, 4), (80, 4)),
             misfit("near", node_state("near", 2), wanted, (90, 4), (60, 4)),
-            ("bare", Misfit(container=None)),
+            (1, "bare", Misfit(container=None)),
         ]
     )
     assert told == (
@@ -68,7 +68,7 @@ def test_the_room_for_containers_that_reuse_a_gpu_is_what_is_missing(
 def test_the_text_stays_within_its_limit() -> None:
     containers = [share(cores, 32).containers[0] for cores in range(10, 90)]
     found = [
-        (f"node-{'x' * 230}-{cores}", Misfit(container=container, closest=(3, Amounts(cores, 1)), distance=float(cores)))
+        (1, f"node-{'x' * 230}-{cores}", Misfit(container=container, closest=(3, Amounts(cores, 1)), distance=float(cores)))
         for cores, container in enumerate(containers)
     ]
     for count in range(1, len(found) + 1):

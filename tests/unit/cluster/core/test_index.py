@@ -320,7 +320,7 @@ def brute_force(
             alone.settle()
             fits.append((alone.shape(wanted, policy).rank_on(name, found), name))
         else:
-            misfits.append((name, found))
+            misfits.append((1, name, found))
     return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
 
 

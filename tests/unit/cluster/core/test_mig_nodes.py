@@ -27,7 +27,7 @@ def chosen(node: NodeState, wanted: PodRequest, used: Used | None = None) -> lis
     """(GPU, cores, MiB, memory slices) of the containers, or the reason."""
     found = choose(node, used or (NOTHING,) * len(node.gpus), wanted, "binpack")
     if isinstance(found, Misfit):
-        return explain([("m", found)])
+        return explain([(1, "m", found)])
     assert all(amounts.replicas == 1 for shares in found.shares for _, amounts in shares)
     return [[(gpu, each.cores, each.memory_mebibytes, each.slices) for gpu, each in shares] for shares in found.shares]
 
@@ -133,7 +133,7 @@ def test_a_pod_can_name_the_mode_of_its_gpus(wanted: PodRequest, expected: objec
 def test_a_node_without_gpus_of_the_mode_says_so() -> None:
     found = choose(node_state("a", 2), (NOTHING, NOTHING), constrained(SMALL, modes=("mig",)), "binpack")
     assert isinstance(found, Misfit)
-    assert explain([("a", found)]) == "has no GPU in mode mig"
+    assert explain([(1, "a", found)]) == "has no GPU in mode mig"
 
 
 def test_mutex_and_health_hold() -> None:

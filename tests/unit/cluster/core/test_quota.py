@@ -185,17 +185,22 @@ def test_the_gpus_are_among_those_that_the_quota_allows(
     assert (cluster.rank(wanted) == ["mixed"]) == (limit.cores == 50 or limit.gpus == 2)
 
 
-def test_nodes_that_differ_only_by_name_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
-    cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
-    tried: list[NodeState] = []
-    choose = Quotas.choose
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[NodeState]:
+    """The nodes on which a quota has looked for a choice."""
+    found, choose = list[NodeState](), Quotas.choose
 
     def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any, **more: Any) -> Any:
-        tried.append(node)
+        found.append(node)
         return choose(quotas, namespace, node, *rest, **more)
 
     monkeypatch.setattr(Quotas, "choose", counted)
+    return found
+
+
+def test_nodes_that_differ_only_by_name_are_examined_once(tried: list[NodeState]) -> None:
+    nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
+    cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
     names = [node.name for node in nodes]
     found = RankWithinQuota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names).rank()
     assert isinstance(found, Rejection)
@@ -234,14 +239,8 @@ class Different:
         return self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names, 1, self.cluster.kept
 
 
-def test_what_a_quota_denies_is_found_in_steps_of_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, tried, choose = Different(), list[NodeState](), Quotas.choose
-
-    def counted(quotas: Quotas, namespace: str, node: NodeState, *rest: Any, **more: Any) -> Any:
-        tried.append(node)
-        return choose(quotas, namespace, node, *rest, **more)
-
-    monkeypatch.setattr(Quotas, "choose", counted)
+def test_what_a_quota_denies_is_found_in_steps_of_one_choice(tried: list[NodeState]) -> None:
+    stage = Different()
     before, steps = 0, RankWithinQuota(*stage.asked).examine()
     for _ in steps:
         assert len(tried) - before <= 1
