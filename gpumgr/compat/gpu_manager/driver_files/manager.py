@@ -28,10 +28,11 @@ from gpumgr.compat.gpu_manager.driver_files.volume_plan import (
     plan_volume,
 )
 from gpumgr.enforcement.operator_library import LibraryError, check
-from gpumgr.settings.schema import VcudaSettings
+from gpumgr.settings.schema import ContainerSettings, VcudaSettings
 
-DEFAULT_SHARE_DIR: Final = Path("/etc/gpu-manager/vdriver/nvidia")
-DEFAULT_WHOLE_DIR: Final = Path("/etc/gpu-manager/vdriver/origin")
+_MACHINE: Final = KERNEL_NAMES.get(platform.machine(), platform.machine())
+#: gpu-manager's own folder.
+_DEFAULT_WHOLE_DIR: Final = ContainerSettings().driver_whole_dir
 _GRACE_SECONDS: Final = 600.0
 #: The version in the source path of a mount, which is relative to the root of its file system.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
@@ -73,16 +74,14 @@ class DriverMirror:
         self,
         settings: VcudaSettings,
         *,
-        share_dir: Path = DEFAULT_SHARE_DIR,
-        whole_dir: Path = DEFAULT_WHOLE_DIR,
+        share_dir: Path,
+        whole_dir: Path,
         proc_root: Path = Path("/proc"),
-        machine: str | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._links = {SHARE: share_dir, WHOLE: whole_dir}
         self._proc_root = proc_root
-        self._machine = machine or KERNEL_NAMES.get(platform.machine(), platform.machine())
         self._wall_clock = wall_clock
         self._bases = {share_dir.parent, whole_dir.parent}
         self._lock = threading.Lock()
@@ -105,7 +104,7 @@ class DriverMirror:
             self._check_links(conf)
             version = driver_version or self._loaded_version()
             try:
-                driver = find_driver(self._settings.driver_roots, conf.volumes, machine=self._machine, driver_version=version)
+                driver = find_driver(self._settings.driver_roots, conf.volumes, machine=_MACHINE, driver_version=version)
                 wanted, share_error, problems = self._plan_all(conf, driver, version)
             except OSError as error:
                 raise DriverFilesError(f"the driver's files can't be read: {error}; this is retried") from error
@@ -178,7 +177,7 @@ class DriverMirror:
                 volume.name,
                 libraries=sources.libraries,
                 binaries=sources.binaries,
-                machine=self._machine,
+                machine=_MACHINE,
                 driver_version=version,
                 overlay=overlay,
             )
@@ -225,14 +224,13 @@ class DriverMirror:
 
 def is_supplied(whole_dir: Path) -> bool:
     """Whether the operator fills the folder. A folder at the default path was made by gpu-manager, and a link belongs to a mirror."""
-    return whole_dir != DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
+    return whole_dir != _DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
 
 
 def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
     """The root folder with the files of a mirror of this driver. Raises DriverFilesError, SettingsError, OSError."""
-    machine = KERNEL_NAMES.get(platform.machine(), platform.machine())
-    volumes = load(volume_conf, DEFAULT_WHOLE_DIR.parent).volumes
-    return find_driver(roots, volumes, machine=machine, driver_version=driver_version).root
+    volumes = load(volume_conf, _DEFAULT_WHOLE_DIR.parent).volumes
+    return find_driver(roots, volumes, machine=_MACHINE, driver_version=driver_version).root
 
 
 def parse_proc_version(text: str) -> str | None:

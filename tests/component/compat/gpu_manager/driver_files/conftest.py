@@ -8,7 +8,7 @@ import pytest
 
 from gpumgr.compat.gpu_manager.driver_files.manager import DriverMirror
 from gpumgr.settings.schema import VcudaSettings
-from tests.component.compat.gpu_manager.driver_files.host import MACHINE, Driver
+from tests.component.compat.gpu_manager.driver_files.host import Driver
 
 PROC_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build  (builder@host)\n"
 
@@ -56,7 +56,6 @@ def mirror(tmp_path: Path, root: Path, proc: Path, driver: Driver) -> Mirror:
             "share_dir": tmp_path / "vdriver" / "nvidia",
             "whole_dir": tmp_path / "vdriver" / "origin",
             "proc_root": proc,
-            "machine": MACHINE,
             "wall_clock": lambda: 1_000_000.0,
         }
         settings |= {key: more.pop(key) for key in VcudaSettings.__struct_fields__ if key in more}
