@@ -50,7 +50,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     connections: int = 512
-    backlog: int = 128
     request_seconds: float = 10.0
     idle_seconds: float = 75.0
     unread_seconds: float = 30.0
@@ -119,9 +118,9 @@ class HttpServer:
         """Listens. Raises ListenError; no socket stays open then."""
         await self._runner.setup()
         try:
-            self._listening += await listen_tcp(self._host, self._port, backlog=self._limits.backlog)
+            self._listening += await listen_tcp(self._host, self._port)
             if self._unix is not None:
-                self._listening.append(listen_unix(self._unix, backlog=self._limits.backlog))
+                self._listening.append(listen_unix(self._unix))
         except ListenError:
             await self.stop()
             raise

@@ -14,7 +14,8 @@ from gpumgr.common.unix_socket import UnixSocket
 
 _log = structlog.get_logger(__name__)
 
-BACKLOG: Final = 128
+#: Connections that wait to be accepted; enough for a burst of calls of kube-scheduler. The kernel may allow fewer.
+_BACKLOG: Final = 1024
 _LOOPBACK: Final = "127.0.0.1"
 _TCP_REMEDIES: Final = {
     errno.EADDRINUSE: "another process listens there; choose another port, or end that process",
@@ -32,7 +33,7 @@ class ListenError(InputError):
     """The agent can't listen at the configured address or socket. The message ends with the remedy."""
 
 
-async def listen_tcp(host: str, port: int, *, backlog: int = BACKLOG) -> list[socket.socket]:
+async def listen_tcp(host: str, port: int) -> list[socket.socket]:
     """Listens on all addresses of `host`, and on 127.0.0.1 if no address accepts loopback connections. `port` 0: a free port, the same
     for all addresses.
 
@@ -43,13 +44,13 @@ async def listen_tcp(host: str, port: int, *, backlog: int = BACKLOG) -> list[so
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             port = port or (listeners[0].getsockname()[1] if listeners else 0)
-            listeners.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=backlog))
+            listeners.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=_BACKLOG))
     except OSError as error:
         for listener in listeners:
             listener.close()
         raise ListenError(f"can't listen on {host}:{port}: {_remedy(error)}") from error
     if needs_loopback([listener.getsockname()[0] for listener in listeners]):
-        listeners += _listen_loopback(listeners[0].getsockname()[1], backlog)
+        listeners += _listen_loopback(listeners[0].getsockname()[1])
     return listeners
 
 
@@ -59,10 +60,10 @@ def needs_loopback(addresses: Sequence[str]) -> bool:
     return not any(address.is_loopback or address.is_unspecified for address in found)
 
 
-def _listen_loopback(port: int, backlog: int) -> list[socket.socket]:
+def _listen_loopback(port: int) -> list[socket.socket]:
     """Empty if the address can't be used: the pages are still served at the configured address."""
     try:
-        return [socket.create_server((_LOOPBACK, port), backlog=backlog)]
+        return [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)]
     except OSError as error:
         _log.warning(
             "loopback_not_served", address=f"{_LOOPBACK}:{port}", error=error.strerror, consequence="port-forward does not work"
@@ -76,12 +77,12 @@ def _remedy(error: OSError) -> str:
     return _TCP_REMEDIES.get(error.errno or 0, error.strerror or str(error))
 
 
-def listen_unix(unix: UnixSocket, *, backlog: int = BACKLOG) -> socket.socket:
+def listen_unix(unix: UnixSocket) -> socket.socket:
     """Listens on the unix socket and creates its folder. Raises ListenError."""
     try:
         unix.path.parent.mkdir(parents=True, exist_ok=True)
         listener = unix.bind()
-        listener.listen(backlog)
+        listener.listen(_BACKLOG)
     except OSError as error:
         remedy = "set http.socket to a path in a folder that the agent may write to"
         if error.filename is None:  # this error concerns the socket itself, not its folder

@@ -77,7 +77,7 @@ def verb_server(
 ) -> HttpServer:
     """The server for the requests of the control plane."""
     # Go's client keeps only two idle connections, so a burst of binds opens many new ones.
-    limits = Limits(connections=4096, backlog=1024, request_seconds=30.0, stop_seconds=stop_seconds)
+    limits = Limits(connections=4096, request_seconds=30.0, stop_seconds=stop_seconds)
     host, port = listen
     return HttpServer(application, host=host, port=port, tls=tls, limits=limits)
 
