@@ -57,20 +57,20 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Streams:
-    """/api/stream: the state as server-sent events, one per sample period, for every open page. At most `limit` streams at once.
+    """/api/stream: the state as server-sent events, one per sample period, for every open page. At most MAX_STREAMS streams at once.
 
     An event is encoded once for all clients. A slow client gets the newest state next and skips those in between.
     """
 
-    def __init__(self, sources: ReadModel, *, limit: int = MAX_STREAMS, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
-        self._sources, self._limit, self._heartbeat_seconds = sources, limit, heartbeat_seconds
+    def __init__(self, sources: ReadModel, *, heartbeat_seconds: float) -> None:
+        self._sources, self._heartbeat_seconds = sources, heartbeat_seconds
         self._open: set[Subscription[bytes]] = set()
         self._encoded = (b"", b"")
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Returns when the client has disconnected, which the next write detects, or when `close` is called."""
-        if len(self._open) >= self._limit:
-            return failure(503, f"{self._limit} streams are open, which is the limit", headers={"Retry-After": "10"})
+        if len(self._open) >= MAX_STREAMS:
+            return failure(503, f"{MAX_STREAMS} streams are open, which is the limit", headers={"Retry-After": "10"})
         with self._sources.states.subscribe() as states:
             self._open.add(states)
             try:
