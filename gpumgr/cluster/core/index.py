@@ -27,29 +27,20 @@ from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 NamedShares = tuple[tuple[str | int, Amounts], ...]
 
 
-class PlacedPod(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice.
-    `priority` is Kubernetes' priority."""
+class AskingPod(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod that asks for GPUs. `priority` is Kubernetes' priority."""
 
     uid: str
-    node: str
-    request: PodRequest
-    shares: tuple[NamedShares, ...] | None = None
     namespace: str = ""
+    request: PodRequest
     priority: int = 0
 
 
-class Asking(Protocol):
-    """A pod that asks for GPUs."""
+class PlacedPod(AskingPod, frozen=True, kw_only=True):
+    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
 
-    @property
-    def uid(self) -> str: ...
-    @property
-    def namespace(self) -> str: ...
-    @property
-    def request(self) -> PodRequest: ...
-    @property
-    def priority(self) -> int: ...
+    node: str
+    shares: tuple[NamedShares, ...] | None = None
 
 
 class Listener(Protocol):
@@ -424,7 +415,7 @@ class ClusterIndex:
         return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
 
 
-def placed_pod(pod: Asking, node: NodeState | None, choice: NodeChoice) -> PlacedPod:
+def placed_pod(pod: AskingPod, node: NodeState | None, choice: NodeChoice) -> PlacedPod:
     """The pod on the GPUs of this choice."""
     assert node is not None, "a node with a choice is in the index"
     shares = named_shares(node, choice)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.index import NamedShares, PlacedPod
+from gpumgr.cluster.core.index import AskingPod, NamedShares, PlacedPod
 from gpumgr.cluster.core.node import GpuState, NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import (
     MAX_GPU_CONTAINERS,
@@ -164,7 +164,7 @@ class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None
 
 
-class WatchedPod(msgspec.Struct, frozen=True, kw_only=True):
+class WatchedPod(AskingPod, frozen=True, kw_only=True):
     """`containers` are the names of the containers that want GPUs, in the request's order; `places` their index in spec.containers (None:
     an init container). `every_container`: the names of all containers of a pod with HAMi's resources, otherwise empty. `policy` None: the
     setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size
@@ -172,8 +172,6 @@ class WatchedPod(msgspec.Struct, frozen=True, kw_only=True):
     that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
     """
 
-    uid: str
-    namespace: str
     name: str
     node: str | None = None
     request: PodRequest = NO_REQUEST
@@ -185,7 +183,6 @@ class WatchedPod(msgspec.Struct, frozen=True, kw_only=True):
     shares: tuple[NamedShares, ...] | None = None
     annotation_bytes: int = 0
     problem: str | None = None
-    priority: int = 0
     preempts: bool = True
     nominated: str | None = None
     ending: bool = False

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod
-from gpumgr.cluster.core.node import GpuState, NodeState, node_of_equal_gpus
+from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
@@ -256,8 +256,7 @@ def state_of(spec: NodeSpec) -> NodeState:
     if not spec.gpus:
         return NodeState(name=spec.name, cpu_milli=spec.cpu_milli)
     even = node_of_equal_gpus(spec.name, spec.gpus * CORES_PER_GPU, spec.gpus * spec.memory_blocks * BLOCK_MEBIBYTES)
-    gpu = GpuState(memory_mebibytes=spec.memory_blocks * BLOCK_MEBIBYTES, model=spec.model)
-    return NodeState(name=spec.name, gpus=(gpu,) * spec.gpus, topology=even.topology, naming="index", cpu_milli=spec.cpu_milli)
+    return replace(even, gpus=tuple(replace(gpu, model=spec.model) for gpu in even.gpus), cpu_milli=spec.cpu_milli)
 
 
 class _Offered:
