@@ -189,38 +189,36 @@ def resumed(now: float) -> Pause:
     return Pause(now + AGAIN_SECONDS, resumed_at=now)
 
 
-class Suspendable(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides about the suspension of a container. `view` None: its pod is not known. `known`: its state on disk. `uses`: one for each
-    of its GPUs."""
-
-    view: PodView | None
-    known: Suspension | None
-    uses: Sequence[ContainerUse]
-    worked: Activity | None
-    pause: Pause
-
-    def step(self, now: float, default_seconds: float) -> tuple[Step | None, str | None]:
-        """What to do, and why the container is not suspended although its pod demands that. `now`: in monotonic seconds.
-        `default_seconds`: see `idle_seconds_to_suspend`."""
-        view, known = self.view, self.known
-        if known is not None and known.state in IN_PROGRESS:
-            return "continue", None
-        if known is not None and known.away:
-            unwanted = view is not None and (view.suspend is False or (known.demanded and not view.suspend))
-            return ("resume" if known.asked_at is not None or unwanted else None), None
-        if view is None or (known is not None and known.state == "failed"):
-            return None, None
-        if known is not None and not view.suspend:
-            return "forget", view.suspend_ignored
-        paused, empty = now < self.pause.until, all(use.memory_bytes == 0 for use in self.uses)
-        why = view.suspend_ignored
-        if view.suspend and known is None and self.uses and (empty or (paused and self.pause.resumed_at is not None)):
-            why = "it has no memory on the GPU" if empty else _RESUMED
-        after_seconds = idle_seconds_to_suspend(view, known, default_seconds)
-        if after_seconds is None or self.worked is None or paused or empty:
-            return None, why
-        idle_seconds = now - max(self.worked.at, self.pause.resumed_at or self.worked.at)
-        return ("suspend" if idle_seconds >= after_seconds else None), why
+def next_step(
+    view: PodView | None,
+    known: Suspension | None,
+    uses: Sequence[ContainerUse],
+    worked: Activity | None,
+    pause: Pause,
+    *,
+    now: float,
+    default_seconds: float,
+) -> tuple[Step | None, str | None]:
+    """What to do with a container, and why it is not suspended although its pod demands that. `view` None: its pod is not known. `known`:
+    its state on disk. `uses`: one for each of its GPUs. `now`: in monotonic seconds. `default_seconds`: see `idle_seconds_to_suspend`."""
+    if known is not None and known.state in IN_PROGRESS:
+        return "continue", None
+    if known is not None and known.away:
+        unwanted = view is not None and (view.suspend is False or (known.demanded and not view.suspend))
+        return ("resume" if known.asked_at is not None or unwanted else None), None
+    if view is None or (known is not None and known.state == "failed"):
+        return None, None
+    if known is not None and not view.suspend:
+        return "forget", view.suspend_ignored
+    paused, empty = now < pause.until, all(use.memory_bytes == 0 for use in uses)
+    why = view.suspend_ignored
+    if view.suspend and known is None and uses and (empty or (paused and pause.resumed_at is not None)):
+        why = "it has no memory on the GPU" if empty else _RESUMED
+    after_seconds = idle_seconds_to_suspend(view, known, default_seconds)
+    if after_seconds is None or worked is None or paused or empty:
+        return None, why
+    idle_seconds = now - max(worked.at, pause.resumed_at or worked.at)
+    return ("suspend" if idle_seconds >= after_seconds else None), why
 
 
 def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | None:

@@ -197,8 +197,7 @@ class SuspendOperations:
         while True:
             with self._bursts.kept_free([*known.memory_bytes]):
                 if known.away and not await self._wait_for_room(allocation, known, said):
-                    await self._drop(name)
-                    return
+                    return  # the next evaluation forgets it
                 if known.away:
                     known = known.to("resuming", self._records.history.now(), asked_at=known.asked_at)
                     await self._save(name, known)
@@ -236,11 +235,6 @@ class SuspendOperations:
         await self._say_why(allocation, known, why, said)
         while self._clock() < until and await self._runs(known):
             await self._bursts.measured()
-
-    async def _drop(self, name: AllocationId) -> None:
-        """Forgets a container that has ended. One that was started again can have the same page."""
-        self._pages.hold_calls(name, hold=False)
-        await self._save(name, None)
 
     async def _runs(self, known: Suspension) -> bool:
         """Whether any of the container's processes still runs."""

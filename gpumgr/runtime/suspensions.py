@@ -11,7 +11,7 @@ from gpumgr.common.aio import wait_at_most
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.suspension import Activity, Pause, Suspendable, Suspension, activity, obstacle
+from gpumgr.ledger.suspension import Activity, Pause, Suspension, activity, next_step, obstacle
 from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
@@ -128,8 +128,8 @@ class Suspensions:
         allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         pause = self._operations.pauses.get(name, Pause(0.0))
-        container = Suspendable(view=view, known=known, uses=self._uses[name], worked=self._activity.get(name), pause=pause)
-        step, why = container.step(self._clock(), self.when_idle_seconds)
+        uses, worked = self._uses[name], self._activity.get(name)
+        step, why = next_step(view, known, uses, worked, pause, now=self._clock(), default_seconds=self.when_idle_seconds)
         if step == "suspend":
             assert view is not None
             if not self._one_is_suspended_now() and (found := await self._begin(allocation, demanded=bool(view.suspend))):

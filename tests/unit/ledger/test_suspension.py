@@ -11,13 +11,16 @@ from gpumgr.ledger.suspension import (
     AGAIN_SECONDS,
     Activity,
     HostMemory,
+    Pause,
     State,
     Suspension,
     activity,
     ahead,
     idle_seconds_to_suspend,
     missing_bytes,
+    next_step,
     obstacle,
+    resumed,
     waits_for,
 )
 from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
@@ -89,6 +92,43 @@ def test_the_annotations_decide_before_the_setting() -> None:
     assert idle_seconds_to_suspend(view(suspend=False, suspend_when_idle_seconds=90.0), None, 600.0) is None
     assert idle_seconds_to_suspend(view(suspend=True, deleted=True), None, 0.0) is None
     assert idle_seconds_to_suspend(None, None, 600.0) is None
+
+
+AWAY = Suspension(state="suspended", demanded=True)
+RESUMED = Suspension(state="running", demanded=True)
+WORKED = Activity(1, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "known", "pause", "step", "why"),
+    [
+        ({}, Suspension(state="resuming"), Pause(0.0), "continue", None),
+        ({"suspend": True}, AWAY, Pause(0.0), None, None),
+        ({}, AWAY, Pause(0.0), "resume", None),
+        ({"suspend": True}, AWAY.asked(5.0), Pause(0.0), "resume", None),
+        ({"suspend": True}, Suspension(state="failed"), Pause(0.0), None, None),
+        ({}, RESUMED, Pause(0.0), "forget", None),
+        ({"suspend": True}, None, Pause(0.0), "suspend", None),
+        ({"suspend": True}, None, Pause(201.0), None, None),
+        ({"suspend": True}, None, resumed(199.0), None, "it was resumed less than 60 s ago; it is suspended after that"),
+        ({"suspend_when_idle_seconds": 100.0}, None, Pause(0.0), "suspend", None),
+        ({"suspend_when_idle_seconds": 101.0}, None, Pause(0.0), None, None),
+        ({"suspend_when_idle_seconds": 100.0}, None, Pause(0.0, resumed_at=101.0), None, None),
+        ({"suspend_ignored": "no JSON"}, None, Pause(0.0), None, "no JSON"),
+    ],
+)
+def test_what_is_to_be_done_with_a_container(
+    fields: dict[str, Any], known: Suspension | None, pause: Pause, step: str | None, why: str | None
+) -> None:
+    assert next_step(view(**fields), known, [USE], WORKED, pause, now=200.0, default_seconds=0.0) == (step, why)
+
+
+def test_pauses_double_up_to_an_hour() -> None:
+    pause, pauses = Pause(0.0), list[float]()
+    for _ in range(8):
+        pause = pause.failed(7.0)
+        pauses.append(pause.until - 7.0)
+    assert pauses == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
 
 
 def test_launches_and_running_kernels_are_work() -> None:

@@ -55,6 +55,7 @@ async def of_8_gib(place: Place) -> tuple[Unhurried, int]:
 async def test_a_program_is_no_obstacle_to_a_limit_that_is_not_below_its_own(place: Place) -> None:
     backend, first = await of_8_gib(place)
     assert await backend.adjust([running(SMALL, first, gpu=(first,))]) == keeps(first)
+    assert backend.kept_bytes() == {"a1": 8 * GIB}
     second, _ = await place.attach(backend, SMALL)
     both = (first, second)
     between = tenant(memory_bytes=6 * GIB)
@@ -64,7 +65,9 @@ async def test_a_program_is_no_obstacle_to_a_limit_that_is_not_below_its_own(pla
     new = await place.agent()
     await new.recover([LARGE])
     assert await new.adjust([running(LARGE, *both, gpu=both)]) == {}
+    assert new.kept_bytes() == {}
     assert await new.adjust([running(SMALL, *both, gpu=both)]) == keeps(first)
+    assert new.kept_bytes() == {"a1": 8 * GIB}, "by the record of an earlier agent"
     less = tenant(memory_bytes=2 * GIB)
     assert await new.adjust([running(less, *both, gpu=both)]) == keeps(min(both))
 

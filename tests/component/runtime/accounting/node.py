@@ -1,7 +1,8 @@
 """MemoryLimitWatcher and in-memory implementations of its ports."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -240,6 +241,8 @@ class Node:
         publisher = None if standalone else self.publisher
         self.host, self.mover = MemoryHost(self.runtime.ended), MemoryMover()
         self.owners = ProcessOwners(self.runtime, clock=self.clock, timeout_seconds=60.0)
+        #: How many operations need samples soon.
+        self.awaited = 0
         self.memory_watcher = MemoryLimitWatcher(
             records=self.agent_state,
             pods=self.pods,
@@ -248,8 +251,14 @@ class Node:
             evictor=publisher,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
-            suspending=Parts(host=self.host, mover=self.mover),
+            suspending=Parts(host=self.host, mover=self.mover, sampling_soon=self.sampling_soon),
         )
+
+    @contextmanager
+    def sampling_soon(self) -> Iterator[None]:
+        self.awaited += 1
+        yield
+        self.awaited -= 1
 
     def set_timeout(self, seconds: float) -> None:
         """How long evaluations wait for the runtime and the backends from now on."""

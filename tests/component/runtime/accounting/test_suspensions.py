@@ -213,12 +213,14 @@ async def test_what_the_host_must_hold_is_measured_while_calls_are_held() -> Non
     node = running(suspend=True)
     node.host.left = HostMemory(node_bytes=1000 * MIB)
     await sampled_once(node, uses(a=500))
-    assert (node.backends.held, state(node)) == ({"a"}, "suspending")
+    assert (node.backends.held, state(node), node.awaited) == ({"a"}, "suspending", 1)
     await sampled_once(node, uses(a=500))
     assert node.mover.done == []
     await sampled_once(node, uses(a=600))
     assert (node.mover.done, node.mover.last.memory_bytes, state(node)) == ([("suspend", "a")], {GPU: 600 * MIB}, "suspended")
     assert node.agent_state.suspensions["a"].memory_bytes == {GPU: 600 * MIB}
+    await sampled(node, uses(a=0))
+    assert node.awaited == 0
 
 
 @pytest.mark.parametrize("left", [1000, 800])
