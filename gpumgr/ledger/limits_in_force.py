@@ -5,7 +5,7 @@ may take longer than the evaluation, and may fail for some containers. So the li
 bound: the highest one that was computed since the last evaluation that was in force before the sample.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -39,7 +39,8 @@ class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
     computed: Mapping[AllocationOnGpu, tuple[tuple[int, int], ...]] = msgspec.field(default_factory=dict)
 
     def with_sample(self, started: Mapping[AllocationOnGpu, int]) -> "LimitsInForce":
-        """Call it first in each evaluation: a new sample was read. `started`: the limits with which new containers start."""
+        """Call it first in each evaluation: a new sample was read. `started`: the limits that containers have that are not known
+        here."""
         known = replace(self, under_sample=self.before_sample)
         computed = {place: known._possible(place[0], limits) for place, limits in self.computed.items()}
         return replace(known, computed={place: ((self.begun, size),) for place, size in started.items()} | computed)
@@ -51,16 +52,15 @@ class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
             return later
         return ((0, under.kept_bytes[name]), *later) if name in under.kept_bytes else limits
 
-    def with_limits(self, limits: Mapping[AllocationOnGpu, int], unknown: Collection[AllocationOnGpu]) -> "LimitsInForce":
-        """An evaluation has computed these limits, of all containers, in bytes. `unknown`: where an earlier process of the agent may have
-        set other ones."""
+    def with_limits(self, limits: Mapping[AllocationOnGpu, int]) -> "LimitsInForce":
+        """An evaluation has computed these limits, of all containers, in bytes."""
         begun = self.begun + 1
-        before = {**self.computed, **({} if self.begun else dict.fromkeys(unknown, ((0, UNKNOWN_BYTES),)))}
         computed = {
-            place: (*(each for each in before.get(place, ()) if each[1] > size), (begun, size)) for place, size in limits.items()
+            place: (*(each for each in self.computed.get(place, ()) if each[1] > size), (begun, size))
+            for place, size in limits.items()
         }
         return replace(self, begun=begun, computed=computed)
 
     def most_bytes(self, place: AllocationOnGpu) -> int:
-        """The highest limit that was in force when the present sample was read, or is since then; 0 if none was computed yet."""
+        """The highest limit that was in force when the present sample was read, or is since then; 0 for a container after that sample."""
         return max((size for _, size in self.computed.get(place, ())), default=0)

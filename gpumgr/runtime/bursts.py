@@ -43,18 +43,19 @@ class Bursts:
         #: The GPUs on which growth waits; no container may take more memory for a burst there. Each evaluation sets it anew.
         self.growing: Collection[GpuName] = ()
         self._in_force = LimitsInForce()
-        #: The containers that an earlier process of the agent resized, or refused to resize.
-        self._resized: Collection[AllocationId] | None = None
         self._news = asyncio.Event()
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Call it first in each evaluation: a new sample was read."""
-        shares = [a for a in self._records.ledger.allocations.values() if is_share(a)]
-        if not self.begun:
-            self._resized = {a.id for a in shares if a.resize is not None}
-        started = {(a.id, gpu): a.guaranteed_on(gpu).memory_mebibytes << 20 for a in shares for gpu in a.gpus}
+    def begin(self, ledger: Ledger, use: NodeUse) -> None:
+        """Call it first in each evaluation: a new sample was read, with this use."""
+        started = {
+            (a.id, gpu): UNKNOWN_BYTES
+            if not self.begun and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
+            else a.guaranteed_on(gpu).memory_mebibytes << 20
+            for a in ledger.allocations.values()
+            for gpu in (a.gpus if is_share(a) else ())
+        }
         self._in_force, self.growing = self._in_force.with_sample(started), ()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
@@ -86,8 +87,7 @@ class Bursts:
             uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
             shares, use = self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
         now = {(name, gpu.name): gpu.limit_bytes for name, share in shares.items() for gpu in share.gpus}
-        former = [place for place in now if not self.begun and self._had_more(ledger.allocations[place[0]], place[1])]
-        self._in_force = self._in_force.with_limits(now, former)
+        self._in_force = self._in_force.with_limits(now)
         news, self._news = self._news, asyncio.Event()
         news.set()
         return shares, use
@@ -98,20 +98,18 @@ class Bursts:
         ids_bytes = allocation.held_on(place[1]).memory_mebibytes << 20
         return (memory.used_bytes or 0) > ids_bytes and self._most_bytes(allocation, place[1]) > ids_bytes
 
-    def _had_more(self, allocation: Allocation, gpu: GpuName) -> bool:
+    def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
         """Whether an earlier process of the agent may have given the container another limit. If the setting allows no bursts, it may have
         allowed them before: then only memory beyond ids and slack is a sign of that."""
-        resized = allocation.id in self._resized if self._resized is not None else allocation.resize is not None
-        if resized or not self.demands.can_burst(allocation):
-            return resized
-        memory = self._memories.get(gpu, {}).get(allocation.id)
-        beyond_bytes = ((memory and memory.used_bytes) or 0) - (allocation.held_on(gpu).memory_mebibytes << 20)
-        return self.demands.allowed or beyond_bytes > self.slack_bytes
+        beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
+        return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
     def _most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """The highest memory limit that may be in force; see LimitsInForce."""
-        unknown = not self.begun and self._had_more(allocation, gpu)
-        return UNKNOWN_BYTES if unknown else self._in_force.most_bytes((allocation.id, gpu))
+        before_first = not (self.begun or self._in_force.computed)
+        if before_first and self._had_more(allocation, gpu, None):
+            return UNKNOWN_BYTES
+        return self._in_force.most_bytes((allocation.id, gpu))
 
     def most_bytes(self, ledger: Ledger) -> Mapping[AllocationOnGpu, int]:
         """For each container and GPU, what it may have by the limits that may be in force. A container that is being moved can have what it

@@ -163,7 +163,7 @@ class MemoryLimitWatcher:
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
-        self.bursts.begin()
+        self.bursts.begin(ledger, use)
         if any(undecided_resize(a, self._pods) for a in ledger.allocations.values()) and await self._resizes.decide(
             ledger, use, most=self._rule.most
         ):

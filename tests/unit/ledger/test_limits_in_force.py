@@ -7,11 +7,9 @@ from gpumgr.ledger.limits_in_force import UNKNOWN_BYTES, Enforced, LimitsInForce
 PLACE = ("a", "g")
 
 
-def evaluated(
-    limits: LimitsInForce, size: int, *, enforced: Enforced | None = None, started: int = 10, unknown: bool = False
-) -> LimitsInForce:
+def evaluated(limits: LimitsInForce, size: int, *, enforced: Enforced | None = None, started: int = 10) -> LimitsInForce:
     """After an evaluation that computed this limit. `enforced`: what is in force at its end; None: nothing new."""
-    begun = limits.with_sample({PLACE: started}).with_limits({PLACE: size}, [PLACE] if unknown else [])
+    begun = limits.with_sample({PLACE: started}).with_limits({PLACE: size})
     now = enforced or limits.now
     return replace(begun, now=now, before_sample=now)
 
@@ -35,14 +33,14 @@ def test_a_new_container_has_the_limit_with_which_it_started() -> None:
 
 
 def test_a_limit_of_an_earlier_process_is_not_known_until_the_first_one_is_in_force() -> None:
-    limits = evaluated(LimitsInForce(), 5, unknown=True)
+    limits = evaluated(LimitsInForce(), 5, started=UNKNOWN_BYTES)
     assert limits.most_bytes(PLACE) == UNKNOWN_BYTES
-    limits = evaluated(limits, 5, enforced=Enforced(number=1), unknown=True)
+    limits = evaluated(limits, 5, enforced=Enforced(number=1))
     assert limits.with_sample({}).most_bytes(PLACE) == 5
 
 
 def test_an_obstacle_keeps_the_former_bound_or_what_the_backend_knows() -> None:
-    limits = evaluated(LimitsInForce(), 5, enforced=Enforced(number=1, obstacles={"a": "broken"}), unknown=True)
+    limits = evaluated(LimitsInForce(), 5, enforced=Enforced(number=1, obstacles={"a": "broken"}), started=UNKNOWN_BYTES)
     assert limits.with_sample({}).most_bytes(PLACE) == UNKNOWN_BYTES
     limits = evaluated(limits, 4, enforced=Enforced(number=2, obstacles={"a": "old"}, kept_bytes={"a": 8}))
     assert limits.with_sample({}).most_bytes(PLACE) == 8
