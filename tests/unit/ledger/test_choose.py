@@ -102,6 +102,13 @@ def test_required_ids_pin_the_gpu() -> None:
     assert asked(empty(), "core", 30, app(30, 4), must={FOUR: 0b1}).masks == {FOUR: low(30)}
 
 
+@pytest.mark.parametrize(("resource", "size"), [("core", 30), ("memory", 2)])
+def test_required_ids_pin_the_gpu_of_a_share_before_whole_gpus(resource: Resource, size: int) -> None:
+    """The container after the init container needs both GPUs, the init container a part of one."""
+    chain = init(30, 2), app(200, 2)
+    assert asked(empty([16, 16]), resource, size, *chain, must={TWO: 0b1}).masks == {TWO: low(size)}
+
+
 def test_a_share_that_must_span_two_gpus_is_refused() -> None:
     with pytest.raises(Refusal, match=r"GPU0 \(00000000\), GPU1 \(00000001\) must be among them"):
         asked(empty(), "core", 30, app(30, 4), must={ONE: 1, TWO: 1})
