@@ -55,6 +55,7 @@ class Bursts:
             else a.guaranteed_on(gpu).memory_mebibytes << 20
             for a in ledger.allocations.values()
             for gpu in (a.gpus if is_share(a) else ())
+            if (a.id, gpu) not in self._in_force.computed
         }
         self._in_force, self.growing = self._in_force.with_sample(started), ()
 
