@@ -99,17 +99,6 @@ class Backend:
         """How the containers of this backend used their turns; empty for a mechanism without turns."""
         return {}
 
-    def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:  # noqa: ARG002
-        """From now on holds the container's calls of CUDA outside of the driver, or no longer. False: it can't."""
-        return False
-
-    def holds_calls(self, allocation: AllocationId) -> bool:  # noqa: ARG002
-        return False
-
-    def asks_for_resume(self, allocation: AllocationId) -> bool:  # noqa: ARG002
-        """Whether a call of the container waits because its calls are held."""
-        return False
-
     def remains(self) -> Collection[AllocationId]:
         """Allocations that have files or other state of this backend. Raises OSError."""
         return ()

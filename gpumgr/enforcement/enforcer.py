@@ -233,15 +233,6 @@ class Enforcer:
                 return f"with the backend {name}, programs that run keep the limits with which they started"
         return self.obstacle_to_change(mechanisms, resource)
 
-    def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
-        return any(backend.hold_calls(allocation, hold=hold) for backend in self.backends.values())
-
-    def holds_calls(self, allocation: AllocationId) -> bool:
-        return any(backend.holds_calls(allocation) for backend in self.backends.values())
-
-    def asks_for_resume(self, allocation: AllocationId) -> bool:
-        return any(backend.asks_for_resume(allocation) for backend in self.backends.values())
-
     def own_pids(self, started: Mapping[int, int]) -> frozenset[int]:
         return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids(started))
 

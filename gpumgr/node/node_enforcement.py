@@ -123,12 +123,13 @@ class NodeEnforcement:
             volumes=self._volumes,
             log_level=settings.hami_core.log_level,
         )
+        self._limiter = self._make_limiter(nvml)
         self._memory = DriverMemory(
             nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
         )
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
         self.limits = Enforcer(
-            [self._memory, self._make_limiter(nvml), self._hami_core, self.vcuda, self.mps, *unlimited],
+            [self._memory, self._limiter, self._hami_core, self.vcuda, self.mps, *unlimited],
             # Simulated GPUs have no enforcement by default.
             msgspec.structs.replace(chosen, backend="none") if simulated and chosen.backend == "auto" else chosen,
             on_start=self._on_start,
@@ -159,7 +160,8 @@ class NodeEnforcement:
         mover = Checkpoints(
             library=_libcuda(self._settings.nvml.library_path), proc_root=root, lock_file=run_dir / "suspend.lock"
         )
-        return Parts(host=LocalHost(root, self._cgroups, platform.machine()), mover=mover, sampling_soon=sampling_soon)
+        host = LocalHost(root, self._cgroups, platform.machine())
+        return Parts(host=host, mover=mover, pages=self._limiter, sampling_soon=sampling_soon)
 
     def _make_vcuda(self, driver_files_obstacle: Callable[[], str | None]) -> VcudaBackend:
         return VcudaBackend(

@@ -32,7 +32,7 @@ from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
 from gpumgr.runtime.overcommitment import Overcommitment
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspend_operations import REFUSED, Pages, Parts, SuspendMeter
+from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter
 from gpumgr.runtime.suspensions import Suspensions
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ TIMEOUT_SECONDS: Final = 0.5
 Mechanisms = tuple[str, ...]
 
 
-class Backends(Pages, Protocol):
+class Backends(Protocol):
     """All enforcement backends together (gpumgr.enforcement.enforcer.Enforcer)."""
 
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]: ...
@@ -113,7 +113,7 @@ class MemoryLimitWatcher:
         self._shares, self._pods = _Shares(pods, self._events), pods
         demands = BurstDemands(pods, self._events, obstacle=backends.obstacle_to_burst)
         self.bursts = Bursts(records, demands)
-        self.suspensions = Suspensions(records, pods, self._events, self.bursts, suspending, backends, meter, clock=owners.clock)
+        self.suspensions = Suspensions(records, pods, self._events, self.bursts, suspending, meter, clock=owners.clock)
         self.apply(over_limit)
         self._overcommitment = Overcommitment(records, self._events)
         self._enforce = BackgroundCall("enforce_limits")

@@ -86,10 +86,10 @@ class Mover(Protocol):
 
 class Pages(Protocol):
     """The pages that the agent shares with the container's library: what the library reads, and what it requests
-    (gpumgr.enforcement.enforcer.Enforcer)."""
+    (gpumgr.enforcement.limiter.backend.Limiter)."""
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
-        """Holds the container's calls outside of the driver, or releases them. False: its mechanisms can't do that."""
+        """Holds the container's calls outside of the driver, or releases them. False: it has no pages, or they can't be used."""
         ...
 
     def holds_calls(self, allocation: AllocationId) -> bool: ...
@@ -112,6 +112,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Host
     mover: Mover
+    pages: Pages
     sampling_soon: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
@@ -124,13 +125,12 @@ class SuspendOperations:
         events: ContainerEvents,
         bursts: Bursts,
         parts: Parts,
-        pages: Pages,
         meter: SuspendMeter,
         *,
         clock: Callable[[], float],
     ) -> None:
         self._records, self._events, self._bursts = records, events, bursts
-        self._host, self._mover, self._pages, self._meter = parts.host, parts.mover, pages, meter
+        self._host, self._mover, self._pages, self._meter = parts.host, parts.mover, parts.pages, meter
         self._clock = clock
         self.pauses: dict[AllocationId, Pause] = {}
         #: Set by each change of a state.

@@ -16,7 +16,7 @@ from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
 from gpumgr.runtime.process_owners import ProcessOwnership
-from gpumgr.runtime.suspend_operations import REFUSED, Pages, Parts, SuspendMeter, SuspendOperations
+from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter, SuspendOperations
 
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
@@ -33,14 +33,13 @@ class Suspensions:
         events: ContainerEvents,
         bursts: Bursts,
         parts: Parts,
-        pages: Pages,
         meter: SuspendMeter,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._records, self._pods, self._events, self._bursts = records, pods, events, bursts
-        self._host, self._sampling_soon, self._pages, self._clock = parts.host, parts.sampling_soon, pages, clock
-        self._operations = SuspendOperations(records, events, bursts, parts, pages, meter, clock=clock)
+        self._host, self._sampling_soon, self._pages, self._clock = parts.host, parts.sampling_soon, parts.pages, clock
+        self._operations = SuspendOperations(records, events, bursts, parts, meter, clock=clock)
         #: The setting enforcement.suspend_when_idle_seconds.
         self.when_idle_seconds = 0.0
         self._activity: dict[AllocationId, Activity] = {}

@@ -23,6 +23,7 @@ from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME
+from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
@@ -99,6 +100,12 @@ class SharedNode:
             suspending=Parts(
                 host=LocalHost(self.places.proc, self.places.cgroups(), platform.machine()),
                 mover=Checkpoints(library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"),
+                pages=Limiter(
+                    library_dir=self.folder / "lib",
+                    run_dir=self.folder / "run",
+                    pid_in_container_of=self.places.cgroups().pid_in_container_of,
+                    quantum_milliseconds=20,
+                ),
             ),
         )
         self.hardware_events = HardwareEvents(

@@ -252,7 +252,7 @@ class Agent:
             evictor=None,
             meter=MemoryMeter(),
             over_limit=OverLimit(samples=1, slack_bytes=0, burst=True, most=Amounts(100, MEMORY)),
-            suspending=Parts(host=gpu, mover=gpu),
+            suspending=Parts(host=gpu, mover=gpu, pages=gpu),
         )
         self._runtime = runtime
 

@@ -251,7 +251,7 @@ class Node:
             evictor=publisher,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
-            suspending=Parts(host=self.host, mover=self.mover, sampling_soon=self.sampling_soon),
+            suspending=Parts(host=self.host, mover=self.mover, pages=self.backends, sampling_soon=self.sampling_soon),
         )
 
     @contextmanager
