@@ -101,7 +101,7 @@ async def two(_trial: Trial, node: LabNode) -> None:
     await has_free(tenant, 3 * GIB - CONTEXT_BYTES)
     processes = await crowd([tenant], 40)
     granted = await asyncio.gather(*(process.result(f"alloc {256 * MIB}") for process in processes))
-    assert set(granted) == {0, 2}
+    assert set(granted) <= {0, 2}  # all are refused if the agent has charged their contexts before
     assert granted.count(0) <= 12
 
 

@@ -180,18 +180,18 @@ class PageMonitor(Monitor):
             self._spoiled[page] = spoiled
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
-        """The memory that the driver uses for the container beyond the library's count. The driver's figure is older than the count:
-        while the count changes, the smallest of the recent differences is taken, or freed memory would count as used."""
+        """The memory that the driver uses for the container beyond the library's count. The driver's figure is older than this count and
+        newer than the one before. While the count changes, the former result is kept if it lies between both differences; it grows only to
+        the smallest of the recent differences, or freed memory would count as used."""
         before, self._counted[page] = self._counted[page], count
-        if driver_bytes is None:
+        if driver_bytes is None or before is None:
             return former_bytes
         differences = self._differences[page]
-        if before is None:  # the agent may have been away: the former figure is one of the recent ones
-            differences.append(former_bytes)
-        elif before.changes == count.changes:
+        if before.changes == count.changes:
             differences.clear()
-        differences.append(max(0, driver_bytes - count.reserved_bytes))
-        return min(differences)
+        least, most = sorted(max(0, driver_bytes - each.reserved_bytes) for each in (before, count))
+        differences.append(least)
+        return max(min(former_bytes, most), min(differences))
 
     def _unregistered(self, running: RunningContainer, slots: Sequence[Slot]) -> Iterator[Finding]:
         """Reports processes that use the GPU without a slot."""

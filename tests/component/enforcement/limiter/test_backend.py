@@ -221,6 +221,21 @@ async def test_memory_that_was_freed_after_the_drivers_figure_is_not_taken_twice
         assert tenant.ask("info")[1] == GPU.memory_bytes - CONTEXT_BYTES
 
 
+async def test_memory_that_was_taken_after_the_drivers_figure_leaves_no_more_than_the_limit(place: Place) -> None:
+    """What the library does not count stays charged, and is corrected when the count rests."""
+    await place.start()
+    with place.tenant() as tenant:
+        for _ in range(2):
+            await place.check(driver_bytes=CONTEXT_BYTES + 100 * MIB)
+        free = tenant.ask("info")[1]
+        for taken in range(4):
+            tenant.ask(f"grab alloc {32 * MIB} {32 * MIB}")
+            await place.check(driver_bytes=CONTEXT_BYTES + (100 + 32 * taken) * MIB)
+            assert tenant.ask("info")[1] == free - 32 * (taken + 1) * MIB
+        await place.check(driver_bytes=CONTEXT_BYTES + (90 + 32 * 4) * MIB)
+        assert tenant.ask("info")[1] == free - (32 * 4 - 10) * MIB
+
+
 async def test_the_slot_of_a_process_that_was_killed_is_freed(place: Place) -> None:
     await place.start()
     with place.tenant() as tenant:
