@@ -56,14 +56,14 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mps(Backend):
-    """A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the
-    kubelet must not depend on other mechanisms.
-
-    `state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `trials` None: no trial daemon is started.
+    """`state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `trials` None: no trial daemon is started.
     `cuda_library`: the name or path of libcuda, for trials of new clients.
 
     The agent registers with the kubelet without waiting for the trial, which runs in the background. `settle` waits for it before a share
     is granted, and no container starts on a shared GPU or gets a whole GPU before the trial has ended.
+
+    A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the kubelet
+    must not depend on other mechanisms.
     """
 
     name: BackendName = "mps"
@@ -128,7 +128,7 @@ class Mps(Backend):
             control = await find_control_program(
                 self._settings.control_program, self._method, self._root.parent, timeout_seconds=self.timeout_seconds
             )
-            await asyncio.to_thread(self._settle, control, await control.features())
+            await asyncio.to_thread(self._choose_protocol, control, await control.features())
         except (MpsError, OSError):
             if self._supervisor is None:
                 await asyncio.to_thread(self._resume)
@@ -175,7 +175,7 @@ class Mps(Backend):
                 f"ended; if this persists, check whether the driver answers (nvidia-smi), and see {self._root}/probe/log",
             )
 
-    def _settle(self, control: ControlProgram, features: ControlFeatures) -> None:
+    def _choose_protocol(self, control: ControlProgram, features: ControlFeatures) -> None:
         """The first call decides the protocol; later calls check that the program still supports it. Raises MpsError, OSError."""
         known = self._supervisor.config.protocol if self._supervisor else None
         kept = known or (read_protocol(self._state_dir) if self._keep else None)
@@ -342,8 +342,8 @@ class Mps(Backend):
         )
 
     def _suspects(self, allocations: Collection[AllocationId], tampering: findings.Tampering) -> list[GpuShare]:
-        """The containers on a GPU that may have tampered: those with processes, or, if only root can do it, with processes of root by the
-        host's user ids."""
+        """The containers on a GPU that may have tampered: all with processes; if only root can do it, all with processes of the host's root
+        user."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 
@@ -380,7 +380,7 @@ class Mps(Backend):
         return self._kept
 
     async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
-        """Terminates the work of those `pids` (UUID of a GPU -> processes) that are clients of the GPU's daemon."""
+        """Terminates the work of the clients of a GPU's daemon that are among `pids` (UUID of the GPU -> processes)."""
         await asyncio.gather(*(self._end_clients(each, pids[each.uuid]) for each in self.daemons() if each.uuid in pids))
 
     async def _end_clients(self, daemon: Daemon, pids: Collection[int]) -> None:

@@ -35,7 +35,7 @@ _NOT_RUN: Final = (126, 127)
 _MAX_BYTES: Final = 1 << 20
 #: How often a running program's time limit is checked.
 _SLICE_SECONDS: Final = 0.1
-#: Not asyncio's own threads: a program that hangs blocks a thread until the time limit, one for each GPU.
+#: Separate from asyncio's threads: on each GPU a program that hangs can block one until the time limit.
 _THREADS: Final = ThreadPoolExecutor(32, "mps-control")
 _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
 
@@ -76,7 +76,8 @@ class ControlProgram:
         return output
 
     async def run(self, argv: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
-        """Runs a program that leaves a process in the background, which may keep the output open: it goes to a file. Raises MpsError."""
+        """Runs a program that leaves a process in the background. Its output goes to a file, since that process may keep it open. Raises
+        MpsError."""
         with output.open("wb") as file:
             status, _ = await self._execute(argv, environment, "", file.fileno())
         if status:
@@ -88,8 +89,8 @@ class ControlProgram:
         return await self._execute([*self._before, *argv], environment, text, subprocess.PIPE)
 
     async def _execute(self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int) -> tuple[int, str]:
-        """Runs the command on a thread, since asyncio's processes take half as much time again. Returns when the program has ended, also
-        if the call is cancelled."""
+        """Runs the command on a thread, since a process of asyncio takes 1.5 times as long. Returns when the program has ended, also if the
+        call is cancelled."""
         stop = threading.Event()
         limited = partial(_run, argv, environment, text, output, self._timeout_seconds, stop)
         work = asyncio.get_running_loop().run_in_executor(_THREADS, limited)

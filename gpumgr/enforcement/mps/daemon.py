@@ -1,7 +1,7 @@
-"""One GPU's control daemon. It is started at first use, adopted after a restart of the agent, restarted after a crash, and ended when
-idle.
+"""One GPU's MPS control daemon: started at first use, adopted after a restart of the agent, restarted after a crash, and ended when idle.
 
-Callers hold `lock` around every coroutine here. The daemon's process is no child of the agent: it is found by its pipe folder.
+Callers hold `lock` around each public coroutine but `try_client`. The daemon's process is no child of the agent: it is found by its pipe
+folder.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class Daemon:
     _failures: int = 0
     _not_before: float = float("-inf")
     _settled_at: float = float("-inf")
-    #: The state of this process.
+    #: What was set at `process`.
     _limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Daemon:
         )
 
     async def _move_home(self, allocation: AllocationId) -> None:
-        """Ends a daemon in another folder: a GPU has one daemon, and its folder is named in what its containers were given.
+        """Ends a daemon in another folder: a GPU has one daemon, and its containers have the path of its folder.
 
         Raises MpsError if containers still use that daemon. Raises OSError.
         """
@@ -175,16 +175,16 @@ class Daemon:
             former_bytes = max(known.memory_bytes, known.former_bytes or 0)
             older = dict.fromkeys(_started(pids), former_bytes) | older
             # Recorded before the limits change, so that a later call, perhaps of the agent's next process, continues.
-            self.folder.put(allocation, share.beside(older, former_bytes))
+            self.folder.put(allocation, share.with_older(older, former_bytes))
             if self.blocked is not None:  # a command would take seconds, with each sample
                 raise MpsError(self.blocked)
             await self._limit({allocation})
             await self._list()
             meanwhile = _started(pid for pid, namespace in self.clients.items() if namespace == allocation)
             older = dict.fromkeys(meanwhile, max(former_bytes, share.memory_bytes)) | older
-            self.folder.put(allocation, share.beside(older))
+            self.folder.put(allocation, share.with_older(older))
         elif len(older) < len(known.older):
-            self.folder.put(allocation, share.beside(older))
+            self.folder.put(allocation, share.with_older(older))
         return {each: limit_bytes for each, limit_bytes in older.items() if limit_bytes > share.memory_bytes}
 
     async def remove(self, allocation: AllocationId) -> None:
@@ -216,7 +216,8 @@ class Daemon:
     # -- the daemon --------------------------------------------------------------------------------------------------------
 
     async def adopt(self) -> bool:
-        """Returns whether the daemon runs. If it runs, it has answered; raises MpsError if it runs and does not answer."""
+        """Takes over the daemon if it runs, and lists its servers and clients. Returns whether it runs; raises MpsError if it does not
+        answer."""
         found = processes.find_daemon(self.folder.pipe, self.process)
         if found is None:
             return False

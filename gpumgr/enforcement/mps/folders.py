@@ -5,9 +5,9 @@ files end with the boot, as the daemons do. Files are JSON without a version: fi
 file that it can't decode is reported and counts as missing, but its name still counts.
 
 The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the compute mode that the GPU had before. It is not in the daemon's
-folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then take its own compute
-mode for the former one, and start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier
-boot are ignored.
+folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then take the mode that it
+set for the former one, and start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot
+are ignored.
 """
 
 import os
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What a container was granted; `cores` in percent. In protocol 3 also: `older`: its processes that run since before the last change,
-    each with the limit of memory with which it started. `former_bytes`: while a change is under way, the largest limit of memory that a
-    program may have got before it."""
+    """What a container was granted; `cores` in percent. Protocol 3 only: `older` has its processes that started before the last change,
+    each with the memory limit that it started with; `former_bytes` is set while a change is under way: the largest memory limit that a
+    program may have got before."""
 
     cores: int
     memory_bytes: int
@@ -50,8 +50,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     def limits(self) -> tuple[int, int]:
         return self.cores, self.memory_bytes
 
-    def beside(self, older: Mapping[Process, int], former_bytes: int | None = None) -> Self:
-        """The same share, with these processes."""
+    def with_older(self, older: Mapping[Process, int], former_bytes: int | None = None) -> Self:
+        """This share with other values for `older` and `former_bytes`."""
         return replace(self, older=tuple(older.items()), former_bytes=former_bytes)
 
 

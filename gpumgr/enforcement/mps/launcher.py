@@ -1,9 +1,9 @@
-"""How the daemon's first process is started so that it outlives the agent, with the GPU's own folder as its /dev/shm.
+"""Command lines that start a GPU's MPS daemon so that it outlives the agent, with the GPU's own folder as its /dev/shm.
 
 systemd    in a transient service: processes of the agent's own service end with it (KillMode=mixed), and its sandbox allows neither
            mounts nor new namespaces.
-host       the same from a pod, with the host's programs: the command enters the mount namespace of the host's first process. The
-           container's processes would end with it, and it has neither systemd's programs nor its sockets.
+host       the same from a pod, with the host's programs: the command enters the mount namespace of the host's first process. Processes
+           in the agent's container would end with it, and the image has neither systemd's programs nor its sockets.
 namespace  in a mount namespace of its own, on a host without systemd. Unmounts on the host propagate into it ("slave"); otherwise it
            would keep pods' volumes mounted.
 plain      as a plain process, if the agent is not root. The daemon uses the host's /dev/shm.
@@ -75,7 +75,7 @@ def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] 
 
 
 def outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
-    """The command that runs this one in the host's mount namespace; None if the agent may not mount."""
+    """The command line that runs `command` in the host's mount namespace; None if the agent may not mount."""
     if launch == "plain":
         return None
     before = [*_UNIT, *_WAIT, "--"] if launch == "systemd" else []
@@ -83,6 +83,6 @@ def outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
 
 
 def _as_unit(options: Sequence[str], shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """The command that runs this one in a transient service, which has `shm` as its /dev/shm."""
+    """The command line that runs `command` in a transient service, which has `shm` as its /dev/shm."""
     variables = [f"--setenv={key}={value}" for key, value in environment.items()]
     return [*_UNIT, *options, f"--property=BindPaths={shm}:/dev/shm", *variables, "--", *command]

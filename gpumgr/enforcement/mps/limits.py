@@ -123,7 +123,7 @@ class Namespaces(msgspec.Struct):
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
         """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Limits that
-        gpumgr was changing are not reported: it may have ended in the middle. Then it deletes namespaces of ended containers, and
+        gpumgr was changing are not reported: the agent may have ended in the middle. Also deletes namespaces of ended containers, and
         namespaces that neither gpumgr nor MPS made; only a few at each check, since a container can make thousands. Raises MpsError."""
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}

@@ -1,4 +1,4 @@
-"""All daemons of the node: checks them periodically and ends idle ones."""
+"""All MPS daemons of the node: checks them periodically and ends idle ones."""
 
 import asyncio
 import contextlib
@@ -123,6 +123,7 @@ class Supervisor:
 
 
 def _in_use(daemon: Daemon, known: Collection[AllocationId]) -> bool:
+    """Whether a recorded container still exists. Also sets `unused`."""
     try:
         recorded = frozenset(daemon.folder.allocations())
         daemon.unused = frozenset(each for each in recorded if each not in known)
