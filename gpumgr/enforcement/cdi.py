@@ -1,8 +1,8 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
 Each allocation has one spec file, with one device, or for a ResourceClaim one device for each GPU. The file is written when the container
-starts (then Allocate was answered for both resources), or when the claim is prepared. It depends on the allocation alone. Source:
-Container Device Interface specification 0.6.0; the runtime reads the folder again for a name that it does not know.
+starts (by then both resources are allocated), or when the claim is prepared. It depends on the allocation alone. Source: Container Device
+Interface specification 0.6.0; the runtime reads the folder again for a name that it does not know.
 """
 
 import json
@@ -30,7 +30,7 @@ def file_name(allocation: AllocationId) -> str:
 
 
 def allocation_of(name: str) -> AllocationId | None:
-    """The allocation of a file with a name of `file_name`; None for another file."""
+    """The allocation of a spec file, from its name; None for another file."""
     prefix, suffix = "gpumgr.io-gpu-", ".json"
     inside = name.startswith(prefix) and name.endswith(suffix)
     return name[len(prefix) : -len(suffix)] if inside else None

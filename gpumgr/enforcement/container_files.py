@@ -1,11 +1,11 @@
-"""Files that a container shares with the agent, and can change in any way, and the tmpfs of limited size that has them. Functions block.
+"""Files that a container shares with the agent and can change in any way, in folders of limited size (tmpfs). All functions block.
 
 Such a file is not mapped into memory: a process that reads a mapping of a truncated file is killed. The descriptor stays open, so that the
 agent uses the file that the container got. Each access checks that the path still names this file.
 
 A container can enlarge its file, and must not take the space of other containers, so each folder is a tmpfs of its own. The container's
 runtime mounts the file on the host, so the tmpfs must be mounted on the host, too. It is if the agent runs in the host's mount namespace,
-or in a pod with "Bidirectional" propagation of run_dir. In the sandbox of a unit, systemd is asked to mount it. Source: mount(2),
+or in a pod with "Bidirectional" propagation of run_dir. An agent in a unit's sandbox asks systemd to mount it. Source: mount(2),
 mount_namespaces(7).
 """
 
@@ -65,14 +65,14 @@ class SharedFile:
             self.descriptor = -1
 
     def cut(self) -> int:
-        """Removes what the container appended; returns how many bytes that were."""
+        """Removes what the container appended; returns its size in bytes."""
         more = self.check() - self.size_bytes
         if more:
             os.ftruncate(self.descriptor, self.size_bytes)
         return more
 
     def extend(self) -> int:
-        """Appends what the container cut off, as zeros; returns how many bytes that were."""
+        """Replaces what the container cut off by zeros; returns its size in bytes."""
         less = self.size_bytes - self.check(short=True)
         if less > 0:
             os.ftruncate(self.descriptor, self.size_bytes)
@@ -108,7 +108,7 @@ class SharedFile:
         return found.st_size
 
 
-#: The size fits the region and some pages.
+#: Room for the largest of the files, HAMi-core's region, and some pages.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2
@@ -120,7 +120,8 @@ log = structlog.get_logger(__name__)
 
 
 class BoundedFolders:
-    """Without the right to mount, files are in plain folders: an enlarged file uses space of run_dir until the agent cuts it."""
+    """A tmpfs for each allocation. Without the right to mount it is a plain folder: an enlarged file uses space of run_dir until the agent
+    cuts it."""
 
     def __init__(self) -> None:
         self._logged = False

@@ -4,15 +4,15 @@ The NVIDIA driver (615 and newer) accounts all device memory to cgroups through 
 allocation fails with CUDA's out-of-memory error, which the container can't prevent, and cuMemGetInfo shows the limit as the total. Nothing
 is put into the container. The driver limits neither cores nor managed memory that is in the host's memory.
 
-Only the hard limit is set. A soft limit, which is a guarantee, is added to the ancestors of the cgroup. It is subtracted only if it is
-set to 0 before the cgroup is removed, and the runtime removes the cgroup as soon as the container ends. The guarantee is not needed:
-shares add up to no more than the GPU has, and each has a hard limit, which even with a burst leaves others what they were granted. A soft
-limit that is found is set to 0. The hard limit is removed with the cgroup.
+Only the hard limit is set. A soft limit (a guarantee) would be added to the cgroup's ancestors too, and subtracted there only if it were
+set to 0 before the cgroup is removed; but the runtime removes the cgroup as soon as the container ends. The guarantee is not needed: shares
+add up to no more than the GPU has, and each has a hard limit, which even with a burst leaves others what they were granted. A soft limit
+that is found is set to 0. The hard limit is removed with the cgroup.
 
-The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that the
-container allocated before stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container
-that the runtime does not list never gets its limit: no container starts while the runtime is not available, and a running container that
-is not listed is reported.
+The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that the container
+allocated before stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
+runtime does not list never gets its limit. So no container starts while the runtime is not available, and a running container that is not
+listed is reported.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """

@@ -1,4 +1,4 @@
-"""All mechanisms of the node behind one object, which implements the agent's enforcement port."""
+"""All backends (mechanisms) of the node behind one object, which implements the agent's enforcement port."""
 
 import asyncio
 import contextlib
@@ -62,8 +62,9 @@ class Enforcer:
     ) -> None:
         self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
         self.choice = MechanismChoice()
-        #: UUID -> the limits of new shares on this GPU, without the operator's overrides; and one text about all of them.
+        #: UUID -> the limits of new shares on this GPU, without the operator's overrides.
         self.gpu_limits: Mapping[str, GpuLimits] = {}
+        #: One text about all of them.
         self.described = self.choice.describe(())
         self._settings = settings
         self._cdi_dir, self._inject_by_cdi = settings.cdi_dir, settings.injection == "cdi"
@@ -214,7 +215,7 @@ class Enforcer:
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
-        """The highest memory limits of programs that keep former ones, as of the last `adjust`."""
+        """The highest memory limit that a running program keeps from before a change, as of the last `adjust`."""
         return {name: size for backend in self.backends.values() for name, size in backend.kept_bytes().items()}
 
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
@@ -227,7 +228,7 @@ class Enforcer:
         return None if limiting else f"no backend limits the container's {what}"
 
     def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
-        """The same about a limit that must change at once, also for programs that run."""
+        """Why these mechanisms can't change this limit at once, also for running programs; None: they can."""
         for name in mechanisms:
             if name in self.backends and resource in self.backends[name].limits and self.backends[name].running_keep_limits:
                 return f"with the backend {name}, programs that run keep the limits with which they started"

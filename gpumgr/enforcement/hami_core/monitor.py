@@ -86,7 +86,7 @@ class RegionMonitor(Monitor):
                 new = [*self._broken(running.tenant, error.strerror or str(error))]
             else:
                 new = [
-                    *self._drift(running.tenant, seen),
+                    *self._report_changed(running.tenant, seen),
                     *self._problems(running.tenant, seen),
                     *self._unregistered(running, seen),
                 ]
@@ -103,7 +103,7 @@ class RegionMonitor(Monitor):
             try:
                 region, seen = self._read(running)
                 changed = self._changed(running.tenant, seen)
-                due = [*self._drifted(running.tenant, seen), *self._processes(running, seen)]
+                due = [*self._differing(running.tenant, seen), *self._processes(running, seen)]
                 for each in due:
                     region.write(each.offset, each.data)
             except OSError as error:  # `check` reports it
@@ -121,7 +121,7 @@ class RegionMonitor(Monitor):
             return seen.recent_kernel
 
     def _read(self, running: RunningContainer) -> tuple[RegionFile, RegionView]:
-        """Reads the region, and cuts off what was appended to it: that must not wait for a repair. Raises OSError."""
+        """Reads the region, and first cuts off what was appended to it, without waiting for a repair. Raises OSError."""
         if isinstance(self._region, str):
             raise OSError(self._region)
         if more := self._region.cut():
@@ -129,7 +129,7 @@ class RegionMonitor(Monitor):
         self._pids.forget_all_but({*running.pids, *running.gpu_pids})
         return self._region, self._region.read()
 
-    def _drift(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
+    def _report_changed(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
         drift = self._changed(tenant, seen)
         self._reported_drift = frozenset(each.offset for each in drift)
         if drift:
@@ -153,7 +153,7 @@ class RegionMonitor(Monitor):
             return []
         return [each for each in repairs.drifted(seen, expected) if each.code in repairs.TAMPERING]
 
-    def _drifted(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
+    def _differing(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
         """The repairs of all differences from the limits that apply now; empty in the same case as `_changed`."""
         try:
             self._written = content.limits(tenant.gpus)

@@ -29,7 +29,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 STUCK_SECONDS: Final = 2.0
 #: The library holds `postinit` for a second at most. If nothing changes for this time, and no possible holder runs, the holder is gone.
 HELD_SECONDS: Final = 5.0
-#: If nothing changes for this time, `postinit` is freed in any case: after it the library's own waiters give up an attempt.
+#: If nothing changes for this time, `postinit` is freed in any case: the library's own waiters give up then, too.
 HELD_AT_MOST_SECONDS: Final = 30.0
 
 RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock", "postinit"]
@@ -68,7 +68,7 @@ def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool
     """Slots with no host pid, or with another process's: the library does not limit the cores of their processes. Yields the right host
     pid, whether the slot must be left alone for now, and the repair.
 
-    With several candidates (nested pid namespaces) nothing is certain. A stuck slot is left alone: its host pid shows whether its
+    A pid with several candidates on the host (nested pid namespaces) is skipped. A stuck slot is left alone: its host pid shows whether its
     writer runs. A slot without a host pid is left alone while the library looks for host pids: its process has not finished.
     """
     for slot in seen.slots:
@@ -115,8 +115,8 @@ _BLOCKED: Final = -1
 
 
 def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
-    """The words `recent_kernel` to write. `found`: the present words of all running containers. Called once a second: a launch counts for
-    two calls, and so does a larger word, which a container can write."""
+    """The words `recent_kernel` to write. `found`: the present words of all running containers. Call it once a second: a launch counts for
+    two calls. A larger word, which a container can write, counts no longer than that."""
     aged = {share: min(word, RECENT_KERNEL) - 1 if word > 0 else word for share, word in found.items()}
     if len({share.priority for share in found}) < 2:
         return {share: 0 for share, word in found.items() if word < 0}

@@ -22,18 +22,18 @@ from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import TurnUse
 
-#: A process without a slot is reported after so many checks in a row, since it may have ended after the driver listed it.
+#: A process without a slot is reported after this many checks in a row, since it may have ended after the driver listed it.
 _CHECKS_UNREGISTERED: Final = 2
-#: A process that is missing in so many checks in a row has ended.
+#: A process that is missing in this many checks in a row has ended.
 _CHECKS_ENDED: Final = 2
-#: If a container overran its turn, or still does, in each of so many checks in a row, its work does not end.
+#: The work of a container that overruns its turn in this many checks in a row does not end.
 _CHECKS_OVERRUN: Final = 2
 _NANOSECONDS: Final = 1_000_000_000
 #: The checks of ten seconds, and the check before them.
 _RECENT_CHECKS: Final = 11
-#: While a container's count of memory changes, so many recent differences to the driver's figure are compared.
+#: While a container's count of memory changes, this many recent differences to the driver's figure are compared.
 _DIFFERENCES: Final = 5
-#: A container that was not checked for so long does not run.
+#: A container that was not checked for this long does not run.
 _STALE_SECONDS: Final = 5.0
 #: The most faults that are reported, since a container can claim faults in any number of processes.
 _MOST_FAULTS: Final = 8
@@ -52,7 +52,7 @@ class PageMonitor(Monitor):
         super().__init__("gpumgr's pages", "new pages")
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
         #: `check` holds `_lock` for milliseconds, so the event loop takes only this one.
-        self._open = threading.Lock()
+        self._files_lock = threading.Lock()
         self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []
         self._faults = 0
@@ -82,7 +82,7 @@ class PageMonitor(Monitor):
                 raise
 
     def close(self) -> None:
-        with self._lock, self._open:
+        with self._lock, self._files_lock:
             if not self._closed and isinstance(self._files, PageFiles):
                 for number in self._numbers:
                     self._arbiter.remove(number)
@@ -112,16 +112,16 @@ class PageMonitor(Monitor):
         return self._on_pages(lambda files: files.suspended)
 
     def asks_for_resume(self) -> bool:
-        """Whether a call that is held waits for the container's resume. The container writes it."""
+        """Whether a held call asks for the container's resume. The container can write this too."""
         return self._on_pages(lambda files: files.resume_requested)
 
     def _on_pages(self, work: Callable[[PageFiles], bool]) -> bool:
-        with self._open, suppress(OSError):  # a damaged page is reported by `check`
+        with self._files_lock, suppress(OSError):  # a damaged page is reported by `check`
             return not self._closed and isinstance(self._files, PageFiles) and work(self._files)
         return False
 
     def check(self, running: RunningContainer, limits: Sequence[PageLimits]) -> Sequence[Finding]:
-        """`limits`: the granted limits, in which the bytes that the library does not count are not set yet. Returns the new findings."""
+        """`limits`: the granted limits, without `uncounted_bytes`. Returns the new findings."""
         with self._lock:
             if self._closed:
                 return ()

@@ -1,4 +1,4 @@
-"""The files of a container's pages. The methods block for some microseconds."""
+"""The files through which agent, arbiter and library communicate (pages): `limits`, `use` and `turn`. Methods block for microseconds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -91,16 +91,16 @@ class PageFiles:
 
     @property
     def suspended(self) -> bool:
-        """Whether calls of CUDA wait outside of the driver."""
+        """Whether CUDA calls wait before they enter the driver."""
         return pages.decode_suspended(self.limits.read_at(0, self.limits.size_bytes))
 
     def suspend(self) -> None:
-        """Lets calls wait and ask for their resume. A call that has just passed enters the driver within 100 ms."""
+        """Makes CUDA calls wait and ask for a resume. A call that has just passed enters the driver within 100 ms."""
         self.use.write(*pages.resume_requests_word())
         self.limits.write(*pages.suspend_word(suspended=True))
 
     def resume(self) -> None:
-        """Lets calls go on: after the driver has unlocked all processes of the container."""
+        """Lets calls continue. Call it after the driver has unlocked all processes of the container."""
         self.limits.write(*pages.suspend_word(suspended=False))
 
     @property
@@ -114,7 +114,7 @@ class PageFiles:
         return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
-        """Frees the slot of a process that has ended. Its memory is credited when a reservation would otherwise fail."""
+        """Frees the slot of an ended process. The library subtracts its memory when a reservation would otherwise fail."""
         at = pages.slot_offset(slot.index)
         if self.use.read_at(at, 4) != slot.pid.to_bytes(4, "little"):  # another process has taken it
             return
