@@ -1,8 +1,9 @@
-"""Starts the agent in order, runs it, and stops it in reverse order. Bugs end the process with a reason; transient errors are retried.
+"""Starts the agent in order, runs it, and stops it. Bugs end the process with a reason; transient errors are retried.
 
-Start: takes the node's lock, starts the pod cache and the driver at the same time, reconciles with the kubelet, opens the web server, then
-the device plugin's sockets, registers, and sends READY last. Stop: sends STOPPING, lets calls in progress end, removes the sockets, writes
-the history and shuts NVML down, all within `process.stop_grace_seconds`.
+Start: takes the node's locks, opens the checkpoint, starts the pod cache and the driver at the same time, reconciles with the kubelet,
+opens the web server, then the device plugin's sockets, registers, and sends READY last. Stop: sends STOPPING; within
+`process.stop_grace_seconds` lets calls in progress end, removes the sockets and writes the history; then releases the locks and shuts NVML
+down.
 """
 
 import asyncio
@@ -58,8 +59,8 @@ _M_MMAP_THRESHOLD = -3
 async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, source: SettingsSource | None = None) -> None:
     """Runs the agent until `stop` is set. Changed settings are read from `source`.
 
-    Raises what `node_held` raises, CheckpointError, ListenError, and InputError if the settings cannot be used, all at the start, and an
-    ExceptionGroup if a daemon ended.
+    Raises what `node_held` raises, CheckpointError, InputError if the settings can't be used, and an ExceptionGroup if a server can't
+    listen or a daemon ends.
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
@@ -184,7 +185,8 @@ async def _reconcile(components: Components) -> None:
 
 
 async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
-    """After the loss of the ledger, no MIG device is destroyed until a start after which the ledger has all containers of the kubelet."""
+    """After the loss of the ledger, keeps all MIG devices until the ledger has all containers of the kubelet again, perhaps only after a
+    later start."""
     snapshot = components.agent_state.inventory.snapshot
     before = components.loaded.lost or components.loaded.notes.get(INCOMPLETE_NOTE)
     if not before or components.settings.hami.operating_mode != "mig":

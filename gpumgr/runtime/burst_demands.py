@@ -1,4 +1,4 @@
-"""The limits above requests that pods demand by the annotation gpumgr.io/memory-limit, and the reasons for which one is not used."""
+"""Reads the memory limits that pods demand by the annotation gpumgr.io/memory-limit, and reports each that is not used."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
@@ -32,14 +32,14 @@ class BurstDemands:
         self._pods, self._events, self._obstacle, self.allowed = pods, events, obstacle, False
         #: How much memory a pod may have above its requests, also by resizes (enforcement.max_growth_memory_mebibytes); 0: no maximum.
         self.most_mebibytes = 0
-        #: What was reported: for the first user of an allocation (None), or another user of its claim.
+        #: Allocation and user -> the reported reason. The first user is None; a claim can have others.
         self._ignored: dict[tuple[AllocationId, User | None], str] = {}
 
     def find(
         self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Collection[AllocationId]
     ) -> tuple[dict[AllocationOnGpu, int], Collection[AllocationId]]:
-        """Limits above requests, in bytes, also of memory that suspended containers lend; and the containers that may have had one, but
-        their pods are not known now. Reports each annotation that is not used, once."""
+        """Returns the limits above requests, in bytes, including memory lent by suspended containers; and the containers of unknown pods
+        that may have had such a limit. Reports each annotation that is not used, once."""
         sizes = {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
         limits, unknown = dict[AllocationOnGpu, int](), set[AllocationId]()
         ignored = dict[tuple[AllocationId, User | None], str]()
@@ -74,8 +74,8 @@ class BurstDemands:
         return self._obstacle(allocation.mechanisms, "memory") is None
 
     def _of_other_users(self, allocation: Allocation) -> Iterator[tuple[User, str]]:
-        """The containers that have a limit and use the claim of this allocation, without its first user, each with the reason why its limit
-        is not used: only the limit of the first user counts."""
+        """The other containers with a limit that use this allocation's claim, each with the reason why its limit is not used: only the
+        first user's counts."""
         if (claim := allocation.claim) is None:
             return
         first = f"container {allocation.container} of pod {'/'.join(allocation.pod or '?')}"

@@ -1,5 +1,5 @@
 """Bursts of memory: how much memory above their requests containers may use now, and how much they hold. Starts, resumes and growth of
-others wait here until that leaves them their memory. See `gpumgr.ledger.burst` and `gpumgr.ledger.limits_in_force`."""
+other containers wait here until their memory is free. See `gpumgr.ledger.burst` and `gpumgr.ledger.limits_in_force`."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ class Bursts:
         """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
         limits, unknown = self.demands.find(ledger, gpus, shares)
-        # What a container of an unknown pod uses is its limit until its pod is known, so that no live memory counts as too much.
+        # While a container's pod is unknown, its use is its limit, so that it is not over its limit.
         limits |= {
             place: -(-each.memory_bytes >> 20) << 20
             for place, each in use.containers.items()
@@ -94,14 +94,14 @@ class Bursts:
         return shares, use
 
     def _burst_before(self, ledger: Ledger, place: AllocationOnGpu, memory: ContainerMemory) -> bool:
-        """Whether memory above a request may be a burst though the container has no higher limit now: it had one."""
+        """Whether memory above the request may be left from a burst: the container had a higher limit before."""
         allocation = ledger.allocations[place[0]]
         ids_bytes = allocation.held_on(place[1]).memory_mebibytes << 20
         return (memory.used_bytes or 0) > ids_bytes and self._most_bytes(allocation, place[1]) > ids_bytes
 
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
-        """Whether an earlier process of the agent may have given the container another limit. If the setting allows no bursts, it may have
-        allowed them before: then only memory beyond ids and slack is a sign of that."""
+        """Whether an earlier process of the agent may have given the container another limit. The setting may have allowed bursts before;
+        if it allows none now, only memory above the device ids plus slack shows that."""
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
         return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
@@ -113,8 +113,8 @@ class Bursts:
         return self._in_force.most_bytes((allocation.id, gpu))
 
     def most_bytes(self, ledger: Ledger) -> Mapping[AllocationOnGpu, int]:
-        """For each container and GPU, what it may have by the limits that may be in force. A container that is being moved can have what it
-        had before, and a suspended one nothing."""
+        """For each container and GPU, the most memory that a limit that may be in force allows. A container that moves to or from the host
+        counts with what it had before, and a suspended one with nothing."""
         moved = {name: each for name, each in self._records.suspensions.items() if not each.measured}
         return {
             (a.id, gpu): self._most_bytes(a, gpu)
@@ -207,7 +207,8 @@ class Bursts:
             await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """The other containers on the GPU that may use more than is set aside for them, by the limits in force; by how many bytes."""
+        """Other containers on the GPU -> the bytes that they may still take, by the limits in force, beyond what is set aside for them or
+        used."""
         reach = {}
         for other in self._records.ledger.on(gpu):
             if other.id != allocation.id and is_share(other) and other.id not in self._away:
@@ -239,13 +240,13 @@ class Bursts:
         return own.unused_bytes > free_bytes - unused - sum(reach.values())
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
-        """A sentence that names a GPU of these with an unknown amount of free memory; None if there is none."""
+        """Says which of these GPUs has an unknown amount of free memory; None if all are known."""
         unknown = [gpu for gpu in gpus if self._free_bytes.get(gpu) is None]
         return f"the driver does not report how much memory of GPU {unknown[0]} is free" if unknown else None
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
         """Which GPU has too little memory for a suspended container, and who uses it; None: it can be resumed. `needs`: GPU -> bytes.
-        `lowers`: others on these GPUs have time to get lower limits. Empty: the next samples show whether they do."""
+        `lowers`: others on these GPUs have time to get lower limits; an empty text means that the next samples show whether they do."""
         for gpu, need_bytes in needs.items():
             if (free_bytes := self._free_bytes.get(gpu)) is None:
                 # A restore without enough memory can end the processes.

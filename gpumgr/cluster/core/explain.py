@@ -21,7 +21,7 @@ class _Group:
 
 
 def explain(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
-    """The text for (count, node, misfit) of groups of nodes with one reason; `node` lacks least in its group. There is at least one."""
+    """The text for at least one (count, node, misfit): `count` nodes have the reason of `misfit`, and `node` lacks least among them."""
     groups: dict[tuple[object, ...], _Group] = {}
     for count, node, misfit in misfits:
         group = groups.setdefault(misfit.reason, _Group(0, node, misfit))

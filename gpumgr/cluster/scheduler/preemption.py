@@ -1,4 +1,4 @@
-"""The verb preempt, and GPUs that are kept for the pods that preempt.
+"""The extender's verb preempt, and GPUs that are kept for the pods that preempt.
 
 kube-scheduler evicts the victims and nominates their node for the pod (status.nominatedNodeName). Until the pod is bound, other pods of the
 same or a lower priority must not take the GPUs: they are assumed for it while the victims still hold them, so they stay taken when the
@@ -35,7 +35,7 @@ _log = structlog.get_logger(__name__)
 _MAX_NODES: Final = 32
 _MAX_WORK: Final = 20_480
 #: A node as it was examined. A choice has the positions of the GPUs in this state.
-_There = tuple[NodeState | None, Mapping[str, PlacedPod]]
+_NodeView = tuple[NodeState | None, Mapping[str, PlacedPod]]
 
 
 @dataclass
@@ -76,10 +76,10 @@ class Preemption:
             self._seen &= nominated.keys()
             for uid, pod in [item for item in nominated.items() if item[0] not in self._seen]:
                 name = str(pod.nominated)
-                there, eviction = self._there(name), None
+                there, eviction = self._node_view(name), None
                 if self._index.placement(uid) is None:
                     eviction = await asyncio.to_thread(self._examination(pod, name))
-                if nominated.get(uid) is not pod or self._there(name) != there:
+                if nominated.get(uid) is not pod or self._node_view(name) != there:
                     continue
                 self._seen.add(uid)
                 if eviction is not None and self._index.placement(uid) is None:
@@ -108,8 +108,7 @@ class Preemption:
         self._index.remove(uid)
 
     def restore(self, uid: str) -> None:
-        """Assumes the kept GPUs again after filter has rejected the pod because its victims have not ended yet: filter first removes what
-        was assumed."""
+        """Assumes the kept GPUs again, after filter has removed them and rejected the pod because its victims have not ended."""
         if (kept := self.kept.get(uid)) is not None:
             self._index.assume(kept.pod)
 
@@ -147,17 +146,17 @@ class Preemption:
         """Proposes at most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have
         passed kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; a node that changes in the
         meantime is not taken."""
-        found: list[tuple[int, Cost, int, str, Eviction, _There]] = []
+        found: list[tuple[int, Cost, int, str, Eviction, _NodeView]] = []
         for name in self._examined(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))
-            there = self._there(name)
+            there = self._node_view(name)
             eviction = await asyncio.to_thread(self._examination(pod, name, uids))
             if eviction is not None and eviction.victims:
                 # Budgets are known only for the victims that kube-scheduler proposes.
                 found.append((violations, eviction.cost, len(eviction.victims - uids), name, eviction, there))
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         for violations, _, _, name, eviction, there in sorted(found, key=lambda each: each[:-2]):
-            if not bound and self._there(name) == there:
+            if not bound and self._node_view(name) == there:
                 until = self._clock() + self._settings.assume_seconds
                 self._keep(placed_pod(pod, self._index.node(name), eviction.choice), until)
                 uids = eviction.victims
@@ -165,7 +164,7 @@ class Preemption:
                 return PreemptResult({name: Victims([{"UID": uid} for uid in sorted(uids)], violations)})
         return PreemptResult()
 
-    def _there(self, name: str) -> _There:
+    def _node_view(self, name: str) -> _NodeView:
         return self._index.node(name), dict(self._index.pods_on(name))
 
     def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]) -> list[str]:

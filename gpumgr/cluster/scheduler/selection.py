@@ -16,7 +16,7 @@ POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 
 
 def policy_of(annotations: Mapping[str, object]) -> Policy | None:
-    """None: the setting `scheduler.policy` counts. Raises Refusal."""
+    """None: the setting `scheduler.policy` applies. Raises Refusal."""
     if text := str(annotations.get(POLICY, "")).strip():
         found = next((policy for policy in POLICIES if policy == text), None)
         if found is None:
@@ -28,7 +28,7 @@ def policy_of(annotations: Mapping[str, object]) -> Policy | None:
 
 
 def node_policy_of(annotations: Mapping[str, object]) -> Policy | None:
-    """The policy among nodes. None: the policy of `policy_of` counts for nodes and GPUs. Any text but spread, also a list, means binpack,
+    """The policy among nodes. None: the policy of `policy_of` applies to nodes and GPUs. Any text but spread, also a list, means binpack,
     as in HAMi."""
     if str(annotations.get(POLICY, "")).strip() or _NODE_POLICY not in annotations:
         return None
@@ -36,9 +36,9 @@ def node_policy_of(annotations: Mapping[str, object]) -> Policy | None:
 
 
 def _gpu_policy(annotations: Mapping[str, object]) -> Policy | None:
-    """In a list topology-aware counts wherever it is, otherwise the first of binpack and spread. In HAMi `numa` orders GPUs by NUMA node,
-    which the evaluators do anyway, and `mutex` is a constraint. Any other text means spread, as in HAMi, also a single word with
-    blanks."""
+    """In a list, topology-aware wins at any position; without it, the first of binpack and spread. In HAMi `numa` orders GPUs by NUMA node,
+    which the evaluators do anyway, and `mutex` is a constraint. Any other text, also a word with blanks around it, means spread, as in
+    HAMi."""
     if GPU_POLICY not in annotations:
         return None
     text, names = str(annotations[GPU_POLICY]), words(annotations, GPU_POLICY)

@@ -1,4 +1,4 @@
-"""Nodes, pods and what is free. Amounts in `*_milli` are thousandths of a GPU or of a CPU."""
+"""The simulation's nodes and pods, and what is free. Amounts in `*_milli` are thousandths of a GPU or of a CPU."""
 
 from collections import Counter
 from collections.abc import Iterable, MutableSequence, Sequence
@@ -7,8 +7,8 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 GPU_MILLI: Final = 1000
-#: A policy keeps the state of all nodes only for this many requests, which it used last: a trace with many different requests would fill
-#: the memory.
+#: A policy keeps the state of all nodes only for this many requests, the last used: a trace with many different requests would fill the
+#: memory.
 MAX_SHAPES: Final = 512
 
 #: Positions of GPUs on a node.
