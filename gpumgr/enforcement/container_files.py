@@ -120,7 +120,7 @@ log = structlog.get_logger(__name__)
 
 
 class BoundedFolders:
-    """A tmpfs for each allocation. Without the right to mount it is a plain folder: an enlarged file uses space of run_dir until the agent
+    """A tmpfs for each allocation; without the right to mount, a plain folder, where an enlarged file uses space of run_dir until the agent
     cuts it."""
 
     def __init__(self) -> None:

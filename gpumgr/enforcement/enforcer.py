@@ -1,4 +1,4 @@
-"""All backends (mechanisms) of the node behind one object, which implements the agent's enforcement port."""
+"""All backends (mechanisms) behind one object, the agent's enforcement port."""
 
 import asyncio
 import contextlib
@@ -184,7 +184,7 @@ class Enforcer:
             )
         return [self.backends[name] for name in mechanisms]
 
-    # -- once a second -----------------------------------------------------------------------------------------------------
+    # -- once a sample -----------------------------------------------------------------------------------------------------
 
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]:
         """The findings of all mechanisms, each with the mechanism's name."""

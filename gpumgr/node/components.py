@@ -226,7 +226,7 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """A start may have to wait for two samples, while nvml.sample_period_seconds may be an hour."""
+        """Samples soon: a start may have to wait for two samples, and nvml.sample_period_seconds may be an hour."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
 

@@ -185,8 +185,7 @@ async def _reconcile(components: Components) -> None:
 
 
 async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
-    """After the loss of the ledger, keeps all MIG devices until the ledger has all containers of the kubelet again, perhaps only after a
-    later start."""
+    """After the loss of the ledger, keeps all MIG devices until the ledger has all containers of the kubelet again."""
     snapshot = components.agent_state.inventory.snapshot
     before = components.loaded.lost or components.loaded.notes.get(INCOMPLETE_NOTE)
     if not before or components.settings.hami.operating_mode != "mig":

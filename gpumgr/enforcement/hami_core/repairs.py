@@ -115,7 +115,7 @@ _BLOCKED: Final = -1
 
 
 def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
-    """The words `recent_kernel` to write. `found`: the present words of all running containers. Call it once a second: a launch counts for
+    """The words `recent_kernel` to write. `found`: the present words of all running containers. Call it once a sample: a launch counts for
     two calls. A larger word, which a container can write, counts no longer than that."""
     aged = {share: min(word, RECENT_KERNEL) - 1 if word > 0 else word for share, word in found.items()}
     if len({share.priority for share in found}) < 2:

@@ -181,8 +181,8 @@ class PageMonitor(Monitor):
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
         """The memory that the driver uses for the container beyond the library's count. The driver's figure is older than this count and
-        newer than the one before. While the count changes, the former result is kept if it lies between both differences; it grows only to
-        the smallest of the recent differences, or freed memory would count as used."""
+        newer than the one before. So the former result falls only to the larger difference, and rises only to the smallest recent one:
+        otherwise freed memory would count as used."""
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:
             return former_bytes

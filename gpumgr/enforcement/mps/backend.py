@@ -342,8 +342,8 @@ class Mps(Backend):
         )
 
     def _suspects(self, allocations: Collection[AllocationId], tampering: findings.Tampering) -> list[GpuShare]:
-        """The containers on a GPU that may have tampered: all with processes; if only root can do it, all with processes of the host's root
-        user."""
+        """The containers on a GPU that may have tampered: all with processes or, if only root can do it, with processes of the host's
+        root."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 

@@ -61,9 +61,9 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Daemon:
-    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `checks` counts
-    successful checks; `checked_at`: when the last check began. `tampering`: found at the last check or later. `idle_since`: since when no
-    container uses it; `unused`: the records of containers that have ended. `hang`: a sentence if new clients hang. `silent`: the last
+    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `checks` counts successful
+    lists of its clients; `checked_at`: when the last check began. `tampering`: found at the last check or later. `idle_since`: since when
+    no container uses it; `unused`: the records of containers that have ended. `hang`: a sentence if new clients hang. `silent`: the last
     command to the daemon did not end in time. `end_not_before`: when the next try to end it is due, after a failed one. Times are in
     seconds of the clock."""
 

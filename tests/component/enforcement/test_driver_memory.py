@@ -323,7 +323,7 @@ async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(worl
     assert f"{SET} of {world.uuids[1]}: " in obstacles["a1"]
     (message,) = await world.findings()
     assert message.startswith(f"the GPU memory of demo/one (main) can't be limited to 2048 MiB: {SET} of {world.uuids[1]}: ")
-    assert "retried every second" in message
+    assert "retried with each sample" in message
     world.control.set_result(SET, 0, gpu=1)
     assert await world.backend.adjust(world.running) == {}
     assert await world.findings() == []
