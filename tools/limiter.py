@@ -28,7 +28,7 @@ _FLAGS: Final = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", f"-ffile-pr
 #: What glibc before 2.34 has beside libc (old_glibc.h); newer ones have these libraries for old programs.
 _OLD_LIBRARIES: Final = {
     "libdl.so.2": ("dlopen", "dlvsym", "dladdr"),
-    "libpthread.so.0": ("pthread_create", "pthread_detach", "pthread_once"),
+    "libpthread.so.0": ("pthread_create", "pthread_detach", "pthread_once", "pthread_key_create", "pthread_setspecific"),
 }
 _FIRST_VERSIONS: Final = {"x86_64": "GLIBC_2.2.5", "aarch64": "GLIBC_2.17"}
 _LINKS: Final[Mapping[str, Sequence[str]]] = {LIBRARY: ("-Wl,-z,defs", "-Wl,--no-as-needed"), ARBITER: ("-Wl,-z,defs",)}

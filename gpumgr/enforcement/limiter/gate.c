@@ -299,7 +299,8 @@ void gm_leave(struct gm_pass pass) {
     /* Threads that launch into one stream at once may count too few, but never none. */
     uint32_t unmarked = atomic_load_explicit(&pass.stream->unmarked, memory_order_relaxed) + 1;
     atomic_store_explicit(&pass.stream->unmarked, unmarked, memory_order_relaxed);
+    bool per_thread = atomic_load_explicit(&pass.stream->thread, memory_order_relaxed) != 0;
+    if (per_thread) gm_stream_mark(pass.stream); /* the helper can't, so it waits for this one */
     atomic_fetch_sub_explicit(&g->passes, 1, memory_order_release);
-    bool marks = unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed);
-    if (marks || atomic_load_explicit(&pass.stream->thread, memory_order_relaxed)) gm_stream_mark(pass.stream);
+    if (!per_thread && unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed)) gm_stream_mark(pass.stream);
 }

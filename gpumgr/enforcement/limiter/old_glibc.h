@@ -12,3 +12,5 @@ GM_OLD(dladdr);
 GM_OLD(pthread_create);
 GM_OLD(pthread_detach);
 GM_OLD(pthread_once);
+GM_OLD(pthread_key_create);
+GM_OLD(pthread_setspecific);

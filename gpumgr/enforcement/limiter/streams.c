@@ -4,6 +4,7 @@
  * again later; a thread that destroys the stream, begins a capture, or marks its per-thread stream waits 100 ms at most. */
 #define _GNU_SOURCE
 #include "gate.h"
+#include "old_glibc.h"
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -151,11 +152,12 @@ static struct gm_stream *find(CUstream handle, CUcontext context, uint32_t threa
         if (atomic_load(&s->state) == GM_LIVE && s->handle == handle && s->thread == thread && (!context || s->context == context)) return s;
     return NULL;
 }
-/* A stream that nothing is known of any longer, or a new one; held. */
+/* A stream that nothing is known of any longer, or a new one; held. Call with captures relaxed. */
 static struct gm_stream *unused(CUcontext context) {
     for (struct gm_stream *s = atomic_load(&streams); s; s = s->next) {
         if (atomic_load(&s->state) == GM_LIVE || !hold(s)) continue;
         int state = atomic_load(&s->state);
+        if (state == GM_DESTROYED && s->context == context) collect(s);
         if (state == GM_UNUSED || (state == GM_DESTROYED && s->context == context && s->first == s->next_marker)) return s;
         let_go(s);
     }
@@ -171,9 +173,12 @@ static struct gm_stream *unused(CUcontext context) {
 static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t thread) {
     CUcontext popped;
     CUdevice device = -1;
-    struct gm_stream *s = unused(context);
-    if (!s) return NULL;
     int mode = gm_relax();
+    struct gm_stream *s = unused(context);
+    if (!s) {
+        gm_unrelax(mode);
+        return NULL;
+    }
     bool pushed = cuda.push(context) == CUDA_SUCCESS, good = pushed && cuda.get_device(&device) == CUDA_SUCCESS;
     struct gm_gate *gate = good ? gm_gate_of(gm_gpu_of_device(device)) : NULL;
     int events = 0;
@@ -196,14 +201,38 @@ static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t threa
     return good ? s : NULL;
 }
 
+/* What ends no longer has its program's name; its markers are followed. Call with the stream held. */
+static void ends(struct gm_stream *s) {
+    int live = GM_LIVE;
+    atomic_compare_exchange_strong(&s->state, &live, s->gate ? GM_DESTROYED : GM_UNUSED);
+}
+static pthread_key_t end_of_thread;
+static bool sees_ends; /* of threads; without it their streams are kept */
+static void thread_ends(void *unused) {
+    (void)unused;
+    for (struct gm_stream *s = atomic_load(&streams); s; s = s->next) {
+        if (s->thread != this_thread || !hold_soon(s)) continue;
+        ends(s);
+        let_go(s);
+    }
+    this_thread = 0;
+}
+static void make_key(void) { sees_ends = !pthread_key_create(&end_of_thread, thread_ends); }
+static uint32_t own_number(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (this_thread) return this_thread;
+    pthread_once(&once, make_key);
+    this_thread = atomic_fetch_add(&threads, 1) + 1;
+    if (sees_ends) pthread_setspecific(end_of_thread, &this_thread);
+    return this_thread;
+}
 struct gm_stream *gm_stream_of(CUstream handle, bool per_thread) {
     if (!load_functions()) return NULL;
     if (!handle) handle = per_thread ? PER_THREAD : LEGACY;
     bool special = handle == LEGACY || handle == PER_THREAD;
     CUcontext context = NULL;
     if (special && (cuda.get_current(&context) != CUDA_SUCCESS || !context)) return NULL;
-    if (handle == PER_THREAD && !this_thread) this_thread = atomic_fetch_add(&threads, 1) + 1;
-    uint32_t thread = handle == PER_THREAD ? this_thread : 0;
+    uint32_t thread = handle == PER_THREAD ? own_number() : 0;
     struct gm_stream *s = last_used;
     if (s && s->handle == handle && s->thread == thread && (!special || s->context == context) && atomic_load(&s->state) == GM_LIVE) return s;
     s = find(handle, context, thread);
@@ -228,7 +257,7 @@ static void finish(CUstream handle, bool per_thread, bool destroyed) {
     struct gm_stream *s = known(handle, per_thread);
     if (!s || !hold_soon(s)) return;
     if (s->gate && atomic_load(&s->state) == GM_LIVE && atomic_load(&s->unmarked)) record(s, GM_RING - 1);
-    if (destroyed) atomic_store(&s->state, s->gate && atomic_load(&s->state) == GM_LIVE ? GM_DESTROYED : GM_UNUSED);
+    if (destroyed) ends(s);
     let_go(s);
 }
 void gm_capture_begins(CUstream handle, bool per_thread) {

@@ -28,6 +28,8 @@
  *   suspend PID AFTER FOR N PAGES   what the agent does with a container of one process after AFTER ms, when N threads work, until FOR ms
  *                               later (0: until it asks); whether it asked, and its state while it was suspended
  *   events N                    launches while N records of events fail; how many events there are
+ *   exchanges NS                from now on a change of the thread's mode for captures takes so long
+ *   passing N                   threads that launch and end, one after the other; how many events there are
  *   forks N                     N of them, while four threads launch
  *   reduce NUMBER FIRST MILLISECONDS N [TOGETHER]   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first, or by one call;
  *                               how many
@@ -424,6 +426,17 @@ static int events(int failures, R *r) {
     n = fake(0);
     return n;
 }
+static V launches_once(V r) {
+    *(R *)r = cuCtxSetCurrent(context) || launch(KERNEL, launched("work_1000"), NULL) || cuCtxSynchronize();
+    return NULL;
+}
+static int passing(int number, R *r) {
+    for (int i = 0; i < number && !*r; i++) {
+        pthread_t thread;
+        if (!(*r = pthread_create(&thread, NULL, launches_once, r))) pthread_join(thread, NULL);
+    }
+    return FOUND(cuFakeEvents, (unsigned))(0);
+}
 static int compare(const void *a, const void *b) { return *(const N *)a < *(const N *)b ? -1 : *(const N *)a > *(const N *)b; }
 static N own_p50, own_p99; /* of the last `latency`, in ns */
 static void quantiles(N *took, N all, N *p50, N *p99) {
@@ -666,6 +679,8 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "own")) x = own_p50, y = own_p99;
         else if (!strcmp(word, "orphan")) r = orphan(a, &x, &y);
         else if (!strcmp(word, "events")) x = events((int)a, &r);
+        else if (!strcmp(word, "exchanges")) r = FOUND(cuFakeExchangeNs, (unsigned))((unsigned)a);
+        else if (!strcmp(word, "passing")) x = passing((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);
         else if (!strcmp(word, "step")) r = step(name, (int)b, (P)c, &x);

@@ -324,6 +324,24 @@ def test_markers_that_can_not_be_recorded_are_used_again(node: Node, tmp_path: P
     assert 0 < events <= 16
 
 
+def test_markers_are_used_again(node: Node, tmp_path: Path) -> None:
+    """After the end of threads, each with a default stream of its own."""
+    containers = _containers(tmp_path, [50, 50])
+    node.arbitrate(containers)
+    result, events, _ = _started(node, containers[0], "stream").ask("passing 100")
+    assert result == 0
+    assert 0 < events <= 16
+
+
+def test_a_turn_lasts_until_the_work_of_each_thread_has_a_marker(node: Node, tmp_path: Path) -> None:
+    """A thread that loses its CPU between a launch and the marker, which no other thread can record in its default stream."""
+    containers = _containers(tmp_path, [50, 50])
+    node.arbitrate(containers)
+    tenants = [_started(node, container, lookup) for container, lookup in zip(containers, ("stream", "proc"), strict=True)]
+    assert tenants[0].ask("exchanges 22000000")[0] == 0
+    assert _gpu_time_percent(tenants, ["long", "products"]) == pytest.approx([50, 50], abs=3)
+
+
 @pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
 def test_turns_of_different_gpus_are_independent(node: Node, tmp_path: Path) -> None:
     """Each of two tenants that share both GPUs works on one, up to its ceiling."""
