@@ -38,6 +38,7 @@ HOOK(cuDevicePrimaryCtxReset, "cuDevicePrimaryCtxReset", 7000, GM_ANY)
 HOOK(cuDevicePrimaryCtxReset_v2, "cuDevicePrimaryCtxReset", 11000, GM_ANY)
 HOOK(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease", 7000, GM_ANY)
 HOOK(cuDevicePrimaryCtxRelease_v2, "cuDevicePrimaryCtxRelease", 11000, GM_ANY)
+HOOK(cuGreenCtxDestroy, "cuGreenCtxDestroy", 12040, GM_ANY)
 #ifndef PASS
 #define PASS HOOK
 #endif

@@ -296,5 +296,24 @@ CONTEXT_ENDS(cuCtxDestroy, CUcontext, gm_streams_forget_context, gm_memory_conte
 CONTEXT_ENDS(cuCtxDestroy_v2, CUcontext, gm_streams_forget_context, gm_memory_context_ended)
 CONTEXT_ENDS(cuDevicePrimaryCtxReset, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
 CONTEXT_ENDS(cuDevicePrimaryCtxReset_v2, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
-CONTEXT_ENDS(cuDevicePrimaryCtxRelease, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
-CONTEXT_ENDS(cuDevicePrimaryCtxRelease_v2, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
+
+/* Other parts of the program may hold the context, and work in it. */
+#define PRIMARY_RELEASED(symbol)                                                                                                   \
+    GM_WRAPPER(symbol, (CUdevice d)) {                                                                                             \
+        if (gm_primary_references(d, -1) <= 0) gm_streams_forget_device(d);                                                        \
+        CUresult r = CALL(symbol, d);                                                                                              \
+        if (r == CUDA_SUCCESS) gm_memory_primary_changed(d);                                                                       \
+        else gm_primary_references(d, 1);                                                                                          \
+        return r;                                                                                                                  \
+    }
+PRIMARY_RELEASED(cuDevicePrimaryCtxRelease)
+PRIMARY_RELEASED(cuDevicePrimaryCtxRelease_v2)
+/* It may hold the last reference to a primary context. */
+GM_WRAPPER(cuGreenCtxDestroy, (void *green)) {
+    CUresult (*context_of)(CUcontext *, void *) = (CUresult(*)(CUcontext *, void *))gm_driver_function("cuCtxFromGreenCtx");
+    CUcontext context = NULL;
+    if (context_of && context_of(&context, green) == CUDA_SUCCESS) gm_streams_forget_context(context);
+    for (CUdevice d = 0; d < 64; d++)
+        if (gm_primary_references(d, 0) <= 0) gm_streams_forget_device(d);
+    return CALL(cuGreenCtxDestroy, green);
+}

@@ -453,12 +453,18 @@ static bool active(CUdevice d) {
     int on = 0;
     return state && state(d, &flags, &on) == CUDA_SUCCESS && on;
 }
+static atomic_int references[64]; /* the program's to each; from 0 again after a reset, which leaves the driver's as they were */
+int gm_primary_references(CUdevice d, int change) {
+    return d < 0 || d >= 64 ? 0 : atomic_fetch_add(&references[d], change) + change;
+}
 GM_WRAPPER(cuDevicePrimaryCtxRetain, (CUcontext *c, CUdevice d)) {
     int gpu = c && d >= 0 && d < 64 && gm_process() ? gm_gpu_of_device(d) : -1;
-    if (gpu < 0 || __atomic_load_n(&primaries[d], __ATOMIC_ACQUIRE)) return CALL(cuDevicePrimaryCtxRetain, c, d);
-    uint64_t bytes = active(d) ? 0 : context_bytes(gpu);
+    bool charged = gpu < 0 || __atomic_load_n(&primaries[d], __ATOMIC_ACQUIRE);
+    uint64_t bytes = charged || active(d) ? 0 : context_bytes(gpu);
     if (!reserve(gpu, GM_CONTEXT, bytes)) return refuse(gpu);
     CUresult r = CALL(cuDevicePrimaryCtxRetain, c, d);
+    if (r == CUDA_SUCCESS) gm_primary_references(d, 1);
+    if (charged) return r;
     CUcontext none = NULL;
     /* One of several threads that retain it first keeps its charge. */
     if (r == CUDA_SUCCESS && __atomic_compare_exchange_n(&primaries[d], &none, *c, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
@@ -469,6 +475,7 @@ GM_WRAPPER(cuDevicePrimaryCtxRetain, (CUcontext *c, CUdevice d)) {
 }
 void gm_memory_primary_changed(CUdevice d) {
     if (!gm_process() || d < 0 || d >= 64 || active(d)) return;
+    atomic_store(&references[d], 0);
     gm_records_end(__atomic_exchange_n(&primaries[d], NULL, __ATOMIC_ACQ_REL));
     gm_pools_settle(false);
 }

@@ -55,6 +55,8 @@ void gm_graph_memory(void);
 /* After the driver destroyed a context, or released or reset a primary one. */
 void gm_memory_context_ended(CUcontext context);
 void gm_memory_primary_changed(CUdevice device);
+/* The program's references to a primary context after `change`: not more than the driver has. */
+int gm_primary_references(CUdevice device, int change);
 /* Brings the charges of all pools up to date; `trim`: after they gave back what they don't use. */
 void gm_pools_settle(bool trim);
 #endif

@@ -270,6 +270,24 @@ API(cuCtxDestroy_v2, (V c)) {
     close_context(x);
     return OK;
 }
+/* A green context holds the primary one and needs no memory of its own. */
+API(cuGreenCtxCreate, (V *green, V parts, D d, unsigned flags)) {
+    V held;
+    R r = cuDevicePrimaryCtxRetain(&held, d);
+    if (r) return r;
+    (void)parts, (void)flags;
+    struct ctx *x = malloc(sizeof *x);
+    *x = (struct ctx){.slot = primary[d].slot, .device = d, .references = 1};
+    x->legacy = new_stream(x);
+    *green = x;
+    return OK;
+}
+API(cuCtxFromGreenCtx, (V *c, V green)) { *c = green; return OK; }
+API(cuGreenCtxDestroy, (V green)) {
+    struct ctx *x = green;
+    x->references = 0;
+    return release_primary(x->device);
+}
 API(cuCtxGetCurrent, (V *c)) { *c = current(); return started ? OK : NOT_INITIALIZED; }
 API(cuCtxSetCurrent, (V c)) {
     if (depth) depth--;
@@ -376,6 +394,7 @@ API(cuStreamCreate, (V *s, unsigned flags)) {
     *s = new_stream(current());
     return OK;
 }
+API(cuGreenCtxStreamCreate, (V *s, V green, unsigned flags, int priority)) { (void)flags, (void)priority; *s = new_stream(green); return OK; }
 API(cuStreamCreateWithPriority, (V *s, unsigned flags, int priority)) { (void)priority; return cuStreamCreate(s, flags); }
 API(cuStreamDestroy_v2, (V s)) { used(s)->destroyed = 1; return OK; }
 API_PTSZ(cuStreamSynchronize, (V stream), (S)) {

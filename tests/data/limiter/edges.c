@@ -30,7 +30,8 @@ extern R cuInit(U), cuDevicePrimaryCtxRetain(V *, int), cuDevicePrimaryCtxReleas
     cuArrayCreate_v2(P *, const struct array *), cuArray3DCreate_v2(P *, const struct array3 *), cuArrayDestroy(P), cuModuleLoadData(V *, const char *),
     cuModuleGetFunction(V *, V, const char *), cuLaunchKernel(V, U, U, U, U, U, U, U, V, V *, V *), cuLaunchKernelEx(const struct launch_config *, V, V *, V *),
     cuFakeLastAttribute(U *), cuDeviceGetAttribute(int *, int, int), cuStreamCreate(V *, U), cuStreamDestroy_v2(V), cuCtxSynchronize(void),
-    cuGetProcAddress_v2(const char *, V *, int, P, int *);
+    cuGetProcAddress_v2(const char *, V *, int, P, int *), cuGreenCtxCreate(V *, V, int, U), cuGreenCtxDestroy(V),
+    cuGreenCtxStreamCreate(V *, V, U, int);
 
 static V context;
 static int64_t used(void) {
@@ -152,6 +153,15 @@ static void launches(void) {
         r = r || cuCtxDestroy_v2(own) || cuCtxSetCurrent(context);
     }
     SAY("contexts that end with work", r, cuCtxSynchronize());
+    r = r || cuModuleGetFunction(&kernel, module, "work_2000000");
+    for (int i = 0; i < 20 && !r; i++) {
+        V own, stream;
+        r = cuGreenCtxCreate(&own, NULL, 0, 1) || cuGreenCtxStreamCreate(&stream, own, 1, 0);
+        r = r || cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+        usleep(1000);
+        r = r || cuGreenCtxDestroy(own);
+    }
+    SAY("green contexts that end with work", r, cuCtxSynchronize());
 }
 static void newer(void) {
     V found = NULL;

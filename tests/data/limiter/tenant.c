@@ -29,6 +29,7 @@
  *                               later (0: until it asks); whether it asked, and its state while it was suspended
  *   events N                    launches while N records of events fail; how many events there are
  *   exchanges NS                from now on a change of the thread's mode for captures takes so long
+ *   retains N                   launches between a retain and a release of the primary context; how many events there are
  *   passing N                   threads that launch and end, one after the other; how many events there are
  *   forks N                     N of them, while four threads launch
  *   reduce NUMBER FIRST MILLISECONDS N [TOGETHER]   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first, or by one call;
@@ -426,6 +427,12 @@ static int events(int failures, R *r) {
     n = fake(0);
     return n;
 }
+static int retains(int number, R *r) {
+    V same, kernel = launched("work_1000");
+    for (int i = 0; i < number && !*r; i++)
+        *r = cuDevicePrimaryCtxRetain(&same, 0) || launch(KERNEL, kernel, NULL) || FOUND(cuDevicePrimaryCtxRelease_v2, (int))(0);
+    return FOUND(cuFakeEvents, (unsigned))(0);
+}
 static V launches_once(V r) {
     *(R *)r = cuCtxSetCurrent(context) || launch(KERNEL, launched("work_1000"), NULL) || cuCtxSynchronize();
     return NULL;
@@ -680,6 +687,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "orphan")) r = orphan(a, &x, &y);
         else if (!strcmp(word, "events")) x = events((int)a, &r);
         else if (!strcmp(word, "exchanges")) r = FOUND(cuFakeExchangeNs, (unsigned))((unsigned)a);
+        else if (!strcmp(word, "retains")) x = retains((int)a, &r);
         else if (!strcmp(word, "passing")) x = passing((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);

@@ -324,11 +324,12 @@ def test_markers_that_can_not_be_recorded_are_used_again(node: Node, tmp_path: P
     assert 0 < events <= 16
 
 
-def test_markers_are_used_again(node: Node, tmp_path: Path) -> None:
-    """After the end of threads, each with a default stream of its own."""
+@pytest.mark.parametrize("command", ["passing", "retains"])
+def test_markers_are_used_again(node: Node, tmp_path: Path, command: str) -> None:
+    """After the end of threads, each with a default stream of its own; after the release of a context that is retained elsewhere."""
     containers = _containers(tmp_path, [50, 50])
     node.arbitrate(containers)
-    result, events, _ = _started(node, containers[0], "stream").ask("passing 100")
+    result, events, _ = _started(node, containers[0], "stream").ask(f"{command} 100")
     assert result == 0
     assert 0 < events <= 16
 
