@@ -1,7 +1,7 @@
 """The interface of an enforcement mechanism; the backend "none", which limits nothing; and the choice of the mechanisms of a node. A new
 mechanism is a module with its settings, and a line where the backends are constructed.
 
-Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` once a second while
+Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` once a sample while
 it runs; `cleanup` when its allocation is gone and it has no process. The agent may end and start again at any point: what must survive
 is on disk or in separate processes, and `recover` takes it over.
 

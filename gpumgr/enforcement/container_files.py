@@ -65,14 +65,14 @@ class SharedFile:
             self.descriptor = -1
 
     def cut(self) -> int:
-        """Removes what the container appended; returns its size in bytes."""
+        """Removes what the container appended; returns the number of bytes."""
         more = self.check() - self.size_bytes
         if more:
             os.ftruncate(self.descriptor, self.size_bytes)
         return more
 
     def extend(self) -> int:
-        """Replaces what the container cut off by zeros; returns its size in bytes."""
+        """Appends zeros for what the container cut off; returns the number of bytes."""
         less = self.size_bytes - self.check(short=True)
         if less > 0:
             os.ftruncate(self.descriptor, self.size_bytes)

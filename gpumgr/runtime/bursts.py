@@ -113,7 +113,7 @@ class Bursts:
         return self._in_force.most_bytes((allocation.id, gpu))
 
     def most_bytes(self, ledger: Ledger) -> Mapping[AllocationOnGpu, int]:
-        """For each container and GPU, the most memory that a limit that may be in force allows. A container that moves to or from the host
+        """For each container and GPU, the most memory that a limit possibly in force allows. A container that moves to or from the host
         counts with what it had before, and a suspended one with nothing."""
         moved = {name: each for name, each in self._records.suspensions.items() if not each.measured}
         return {

@@ -304,9 +304,9 @@ class _Evictions:
 
 
 class _Shares:
-    """The containers that share a GPU, as enforcement describes them. Each is made once and kept while its allocation, its GPUs and its
-    pod stay the same: otherwise every evaluation, one per second, would create all of them again. Only shares can be suspended: for another
-    container the annotation gpumgr.io/suspend leads to an event."""
+    """The containers that share a GPU, as enforcement describes them. Each is made once and kept while its allocation, its GPUs and its pod
+    stay the same: otherwise every evaluation would create all of them again. Only shares can be suspended: for another container the
+    annotation gpumgr.io/suspend leads to an event."""
 
     def __init__(self, pods: Pods, events: ContainerEvents) -> None:
         self._pods, self._events = pods, events

@@ -1,7 +1,7 @@
 """Resizes of running containers: decides requests, saves the decisions, and reports them. See `gpumgr.ledger.resize`.
 
-A decision is saved before any limit changes: each time limits are set (an evaluation, once per sample), they are computed from the ledger.
-A request is kept with its allocation, so that neither a crash nor a restart decides it again.
+A decision is saved before any limit changes, since each evaluation (one per sample) computes the limits from the ledger. A request is kept
+with its allocation, so that neither a crash nor a restart decides it again.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The files through which agent, arbiter and library communicate (pages): `limits`, `use` and `turn`. Methods block for microseconds."""
+"""A container's pages: files through which agent, arbiter and library communicate. Methods block for microseconds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

@@ -216,8 +216,7 @@ class Daemon:
     # -- the daemon --------------------------------------------------------------------------------------------------------
 
     async def adopt(self) -> bool:
-        """Takes over the daemon if it runs, and lists its servers and clients. Returns whether it runs; raises MpsError if it does not
-        answer."""
+        """Takes over the daemon if it runs, and returns whether it does. Raises MpsError if it does not answer."""
         found = processes.find_daemon(self.folder.pipe, self.process)
         if found is None:
             return False
