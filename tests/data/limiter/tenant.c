@@ -30,6 +30,7 @@
  *   events N                    launches while N records of events fail; how many events there are
  *   exchanges NS                from now on a change of the thread's mode for captures takes so long
  *   retains N                   launches between a retain and a release of the primary context; how many events there are
+ *   cancels N                   threads that are cancelled, one after the other, while they launch; how many were within a launch
  *   passing N                   threads that launch and end, one after the other; how many events there are
  *   forks N                     N of them, while four threads launch
  *   reduce NUMBER FIRST MILLISECONDS N [TOGETHER]   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first, or by one call;
@@ -433,6 +434,27 @@ static int retains(int number, R *r) {
         *r = cuDevicePrimaryCtxRetain(&same, 0) || launch(KERNEL, kernel, NULL) || FOUND(cuDevicePrimaryCtxRelease_v2, (int))(0);
     return FOUND(cuFakeEvents, (unsigned))(0);
 }
+static int within;
+static V launches_until_cancelled(V kernel) {
+    R r = cuCtxSetCurrent(context);
+    for (; !r; pthread_testcancel()) {
+        within = 1, r = launch(KERNEL, kernel, NULL);
+        within = 0;
+    }
+    return NULL;
+}
+static int cancels(int number, R *r) {
+    int cut = 0;
+    V kernel = launched("work_2000000");
+    for (int i = 0; i < number && !*r; i++, cut += within, within = 0) {
+        pthread_t thread;
+        if ((*r = pthread_create(&thread, NULL, launches_until_cancelled, kernel))) break;
+        usleep(20000);
+        pthread_cancel(thread);
+        pthread_join(thread, NULL);
+    }
+    return cut;
+}
 static V launches_once(V r) {
     *(R *)r = cuCtxSetCurrent(context) || launch(KERNEL, launched("work_1000"), NULL) || cuCtxSynchronize();
     return NULL;
@@ -688,6 +710,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "events")) x = events((int)a, &r);
         else if (!strcmp(word, "exchanges")) r = FOUND(cuFakeExchangeNs, (unsigned))((unsigned)a);
         else if (!strcmp(word, "retains")) x = retains((int)a, &r);
+        else if (!strcmp(word, "cancels")) x = cancels((int)a, &r);
         else if (!strcmp(word, "passing")) x = passing((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);
