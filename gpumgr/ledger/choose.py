@@ -82,7 +82,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
         return _memory_first(node, ledger, request, room)
     gpus, evaluator, why = _place(node, ledger, room, needs)
     own_cores = caller.spec.cores if caller.spec else needs.cores
-    picked = _pick(request, room, gpus, share=own_cores < CORES_PER_GPU)
+    picked = _pick(request, room, gpus, most_gpus=max(1, own_cores // CORES_PER_GPU))
     _require_full(node, picked, request)
     return Choice(masks=picked, evaluator=evaluator, why=why)
 
@@ -178,9 +178,9 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: ChainNeeds) -> tu
     return tuple(node.gpu_of_row[row] for row in placement.gpus), placement.evaluator, placement.why
 
 
-def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
-    """`size` ids on these GPUs: for a share, all on the first GPU; for whole GPUs, spread evenly."""
-    order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[: 1 if share else None]
+def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: int) -> Masks:
+    """`size` ids, spread evenly over the first `most_gpus` of these GPUs: the other ones are for later containers."""
+    order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[:most_gpus]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
     for position, gpu in enumerate(order):
@@ -202,7 +202,7 @@ def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room)
     pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
     one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)
     rows = one.gpus if one else [each.index for each in capacities if each.healthy and each.entirely_free]
-    picked = _pick(request, room, [node.gpu_of_row[row] for row in rows], share=one is not None)
+    picked = _pick(request, room, [node.gpu_of_row[row] for row in rows], most_gpus=len(rows))
     _require_full(node, picked, request)
     return Choice(masks=picked, evaluator="share", why="the kubelet allocates the memory first, and the pod's spec is not known")
 

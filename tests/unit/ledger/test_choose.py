@@ -109,6 +109,16 @@ def test_required_ids_pin_the_gpu_of_a_share_before_whole_gpus(resource: Resourc
     assert asked(empty([16, 16]), resource, size, *chain, must={TWO: 0b1}).masks == {TWO: low(size)}
 
 
+@pytest.mark.parametrize(("resource", "size", "ids"), [("core", 100, ALL_CORES), ("memory", 4, 0b1111)], ids=["core", "memory"])
+def test_whole_gpus_are_those_of_the_container_and_not_of_its_chain(resource: Resource, size: int, ids: int) -> None:
+    """The container after the init container needs both GPUs, the init container one. Parts of both would be refused by Allocate."""
+    chain = init(100, 4), app(200, 8)
+    assert asked(empty([16, 16]), resource, size, *chain).masks == {ONE: ids}
+    own = allocated(id="own", pod=("team", "new"), uid="uid-new", container="prepare", cores={TWO: ALL_CORES}, gpus=(TWO,))
+    if resource == "memory":
+        assert asked(empty([16, 16]).occupy(own), resource, size, *chain).masks == {TWO: ids}
+
+
 def test_a_share_that_must_span_two_gpus_is_refused() -> None:
     with pytest.raises(Refusal, match=r"GPU0 \(00000000\), GPU1 \(00000001\) must be among them"):
         asked(empty(), "core", 30, app(30, 4), must={ONE: 1, TWO: 1})
