@@ -178,7 +178,7 @@ _ROWS: Final = {
         "The API server is slow or unavailable. The latest state is written when it answers; the oldest events are dropped and "
         "counted."
     ),
-    "announcement_refused": "RBAC or an admission policy forbids a write; `remedy` names the missing rule.",
+    "announcement_refused": "RBAC or an admission policy forbids a write, or a refused pod is not deleted; `remedy` names a missing rule.",
     # the scheduler
     "lease_lost": "This replica did not renew the Lease in time. It answers 503 from now on.",
     "lease_not_released": "This replica ended without giving up the Lease. Another one takes it when it expires.",

@@ -18,8 +18,8 @@ _ORDER: Final[tuple[What, ...]] = get_args(What)
 class Desired(ABC):
     """The desired state of an object, or of a part of it.
 
-    `rights` are the RBAC rules that the write needs. `insists`: a refusal is retried. `wanted_at`: when a caller last wanted a write.
-    `requests` counts the requests since the start. Times are seconds of one monotonic clock.
+    `rights` are the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller
+    last wanted a write. `requests` counts the requests since the start. Times are seconds of one monotonic clock.
 
     The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure does not
     change it. `attempts` counts the failures. `again`: when the next write is due, if the state changed during the write.
@@ -72,7 +72,7 @@ class WorkQueue:
     def next(self, now: float) -> Desired | None:
         """The state to write now; None: none is due. It stays in the queue until `done`."""
         due = (each for each in self._waiting if each.due <= now)
-        desired = min(due, key=lambda each: _ORDER.index(each.what), default=None)
+        desired = min(due, key=lambda each: (each.insists, _ORDER.index(each.what)), default=None)
         if desired is not None:
             desired.again = None
         return desired

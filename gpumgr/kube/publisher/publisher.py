@@ -285,20 +285,23 @@ class Publisher:
             await desired.write(self._server, self._node)
             self._log.count(desired, "ok")
         except AnswerError as error:
-            if error.status >= 500 or (
-                error.status in _RETRIED and (error.status != 409 or desired.attempts < _MAX_CONFLICTS - 1)
-            ):
+            outage = error.status >= 500 and not desired.insists
+            if outage or (error.status in _RETRIED and (error.status != 409 or desired.attempts < _MAX_CONFLICTS - 1)):
                 return self._retry(desired, error)
             remedy = self._log.refused(desired, error)
             if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
                 why = f"{error}; {remedy}" if error.status == 403 else str(error)
                 self._refused_evictions[desired.uid] = desired.eviction, why
             if desired.insists:
-                self._queue.retry(desired, self._clock() + self._backoff(desired), held=True)
-                self._log.answered(len(self._queue))
+                if error.status < 500:
+                    self._log.answered(len(self._queue))
+                self._try_later(desired)
                 return None
         except API_FAILURES as error:
             self._log.failed(f"{type(error).__name__}: {error}")
+            if desired.insists:
+                self._try_later(desired)
+                return None
             return 0.0
         except Exception:  # a bug: the others are written without this one, and the supervisor logs it
             self._queue.retry(desired, self._clock() + self._backoff(desired))
@@ -316,6 +319,10 @@ class Publisher:
             return None
         self._log.failed(str(error))
         return wanted
+
+    def _try_later(self, desired: Desired) -> None:
+        """An admission webhook for this write alone may fail, so the other writes go on."""
+        self._queue.retry(desired, self._clock() + self._backoff(desired), held=True)
 
     def _backoff(self, desired: Desired) -> float:
         """Seconds until a write that failed is retried."""

@@ -2,7 +2,7 @@
 
 from gpumgr.kube.publisher.desired import Desired, TokenBucket, WorkQueue
 from gpumgr.kube.publisher.events import Event, EventSeries, pod_ref
-from gpumgr.kube.publisher.objects import NodeLabels, PodAnnotations
+from gpumgr.kube.publisher.objects import NodeLabels, PodAnnotations, PodDeletion
 
 
 def event(name: str) -> Desired:
@@ -29,6 +29,16 @@ def test_a_state_is_queued_once_and_is_next_by_priority_but_not_before_its_time(
     assert queue.next(4.0) is labels
     queue.done(labels)
     assert (queue.next(4.0), queue.next_due()) == (first, 0.0)
+
+
+def test_what_is_tried_until_it_succeeds_is_the_last() -> None:
+    """Each try may take as long as an admission webhook that hangs."""
+    queue, deletions, other = WorkQueue(2), [PodDeletion(("team", "web"), str(n)) for n in range(3)], event("e1")
+    for each in (*deletions, other):
+        queue.put(each, 0.0)
+    assert queue.next(0.0) is other
+    queue.done(other)
+    assert queue.next(0.0) is deletions[0]
 
 
 def test_a_change_during_the_write_is_written_and_one_before_it_is_not_again() -> None:
