@@ -84,6 +84,8 @@ class SlicePublisher:
         )
         self._wake, self._writing = asyncio.Event(), asyncio.Lock()
         self._stored: StoredSlice | None = None
+        #: What may arrive before the answer to a write: the UID of the slice that was deleted last; version and UIDs of a list.
+        self._gone, self._list = "", ("", frozenset[str]())
         #: What was sent last, and what the API server stored for it; both in comparable form.
         self._last: tuple[Json, Json | None] | None = None
         self._node_uid = ""
@@ -135,18 +137,26 @@ class SlicePublisher:
     def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
         if after is not None:
             self._stored = after
-        elif self._stored is not None and before is not None and self._stored.uid == before.uid:
-            self._deleted()
+        elif before is not None:
+            self._gone = before.uid
+            self._find_deletion()
         self._wake.set()
 
     def _listed(self, version: str, uids: Collection[str]) -> None:
-        """Notices a deletion that the watch has missed. A slice that is newer than the list is not in the list, but in a later event. A
-        version that is no number counts as older: if the slice exists, its creation is refused, and it is read."""
-        stored = self._stored
-        newer = stored is not None and f"{stored.version}{version}".isdecimal() and int(stored.version) > int(version)
-        if stored is not None and stored.uid not in uids and not newer:
-            self._deleted()
+        self._list = version, frozenset(uids)
+        self._find_deletion()
         self._wake.set()
+
+    def _find_deletion(self) -> None:
+        """Notices a deletion that the watch has shown, or that it has missed: the last list lacks the slice. A slice that is newer than
+        the list is in a later event. A version that is no number counts as older: if the slice exists, its creation is refused, and it is
+        read."""
+        stored, (version, uids) = self._stored, self._list
+        if stored is None:
+            return
+        newer = stored.version.isdecimal() and version.isdecimal() and int(stored.version) > int(version)
+        if stored.uid == self._gone or (version and stored.uid not in uids and not newer):
+            self._deleted()
 
     def _deleted(self) -> None:
         self._stored, self._deleted_at = None, self._clock()
@@ -217,7 +227,7 @@ class SlicePublisher:
         return stored.content == sent or (sent, stored.content) == self._last
 
     async def _write(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> None:
-        self._changed_at = self._clock()
+        self._changed_at, self._list = self._clock(), ("", frozenset())
         sent = slices.resource_slice(self._node, self._node_uid, wanted)
         try:
             answer = await self._send(sent, stored)
@@ -233,6 +243,7 @@ class SlicePublisher:
         self._last = (slices.comparable(sent), self._stored.content)
         self._examine(slices.dropped(sent, answer) or self._loss)
         _log.info("slice_published", slice=self._name, devices=len(wanted), created=stored is None)
+        self._find_deletion()
 
     async def _send(self, sent: Json, stored: StoredSlice | None) -> Json:
         if stored is None:

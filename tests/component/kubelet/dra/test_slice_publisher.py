@@ -14,7 +14,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.kubelet.dra.slice_publisher import PublishTimes, SlicePublisher
-from gpumgr.kubelet.dra.slices import SliceDevice, Taint, resource_slice, slice_name
+from gpumgr.kubelet.dra.slices import SliceDevice, StoredSlice, Taint, resource_slice, slice_name
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure
@@ -233,6 +233,35 @@ async def test_a_list_without_the_slice_is_a_deletion_unless_the_slice_is_newer(
         await stage.until(lambda: stage.methods == methods and stage.publisher._stored)
         await stage.settled(*names(*DEVICES))
         assert (stage.methods, stage.publisher.state.error) == (methods, None)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+async def test_a_deletion_is_found_although_it_is_known_before_the_answer_to_the_write(tmp_path: Path, listed: bool) -> None:
+    """By an event, or by a list that begins the watch anew. A kubelet that starts deletes the slice a moment after its creation."""
+    async with staged(tmp_path) as stage:
+        publisher, changes = stage.publisher, list[bool]()
+        send, changed = publisher._send, publisher._reflector._on_change
+
+        def on_change(before: StoredSlice | None, after: StoredSlice | None) -> None:
+            changed(before, after)
+            changes.append(after is not None)
+
+        async def send_and_delete(sent: Any, stored: StoredSlice | None) -> Any:
+            answer = await send(sent, stored)
+            if len(stage.methods) == 1:
+                stage.resources.remove(NAME)
+                if listed:
+                    publisher._listed(answer["metadata"]["resourceVersion"], ())
+                else:
+                    await stage.until(lambda: changes == [True, False])
+            return answer
+
+        await stage.until(publisher._reflector.synced.is_set)
+        publisher._send, publisher._reflector._on_change = send_and_delete, on_change  # type: ignore[method-assign]
+        stage.resources.send_events(not listed)
+        stage.register(1)
+        await stage.until(lambda: stage.methods == ["POST", "POST"])
+        await stage.settled(*names(*DEVICES))
 
 
 async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
