@@ -86,15 +86,21 @@ def command(
     for note in flags.notes:
         log.info("flag_without_effect", note=note)
     with hardware_of(sim, settings.nvml.library_path, sim_dir) as hardware:
+        code = 0
 
         async def agent(stop: asyncio.Event) -> None:
+            nonlocal code
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, source.ask)
-            await run(settings, hardware, stop=stop, source=source)
+            try:
+                await run(settings, hardware, stop=stop, source=source)
+            except (
+                GpumgrError,
+                BaseExceptionGroup,
+            ) as error:  # logged here, since the end of the loop waits for threads that may hang
+                code = _exit_code(error)
 
-        try:
-            run_until_signalled(agent)
-        except (GpumgrError, BaseExceptionGroup) as error:
-            sys.exit(_exit_code(error))
+        run_until_signalled(agent)
+        sys.exit(code)
 
 
 def _exit_code(error: BaseException) -> int:
