@@ -1,5 +1,5 @@
 """Decides when a changed device list is sent to the kubelet, and which ids the kubelet must have received by now: ListAndWatch has no
-acknowledgement. Changes of free memory blocks (a whole GPU was granted or freed) are collected for a second; the failure of a GPU is sent
+acknowledgement. Changes of free memory blocks (a whole GPU was granted or freed) are sent at most once a second, the failure of a GPU
 at once. An id that turned Healthy counts as visible to the kubelet one second after it was sent."""
 
 import asyncio
@@ -14,7 +14,7 @@ SETTLE_SECONDS = 1.0
 
 
 class DeviceListPublisher:
-    """Sends the latest device list at once or later, and reports which memory blocks the kubelet must have received as Healthy."""
+    """`publish` sends a list to the kubelet. `clock` is monotonic, in seconds."""
 
     def __init__(self, publish: Publish, *, clock: Callable[[], float]) -> None:
         self._publish = publish
@@ -33,7 +33,7 @@ class DeviceListPublisher:
         self._send()
 
     def update(self, new: NodeDevices) -> None:
-        """The device list is now `new`. It is sent at once if a GPU failed or came back, else together with the next changes."""
+        """The device list is now `new`. It is sent at once if a GPU failed or recovered, else at most SETTLE_SECONDS later."""
         if new == self._sent:
             self._held_back = None
             return

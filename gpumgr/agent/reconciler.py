@@ -32,6 +32,7 @@ UNDER_WAY_SECONDS = 2.0
 SWEEP_SECONDS = 5.0
 #: After a start of the agent or the kubelet, `List` is incomplete until the kubelet's sources are ready.
 INCOMPLETE_SECONDS = 30.0
+#: How many times in a row `List` must lack an allocation before it is freed.
 PATIENCE = 2
 PATIENCE_WHILE_INCOMPLETE = 6
 
@@ -79,7 +80,7 @@ class Reconciler:
         self._admission.kubelet_restarted(INCOMPLETE_SECONDS)
 
     def soon(self) -> None:
-        """A pod has ended: the next sweep follows at once."""
+        """A pod has ended: the next sweep follows in GAP_SECONDS."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -169,8 +170,8 @@ class Reconciler:
             return rebuilt
 
     async def learn(self) -> None:
-        """Calls `List` for the pod of a container that starts, if the ledger does not name the pod of its ids. Waits until no other
-        Allocate is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
+        """Calls `List` to learn the pod of a container that starts, once no Allocate is expected. After LEARN_SECONDS it returns without
+        the call; the start is then refused, and the kubelet retries it."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:
             await asyncio.sleep(min(GAP_SECONDS, max(0.0, self._quiet_until - self._clock())))

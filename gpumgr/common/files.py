@@ -48,9 +48,7 @@ def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterato
     If the body raises, `path` stays as it was and the new file is removed. Only one writer may replace a path at a time. Raises OSError.
     """
     new = temporary_of(path)
-    with suppress(
-        FileNotFoundError
-    ):  # a killed process may have left the file; if it is a link, opening it would follow the link
+    with suppress(FileNotFoundError):  # a killed process may have left the file, and O_EXCL refuses a file or link that exists
         new.unlink()
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,8 +1,8 @@
 """Configures the log: structlog writes to stderr, as text on a terminal and otherwise as one JSON object per line. Libraries log from
 WARNING on.
 
-If systemd's journal reads the process's stderr, each line is sent to it as an entry with fields and a priority; the message of the entry is
-the same JSON.
+If the format is "auto" and systemd's journal reads stderr, each line is sent to the journal as an entry with fields and a priority; its
+message is the same JSON.
 """
 
 import contextlib

@@ -61,7 +61,7 @@ class UnixSocket:
         return bound
 
     def remove(self) -> None:
-        """Deletes the file if it is the one that `bind` made. Raises nothing; may be called at any time."""
+        """Deletes the file if it is the one that `bind` made; may be called at any time. Raises OSError if the system refuses it."""
         if self.in_place:
             self.path.unlink(missing_ok=True)
         self._inode = None

@@ -290,7 +290,7 @@ def _incarnations(
     seen += [(a.granted_at, a.uid) for a in allocations]
     first.update(
         (uid, at) for at, uid in sorted(seen, key=lambda pair: -pair[0])
-    )  # the earliest pod is put last, and stays there
+    )  # the earliest time of a UID is set last, so it stays
     uids = [uid for uid in sorted(first, key=lambda uid: first[uid]) if uid]
     if view is not None:
         uids = [uid for uid in uids if uid not in (view.uid, view.runtime_uid)] + [view.uid]

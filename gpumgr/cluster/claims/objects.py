@@ -160,7 +160,7 @@ def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
-    """Amounts on one GPU. An amount that is not given is the whole GPU's; more than a GPU has can't be allocated."""
+    """Amounts on one GPU, at most all its cores. Cores that are not given are all cores; memory that is not given is 0."""
     cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))

@@ -1,7 +1,7 @@
-"""The method inflate, the test of FGD (USENIX ATC '23). Pods arrive once each, in random order, until they ask for 130 % of the GPUs.
+"""The method inflate, the test of FGD (USENIX ATC '23). Pods arrive in random order until they ask for 130 % of the GPUs.
 
-Pods are shuffled. To reach the demand, pods that are drawn with replacement are added, or pods are left out. No pod ends, and no pod is
-tried twice.
+The trace's pods are shuffled. If they ask for less, pods drawn with replacement are added; if for more, the last are left out. No pod
+ends, and none is tried twice.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inflated(pods: Sequence[Pod], capacity_milli: int, random: Random) -> list[Pod]:
-    """Pods that together ask for the demand. Raises InputError if the pods of the trace never reach it."""
+    """The pods in the order of arrival. Raises InputError if no pod requests a GPU, or too many pods would be needed."""
     if not any(pod.shape.gpus for pod in pods):
         raise InputError("no pod of the trace requests a GPU, so the method inflate has nothing to measure")
     target = capacity_milli * DEMAND_PERCENT // 100

@@ -353,8 +353,8 @@ def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: 
 
 
 def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
-    """Maps each resource to every MIG device that was ever offered as this resource. `resource` is the name of the only resource, or
-    MIG_PREFIX if each profile has a resource of its own."""
+    """Maps each resource to its MIG devices that were ever offered, by their newest profile. `resource` is the name of the only resource,
+    or MIG_PREFIX if each profile has a resource of its own."""
     found: dict[str, list[DeviceEntry]] = {}
     for each in node_devices:
         for number, instance in enumerate(each.gpu.instances):

@@ -163,13 +163,13 @@ def tree_data(topology: Topology, free: int | None = None, labels: Sequence[str]
 
 
 def matrix_cells(topology: Topology) -> list[list[str]]:
-    """The matrix as rows of cells, as `nvidia-smi topo -m` prints them."""
+    """The matrix as rows of cells: X, the level, or NVn+level for n NVLinks."""
     n = len(topology)
     return [["X" if a == b else cell_text(topology.link(a, b)) for b in range(n)] for a in range(n)]
 
 
 def render_matrix(topology: Topology, labels: Sequence[str], numa_nodes: Sequence[int | None] = ()) -> str:
-    """The matrix as `nvidia-smi topo -m` prints it, in aligned columns; with `numa_nodes` it has a column NUMA Affinity."""
+    """`matrix_cells` in aligned columns, like `nvidia-smi topo -m`; with `numa_nodes` it has a column NUMA Affinity."""
     table = [["", *labels], *([label, *row] for label, row in zip(labels, matrix_cells(topology), strict=True))]
     if any(node is not None for node in numa_nodes):
         column = ["NUMA Affinity", *("N/A" if node is None else str(node) for node in numa_nodes)]
