@@ -23,8 +23,7 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
 
 
 def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
-    """The request to resize the container that is not decided yet; None: there is none, or the pod or what the container is granted is not
-    known yet."""
+    """The container's undecided request for a resize; None: there is none, or the pod or the granted amounts are not known yet."""
     view = find_pod(pods, a.pod, a.uid)
     if view is None or view.ended or a.reserved or (a.by_ids and not (a.held("core") and a.held("memory"))):
         return None

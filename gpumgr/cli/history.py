@@ -44,8 +44,7 @@ _EXIT_CODES: Final = {
 
 
 class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects only refusals, or entries of one pod, about one GPU (as users name it), or since a time (unix seconds). None: no
-    restriction."""
+    """An entry must satisfy all conditions; None: no condition. `gpu`: as users name it. `since`: in unix seconds."""
 
     refused: bool = False
     pod: PodKey | None = None

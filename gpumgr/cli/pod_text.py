@@ -44,8 +44,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_call(self, second: HistoryEntry) -> "Decision":
-        """The first call placed the container: its reason and candidates are shown, since the candidates of the second call include the
-        container. Fields that the first call did not know are taken from the second call."""
+        """The first call placed the container, so its reason and candidates are shown: at the second call the container's own amounts are
+        no longer free. Fields that the first call did not know are taken from the second call."""
         first = self.entry
         entry = replace(
             second,

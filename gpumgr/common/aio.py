@@ -224,10 +224,7 @@ class DaemonExitedError(RuntimeError):
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Runs a daemon in a task group. Errors of `work` are passed on.
-
-    Raises DaemonExitedError if `work` returns.
-    """
+    """Runs a daemon, as a task of the caller's task group. Raises the errors of `work`, and DaemonExitedError if it returns."""
     await work()
     raise DaemonExitedError(f"the daemon {name} returned; it must run until it is cancelled")
 

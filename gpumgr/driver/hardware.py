@@ -6,8 +6,7 @@ import msgspec
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the driver's library and the system's files are. A simulated node has its own library, sysfs and proc; it has no kernel module
-    and no device nodes."""
+    """A simulated node has its own library, sysfs and proc, but no kernel module and no device nodes."""
 
     library_path: str | None = None
     sysfs_root: Path = Path("/sys")

@@ -134,6 +134,7 @@ def _refuse_shape(
 def _refuse_broken_gpus(
     node: NodeView, ledger: Ledger, caller: Caller, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
+    """Refuses a GPU unless the pod has all its cores, and no other pod a part of it."""
     for gpu in fresh:
         pods_own = union({gpu: masks[gpu]}, common(ledger.reusable("core", caller.pod, caller.uid), {gpu: ALL_CORES}))
         if pods_own[gpu] != ALL_CORES:

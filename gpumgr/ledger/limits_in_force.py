@@ -1,8 +1,8 @@
 """Which memory limits may be in force. Pure.
 
-Limits are computed and set once for each sample of the driver; that is an evaluation, and evaluations are numbered from 1. Setting them
-may take longer than the evaluation, and may fail for some containers. So the limit under which a container was sampled is known only as a
-bound: the highest one that was computed since the last evaluation that was in force before the sample.
+An evaluation computes and sets the limits once for each sample of the driver; evaluations are numbered from 1. Setting the limits may take
+longer than the evaluation, and may fail for some containers. So for a sample only the highest possible limit is known: the highest one
+that was computed in or after the last evaluation with limits in force before the sample.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ UNKNOWN_BYTES: Final = 1 << 62
 
 class Enforced(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of the evaluation with this number are in force, except for the containers in `obstacles`; the value is the reason.
-    `kept_bytes`: the highest limit of their programs, where the backend knows it."""
+    `kept_bytes`: the highest limit that programs of such a container still have, where the backend knows it."""
 
     number: int = 0
     obstacles: Mapping[AllocationId, str] = msgspec.field(default_factory=dict)
@@ -28,9 +28,9 @@ class Enforced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
-    """`begun`: the last evaluation. `now`: what is enforced; `before_sample`: what was at the end of the last evaluation, before the next
-    sample is read; `under_sample`: what was before the present sample was read. `computed`: for each container and GPU, the limits that may
-    be in force, each with the number of its evaluation."""
+    """`begun`: the number of the last evaluation. `now`: what is enforced now; `before_sample`: what was enforced at the end of the last
+    evaluation; `under_sample`: what was enforced before the present sample was read. `computed`: for each container and GPU, the limits
+    that may be in force, each with the number of its evaluation."""
 
     begun: int = 0
     now: Enforced = Enforced()
@@ -39,8 +39,7 @@ class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
     computed: Mapping[AllocationOnGpu, tuple[tuple[int, int], ...]] = msgspec.field(default_factory=dict)
 
     def with_sample(self, started: Mapping[AllocationOnGpu, int]) -> "LimitsInForce":
-        """Call it first in each evaluation: a new sample was read. `started`: the limits that containers have that are not known
-        here."""
+        """Call it first in each evaluation: a new sample was read. `started`: the limits of the containers that `computed` lacks."""
         known = replace(self, under_sample=self.before_sample)
         computed = {place: known._possible(place[0], limits) for place, limits in self.computed.items()}
         return replace(known, computed={place: ((self.begun, size),) for place, size in started.items()} | computed)
@@ -62,5 +61,5 @@ class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, begun=begun, computed=computed)
 
     def most_bytes(self, place: AllocationOnGpu) -> int:
-        """The highest limit that was in force when the present sample was read, or is since then; 0 for a container after that sample."""
+        """The highest limit that may be in force, or was when the present sample was read; 0 for a container that was granted later."""
         return max((size for _, size in self.computed.get(place, ())), default=0)

@@ -1,4 +1,4 @@
-"""Decides which GPUs have processes of an ended allocation; they are not offered until these processes have ended.
+"""Decides which GPUs have processes of an ended allocation. Such a GPU is not offered until these processes have ended.
 
 A pod can end while a process of its container stays in the driver (D state, a detached child) with its GPU memory. Processes that ran
 before the first allocation (a display server, the operator's tools) do not count.

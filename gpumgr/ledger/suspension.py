@@ -15,8 +15,8 @@ from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.usage.node_use import ContainerUse
 from gpumgr.placement.pods import PodView
 
-#: running: gpumgr.io/suspend demands its suspension, and it was resumed because it needed its memory. failed: a process of it can't go on;
-#: only its end helps.
+#: running: it was resumed because it needed its memory, although gpumgr.io/suspend demands its suspension. failed: one of its processes
+#: can't go on; only the container's end helps.
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
 _NEXT: Final[Mapping[State, Collection[State]]] = {
     "running": {"suspending"},

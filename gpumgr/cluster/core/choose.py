@@ -33,7 +33,7 @@ class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Misfit(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a node can't take the pod: `container` finds no room on GPUs that are offered and that the `constraints` allow.
+    """Why a node can't take the pod: `container` (None: no known GPU, or `less`) has no room on the offered GPUs that `constraints` allow.
 
     `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
     `distance` compares misfits of one container: the node with the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the
@@ -146,8 +146,8 @@ def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
 def _capacities(
     node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], before: list[GpuCapacity], *, unused: bool
 ) -> list[GpuCapacity]:
-    """`before`: the capacities for the pod's previous vcuda container; only those of GPUs that the pod itself uses have changed since.
-    Empty for the first container."""
+    """`before`: the capacities for the pod's previous vcuda container (empty: there is none). Only GPUs that the pod itself uses have
+    changed since then."""
     result = list(before) or [_NO_CAPACITY] * len(node.gpus)
     for position in use.taken if before else range(len(node.gpus)):
         gpu, held = node.gpus[position], used[position] + use.held(position) if use.taken else used[position]
@@ -192,7 +192,7 @@ def _replica_capacities(
 ) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
     """The capacities of the GPUs at these positions, and the MIG device that the containers would have on each GPU.
 
-    `entirely_free` and `healthy`: each of the containers has room on the GPU. The free amounts order the GPUs. Memory is in MiB.
+    `entirely_free` and `healthy`: each container has room on the GPU. The free amounts order the GPUs; `memory_blocks_free` is in MiB.
     """
     result, devices = [], dict[int, Amounts]()
     for position in positions:

@@ -96,7 +96,7 @@ class _Node:
 
 
 class Largest(NamedTuple):
-    """The most idle GPUs that one of some nodes has, and what is free on their GPUs, without what another GPU covers."""
+    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on the nodes' GPUs, without amounts that another GPU covers."""
 
     idle_gpus: int
     free: tuple[Amounts, ...]
@@ -196,7 +196,7 @@ class ClusterIndex:
                 self._drop(node)
 
     def settle(self) -> None:
-        """Brings the profiles up to date with all changes. Queries do this first, so a query takes long after many changes."""
+        """Brings the profiles up to date with all changes. Queries do this first, so the first query after many changes takes long."""
         for _ in self.settling():
             pass
 
@@ -233,7 +233,6 @@ class ClusterIndex:
 
     @property
     def node_count(self) -> int:
-        """The number of nodes in the index."""
         return len(self._nodes)
 
     def pods_on(self, name: str) -> Mapping[str, PlacedPod]:
@@ -271,7 +270,7 @@ class ClusterIndex:
         return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))
 
     def take_changed(self) -> NodeSet:
-        """The nodes on which the free amounts of GPUs have changed since the last call, not those of CPU. Only one caller may use it."""
+        """The nodes that have changed since the last call; pods without GPUs do not count. Only one caller may use it."""
         taken = self.node_set(self._taken)
         self._taken.clear()
         return taken
@@ -289,7 +288,7 @@ class ClusterIndex:
         return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
 
     def rank(self, shape: Shape, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
-        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name."""
+        """The best nodes of `names` for the request, the best one first, at most `most` of them. `names` must not be empty."""
         found = self._fitting(shape, names, most)
         if isinstance(found, Rejection):
             return found
@@ -483,6 +482,6 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
 
 
 def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
-    """A whole GPU has all its memory; the largest MIG device has its own."""
+    """All cores of a GPU include all its memory. A MIG device has its own memory, even if it has all cores."""
     whole = amounts.whole and not amounts.slices
     return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts

@@ -412,8 +412,8 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
 
 
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
-    """Whether a placement names what the container requests. Memory is not compared for whole GPUs, nor a percentage, which depends on
-    the GPU."""
+    """Whether a placement names what the container requests. Memory is not compared for whole GPUs, nor for percentages, which
+    depend on the GPU."""
     if len(shares) != container.gpus:
         return False
     if (replica := container.replica) is not None:

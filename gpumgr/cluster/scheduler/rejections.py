@@ -32,13 +32,13 @@ from gpumgr.kube.client import API_FAILURES, ApiServer
 _log = structlog.get_logger(__name__)
 
 RETRIED_ANNOTATION: Final = "gpumgr.io/waiting-pods-retried"
-#: kube-scheduler has this time to try a pod again by itself, twice as much the next time, and so on: kube-scheduler's own filters may
-#: reject a pod that fits here.
+#: The pause before a retry, so that kube-scheduler can try the pod by itself. It doubles with each retry: kube-scheduler's own filters
+#: may reject a pod that fits here.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
 #: The longest time of one look; the next look goes on where it stopped.
 _LOOK_SECONDS: Final = 0.4
-#: For how many looks the changes before each of them are kept.
+#: The number of the last looks for which the changed nodes are kept.
 _REMEMBERED: Final = 100
 
 
@@ -107,7 +107,7 @@ class Rejections:
                 nodes = self._index.node_set(each.offered)
                 if (
                     nodes.numbering != changed.numbering
-                ):  # nodes have got other numbers since; the next look has the changes in these
+                ):  # the nodes were numbered again during this look; the next look uses the new numbers
                     break
                 nodes = nodes.within(since[looks - 1]) if known[2] else nodes
                 rooms[known] = nodes, self._index.largest(nodes)

@@ -63,7 +63,7 @@ _Wanted = dict[Path, VolumePlan]
 
 
 class DriverMirror:
-    """Mirrors the driver's files. Concurrent calls run one after another; a call completes even if its caller is cancelled.
+    """Concurrent calls run one after another; a call completes even if its caller is cancelled.
 
     The library runs the program gpu-client in a container: the one of the setting `client_path`, or else an installed one that
     volume.conf lists. `share_dir` and `whole_dir`: the links of the volumes `nvidia` and `origin`. The link of any other volume is
@@ -228,7 +228,7 @@ def is_supplied(whole_dir: Path) -> bool:
 
 
 def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
-    """The root folder with the files of a mirror of this driver. Raises DriverFilesError, SettingsError, OSError."""
+    """The one of `roots` with this driver's files. Raises DriverFilesError, SettingsError, OSError."""
     volumes = load(volume_conf, _DEFAULT_WHOLE_DIR.parent).volumes
     return find_driver(roots, volumes, machine=_MACHINE, driver_version=driver_version).root
 
