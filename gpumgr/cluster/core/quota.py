@@ -284,9 +284,10 @@ class Quotas:
             _add(made._used[namespace], holding, -1)
         return made
 
-    def gpus_on(self, name: str) -> frozenset[CountedGpu]:
-        """The different GPUs of a node of the index."""
-        return self._class_of[name].gpus
+    def gpus_on(self, node: NodeState) -> frozenset[CountedGpu]:
+        """The different GPUs of a node of the index. A node that only its pods show so far has no class."""
+        known = self._class_of.get(node.name)
+        return known.gpus if known is not None else frozenset(gpus_of(node))
 
     def held(self, uid: str) -> tuple[str, Holding]:
         """The namespace of a placed pod, and what the pod holds."""

@@ -238,7 +238,7 @@ class RankWithinQuota:
     ) -> str:
         """Why the quota denies the pod every GPU of the node that has room for it, or "". The choices that were tried before are compared
         with the quota of now, and others are tried only if these no longer decide."""
-        gpus, used = self.quotas.gpus_on(node.name), self.index.used(node.name)
+        gpus, used = self.quotas.gpus_on(node), self.index.used(node.name)
         key = self.index.profile(node.name), gpus, node.name if self.request.constraints.uuids else ""
         if (known := self.denied.examined.get(key)) is None:
             places = zip(node.gpus, used, gpus_of(node), strict=False)

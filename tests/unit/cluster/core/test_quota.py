@@ -379,6 +379,20 @@ def test_there_is_a_reason_if_no_node_of_those_that_were_allowed_has_a_choice(mo
     assert "uses 40 of 200 cores on V100; the pod needs 200" in found.text
 
 
+@pytest.mark.parametrize("by", ["pod", "pod without GPUs"])
+def test_a_node_that_only_its_pods_show_is_examined(by: str) -> None:
+    """The watch of nodes is later than that of pods, and kube-scheduler offers the node already."""
+    stage = Different()
+    if by == "pod":
+        stage.cluster.hold("unseen", share(1, 1), namespace="other")
+    else:
+        stage.cluster.index.use_cpu("uid", "unseen", 1000)
+    stage.names.append("unseen")
+    found = RankWithinQuota(*stage.asked).rank()
+    assert isinstance(found, Rejection)
+    assert found.text.startswith("for the quota of 59 nodes: "), "neither unseen nor n59 is denied by the quota"
+
+
 def test_nodes_that_are_gone_are_not_kept_where_the_best_nodes_are_allowed() -> None:
     stage = TwoModels()
     index = stage.cluster.index
