@@ -333,7 +333,7 @@ def test_a_percentage_is_that_of_the_memory_which_vcuda_pods_leave(both: Node) -
 
     def reported() -> bool:
         other = inventory(both)["other"]
-        return {uid: other[uid][0][1:] for uid in held if uid in other} == held
+        return {uid: other[uid][0][1:3] for uid in held if uid in other} == held
 
     wait_until("what they hold in the inventory", reported)
     both.run([to_be_scheduled(hami_pod(f"rest-{number}", gpumem_percentage=49, gpucores=10)) for number in range(len(half))])

@@ -177,7 +177,8 @@ def test_mig_devices_are_created_at_the_places_that_the_scheduler_chose(node: No
         for each in pods:
             name = each["metadata"]["name"]
             annotations = node.cluster.pods.all()[name]["metadata"]["annotations"]
-            (slices,) = {bits for shares in json.loads(annotations["gpumgr.io/placement"])["slices"].values() for bits in shares}
+            placed = json.loads(annotations["gpumgr.io/placement"])["containers"]
+            (slices,) = {share[3] for shares in placed.values() for share in shares}
             uuid = shown(node, name)[0]["NVIDIA_VISIBLE_DEVICES"]
             assert by_uuid[uuid].memory_slices == slices, "the agent follows the scheduler"
 
