@@ -15,6 +15,7 @@ from gpumgr.agent.ports import Meter, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
+from gpumgr.ledger.callers import next_container
 from gpumgr.ledger.ledger import AllocationId, Ledger
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt, adopt
 from gpumgr.ledger.sweep import sweep
@@ -143,11 +144,19 @@ class Reconciler:
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
         """The allocations that stay although the last `List` did not show them: their pods run, or it is not known whether they have ended
-        and either the pods are listed or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids."""
+        and either the pods are listed or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids. If it
+        lost it before any `List` showed the pod of an allocation, each listed pod that lacks ids may be that pod."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
-        return {a.id for a in absent if ended[a.id] is False or (ended[a.id] is None and (incomplete or a.pod in listing.pods))}
+        unknown = {a.id: a.pod for a in absent if ended[a.id] is None}
+        lacking = None in unknown.values() and any(map(self._lacks_ids, listing.pods))
+        kept = {each for each, pod in unknown.items() if incomplete or pod in listing.pods or (pod is None and lacking)}
+        return kept | {a.id for a in absent if ended[a.id] is False}
+
+    def _lacks_ids(self, pod: PodKey) -> bool:
+        view = self._pods.get(pod)
+        return view is not None and not view.ended and next_container(self._agent_state.ledger, view) is not None
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint).

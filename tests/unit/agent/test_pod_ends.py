@@ -167,6 +167,22 @@ async def test_a_kubelet_without_its_checkpoint_gets_no_ids_of_running_pods(
     assert {a.pod for a in world.ledger.allocations.values()} == {("team", "heir")}
 
 
+async def test_ids_that_the_kubelet_forgot_before_any_list_stay_until_no_listed_pod_lacks_ids() -> None:
+    """Aligned ids come without a preference, and the cache has the pod after its admission: the allocation has no name."""
+    world = await World.made(snapshot(2, 16, numa=True), known="late", numa_aligned=True)
+    first = world.pod("first", WHOLE)
+    await world.admit(first)
+    assert [a.pod for a in world.ledger.allocations.values()] == [None]
+    world.forget()
+    for _ in range(40):
+        await world.sweep()
+        world.check_ids()
+    world.end(first)
+    for _ in range(40):
+        await world.sweep()
+    assert not world.ledger.allocations
+
+
 async def test_the_ids_of_an_ended_pod_are_granted_during_an_outage_of_the_api_server() -> None:
     world, first = await full()
     world.pods.down = True

@@ -438,7 +438,10 @@ class World:
                     texts = [set(ledger.gpu_registry.format(kind, a.held(kind))) for a in mine]
                     if self.known is True:
                         assert texts == ([set(ids)] if ids else []), (pod.name, container.name, kind)
-                    else:  # an earlier life of the name may not be swept yet
+                    else:
+                        # An earlier life of the name may not be swept yet. What the kubelet forgot before any `List` has no name.
+                        nameless = [a for a in ledger.allocations.values() if a.pod is None and pod.uid in self.forgotten]
+                        texts += [set(ledger.gpu_registry.format(kind, a.held(kind))) for a in nameless]
                         assert not ids or set(ids) in texts, (pod.name, container.name, kind)
                 assert len(allocations) <= 1 or self.known is not True
 
