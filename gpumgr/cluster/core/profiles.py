@@ -66,7 +66,7 @@ class Profile:
     """Nodes that are equal for every request that names none of their GPUs. `state` is one of them, without a name. `idle`: the profile
     of the same nodes with each GPU in use counted as full; it may be this profile itself."""
 
-    __slots__ = ("choices", "cores", "idle", "idle_gpus", "memory_free", "nodes", "rooms", "state", "used")
+    __slots__ = ("__weakref__", "choices", "cores", "idle", "idle_gpus", "memory_free", "nodes", "rooms", "state", "used")
 
     def __init__(self, state: NodeState, used: Used, idle: "Profile | None" = None, rooms: tuple["Room", ...] = ()) -> None:
         self.state, self.used, self.rooms = state, used, rooms

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, reduce
 from itertools import chain
 from typing import Final, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from gpumgr.cluster.core.choose import NodeChoice
 from gpumgr.cluster.core.explain import MAX_CHARACTERS
@@ -33,8 +34,8 @@ _Answer = TypeVar("_Answer")
 _Value = TypeVar("_Value", bound=Hashable)
 
 
-#: The nodes of one profile with the same labels. The name is empty, unless the request names GPUs.
-_Alike = tuple[Profile, frozenset[CountedGpu], str]
+#: Nodes of one profile: those with the same labels. The name is empty, unless the request names GPUs.
+_Alike = tuple[frozenset[CountedGpu], str]
 
 
 class _Examined(NamedTuple):
@@ -48,12 +49,13 @@ class _Examined(NamedTuple):
 @dataclass
 class Denied:
     """The nodes on which a quota denies one request. `names`: reason -> nodes, as found for `checked` (the version of the index, the
-    limits, the nodes, and how many of them are needed). `best`: as many allowed nodes as are needed; empty: all nodes were examined."""
+    limits, the nodes, and how many of them are needed). `best`: as many allowed nodes as are needed; empty: all nodes were examined.
+    `examined` forgets profiles that no node has."""
 
     checked: Hashable = None
     names: Mapping[str, Set[str]] = field(default_factory=dict)
     best: list[str] = field(default_factory=list)
-    examined: dict[_Alike, _Examined] = field(default_factory=dict)
+    examined: WeakKeyDictionary[Profile, dict[_Alike, _Examined]] = field(default_factory=WeakKeyDictionary)
 
 
 class _Kept(OrderedDict[Hashable, _Answer]):
@@ -204,8 +206,7 @@ class RankWithinQuota:
 
     def _examine_each(self, allowed: NodeSet) -> Iterator[None]:
         """Fills `denied`, one choice a step: first for the best nodes; then for all nodes, unless `most` of the best are allowed."""
-        checked, examined = self._checked(allowed), self.denied.examined
-        names: dict[str, set[str]] = {}
+        checked, names = self._checked(allowed), dict[str, set[str]]()
         closed = cache(lambda gpus: self.quotas.closed(self.namespace, gpus, self.request))
         denial = cache(lambda tried: self.quotas.denial(self.namespace, tried))
         first = self.index.order(self.shape, allowed, _FIRST_NODES + self.most)
@@ -223,9 +224,6 @@ class RankWithinQuota:
             elif number < len(first):
                 best.append(name)
             yield
-        if len(best) < self.most or len(examined) > self.index.node_count:
-            for key in [key for key in examined if not any(key[0].nodes)]:
-                del examined[key]
         if self._checked(allowed) == checked:
             self.denied.names, self.denied.checked = names, checked
             self.denied.best = best if len(best) == self.most else []
@@ -239,8 +237,9 @@ class RankWithinQuota:
         """Why the quota denies the pod every GPU of the node that has room for it, or "". The choices that were tried before are compared
         with the quota of now, and others are tried only if these no longer decide."""
         gpus, used = self.quotas.gpus_on(node), self.index.used(node.name)
-        key = self.index.profile(node.name), gpus, node.name if self.request.constraints.uuids else ""
-        if (known := self.denied.examined.get(key)) is None:
+        examined = self.denied.examined.setdefault(self.index.profile(node.name), {})
+        alike = gpus, node.name if self.request.constraints.uuids else ""
+        if (known := examined.get(alike)) is None:
             places = zip(node.gpus, used, gpus_of(node), strict=False)
             known = _Examined(_shared(frozenset(each for gpu, held, each in places if _may_have(gpu, held, self.request))))
         if known.having and known.having <= closed(gpus).keys():
@@ -252,7 +251,7 @@ class RankWithinQuota:
             choice = self.quotas.choose(self.namespace, node, used, self.request, self.policy, tried=tried)
             reason = choice.text if isinstance(choice, Rejection) else ""
             known = known._replace(tried=_shared(tuple(tried)))
-        self.denied.examined[key] = known
+        examined[alike] = known
         return reason
 
 
