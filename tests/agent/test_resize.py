@@ -13,6 +13,7 @@ import pytest
 from gpumgr.common.units import Amounts
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.limiter import pages
+from gpumgr.kube.pod_annotations import ALLOCATIONS
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from tools import PROJECT
@@ -61,10 +62,19 @@ def answer(node: SimulatedNode, pod: SimPod) -> Mapping[str, Any]:
     return found
 
 
+async def started(node: SimulatedNode) -> SimPod:
+    """A pod that runs. The agent has written its annotation of what containers hold, which the command reads."""
+    pod = node.pod("notebook", app(30, 8))
+    assert (await node.run(pod)).phase == "Running"
+    api = node.api
+    assert api is not None
+    await until(lambda: ALLOCATIONS in api.annotations(pod.uid))
+    return pod
+
+
 async def test_a_pod_is_resized_by_the_command(bounded: Path) -> None:
     async with running(bounded, settings=SETTINGS) as node:
-        pod = node.pod("notebook", app(30, 8))
-        assert (await node.run(pod)).phase == "Running"
+        pod = await started(node)
         (gpu,) = node.gpus_of(pod)
         node.use(pod, memory_bytes=1024 * MIB)
 
@@ -99,8 +109,7 @@ async def test_a_pod_is_resized_by_the_command(bounded: Path) -> None:
 async def test_a_kill_between_the_save_and_the_change_loses_and_repeats_nothing(bounded: Path) -> None:
     """A pod's two calls and its name are the commits before the resize."""
     async with running(bounded, settings=SETTINGS, command=RUNNER) as node:
-        pod = node.pod("notebook", app(30, 8))
-        assert (await node.run(pod)).phase == "Running"
+        pod = await started(node)
         await node.agent.kill()
         await node.start_agent({"DIE_AT": "after_commit_before_answer"})
         command = asyncio.create_task(resize(bounded, "demo/notebook", "--cores", "60", "--memory", "1000"))
@@ -122,8 +131,7 @@ async def test_a_kill_between_the_save_and_the_change_loses_and_repeats_nothing(
 async def test_a_pod_starts_next_to_a_resized_one_although_the_next_sample_is_an_hour_away(bounded: Path) -> None:
     """After a restart of the agent, the start waits until the limits are set again, and for a sample after that."""
     async with running(bounded, settings=SETTINGS) as node:
-        pod = node.pod("notebook", app(30, 8))
-        assert (await node.run(pod)).phase == "Running"
+        pod = await started(node)
         assert (await resize(bounded, "demo/notebook", "--memory", "1000"))[0] == 0
         await node.agent.kill()
         node.config.write_text(node.config.read_text().replace("sample_period_seconds: 0.2", "sample_period_seconds: 3600"))

@@ -16,6 +16,7 @@ import pytest
 
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.limiter import pages
+from gpumgr.kube.pod_annotations import ALLOCATIONS
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
@@ -334,6 +335,9 @@ async def test_the_commands_wait_for_the_containers_or_say_why_not(bounded: Path
     async with driver_on(bounded) as driver:
         pod = driver.node.pod("sleeper", app(10, 4))
         await driver.node.run(pod)
+        api = driver.node.api
+        assert api is not None
+        await until(lambda: ALLOCATIONS in api.annotations(pod.uid))
         driver.works(pod)
         assert await order(driver, "suspend", "demo/sleeper") == (0, "main: suspended\n", "")
         assert driver.state(pod) == CHECKPOINTED
