@@ -93,11 +93,8 @@ def command(
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, source.ask)
             try:
                 await run(settings, hardware, stop=stop, source=source)
-            except (
-                GpumgrError,
-                BaseExceptionGroup,
-            ) as error:  # logged here, since the end of the loop waits for threads that may hang
-                code = _exit_code(error)
+            except (GpumgrError, BaseExceptionGroup) as error:
+                code = _exit_code(error)  # logs the reason now, since the end of the loop waits for threads that may hang
 
         run_until_signalled(agent)
         sys.exit(code)
