@@ -1,9 +1,9 @@
 """Identifies the container that the kubelet is admitting: from PodResources, the pod cache, and the order of the kubelet's calls.
 
-The kubelet limits `List` to 100 calls a second for all clients, and rebuilds its table for each call. The agent therefore calls `List`
-once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while the rate of
-calls is low. If `List` fails and several pods wait for the same amount, the agent calls `List` again for a while (`writer.py`) and then
-refuses: it does not guess.
+The kubelet answers at most 100 calls of `List` a second, of all clients together, and composes each answer anew. The agent therefore
+calls `List` once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while
+the rate of calls is low. If `List` fails and several pods wait for the same amount, the agent calls `List` again for a while
+(`writer.py`) and then refuses: it does not guess.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,11 +38,12 @@ log = structlog.get_logger(__name__)
 #: Rate limit and burst of the `List` calls that only confirm a container which the order of calls has identified.
 SPARE_LOOKS_PER_SECOND = 20.0
 SPARE_LOOKS_BURST = 4.0
-#: A call for replicas waits at least this long until the cache has its pod: without the pod it must be refused.
+#: How long a call for replicas waits for its pod in the cache, even if kubernetes.pod_wait_milliseconds is less: without the pod the call
+#: must be refused.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
-#: If only `List` can show which pod a call is for, and it fails: how long it is tried again, and the pause between two tries.
+#: If only `List` can show which pod a call is for, and `List` fails: how long the agent calls it again, and the pause between two calls.
 LIST_AGAIN_SECONDS = 5.0
 LIST_PAUSE_SECONDS = 0.25
 
@@ -73,12 +74,12 @@ class Admission:
         self._pods = pods
         self._pod_resources = pod_resources
         self._pod_ends = pod_ends
-        #: Allocations that the kubelet offered again while their pods ran, or may run.
+        #: Allocations with ids that the kubelet offered again, although their pods run or may run.
         self._kept: AbstractSet[AllocationId] = frozenset()
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
-        #: Listed pod -> number of the `List` call that first showed this incarnation of the pod, as far as `List` and UIDs distinguish
-        #: incarnations.
+        #: Listed pod -> number of the `List` call that first showed it. A new pod under an earlier pod's name counts anew, as far as `List`
+        #: and UIDs show that it is new.
         self._seen: dict[PodKey, int] = {}
         self._uids: dict[PodKey, str] = {}
         self._looks = 0
@@ -137,7 +138,7 @@ class Admission:
 
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
         """Returns the ledger without the ids that the kubelet has freed, and the caller of GetPreferredAllocation. Raises ListFailedError
-        if several pods may be the caller."""
+        if only `List` can show the caller, and it fails."""
         resource, size, offered = request.resource, request.size, minus(request.available, request.must)
         follows = self._follower(ledger, resource, size)
         contested = bool(common(ledger.held(resource), offered))
@@ -191,11 +192,11 @@ class Admission:
             )
 
     def granted(self, caller: Caller, allocation: Allocation) -> None:
-        """Call it when an Allocate for this caller is answered."""
+        """Call it when an Allocate for this caller has been granted."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            # The pod's UID is not known yet, and the UID on record is an earlier incarnation's. Once the pod's own UID is known, the pod
-            # must not count as newly listed.
+            # The pod's UID is not known yet, and the UID on record may be of an earlier pod with this name. Once the pod's own UID is
+            # known, the pod must not count as newly listed.
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
@@ -208,7 +209,7 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger with the names that `List` shows, and without the allocations of ended pods that hold any of these ids."""
+        """The ledger with the names that `List` shows, and without allocations of ended pods if they hold `offered` ids or `_is_over`."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -250,8 +251,8 @@ class Admission:
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The caller is the newest listed pod that waits for these ids, since the kubelet adds no pod to the list while it admits another
-        one. If the cache has no such pod (it is late, or has an earlier incarnation), the caller is among the pods that were listed
-        last."""
+        one. If the cache has no such pod (it is late, or has an earlier pod of the same name), the caller is among the pods that were
+        listed last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -289,7 +290,7 @@ class Admission:
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
     def _follower(self, ledger: Ledger, resource: Resource, size: int) -> Caller | None:
-        """The caller, if it is the pod of the last call: one of its containers must wait for exactly this amount."""
+        """The pod of the last granted call as the caller; None if none of its containers waits for exactly this amount."""
         view = self._pods.get(self.current.pod) if self.current.pod else None
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
@@ -321,8 +322,8 @@ class Admission:
         """The possible callers, found without `List`: the container of the last Allocate if it lacks this resource, and the pods that
         wait for it.
 
-        A share always has both resources. A container with whole GPUs may request no memory; ids on other GPUs (`masks`, if known) are
-        not its own.
+        A share always requests both resources. A container with whole GPUs may request no memory: then ids on other GPUs (`masks`, if
+        known) are for another container.
         """
         callers = [
             Caller(pod=view.key, view=view, spec=spec, unconfirmed=True, continues=self._unclaimed(ledger, spec, resource))
@@ -341,7 +342,8 @@ class Admission:
         return callers
 
     def _successor(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
-        """The caller: the container of the pod of `left_by` that waits for `size` ids; None if none does."""
+        """The caller: the container of the pod of `left_by` that waits for `size` ids; None if none does. If the cache lacks the pod, only
+        the pod's name is known."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
             return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))

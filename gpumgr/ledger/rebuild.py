@@ -30,8 +30,9 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 
 
 class KubeletEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One container's ids of one resource in the kubelet's checkpoint. The stored response has `allocation_id`, `mechanisms` (of the
-    limits), `cdi` (whether it names a CDI device), and `granted` (to a container with replicas)."""
+    """One container's ids of one resource in the kubelet's checkpoint. The other fields are read from the response that the kubelet has
+    stored: the allocation's id, the mechanisms that limit the container, whether the response names a CDI device, and what a container
+    with replicas was granted."""
 
     uid: str
     container: str
@@ -181,7 +182,7 @@ def _with_listed(
     siblings = {claim.uid: claim.pod for claim in claims.values() if claim.uid is not None and claim.pod is not None}
     for key, claim in claims.items():
         if claim.pod is None:
-            # `List` shows every container but ordinary init containers (and those of pods that just ended).
+            # `List` shows every container but ordinary init containers (and containers of pods that just ended).
             claims[key] = replace(claim, pod=siblings.get(claim.uid or ""), init=True)
     return claims
 
@@ -264,7 +265,7 @@ def migrate(
         broken = ledger.occupy(allocation).violations()
         if broken or count(allocation.held("core")) < min(record.cores, CORES_PER_GPU * len(gpus)):
             problems.append(
-                f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has no such room left'}"
+                f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has too few free cores'}"
             )
             left += () if missing else (record,)
             continue

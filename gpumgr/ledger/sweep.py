@@ -3,8 +3,8 @@
 The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
 
 * `freed_by_offer`: GetPreferredAllocation offers its ids, a `List` during that call does not show it with its ids, and its pod has ended.
-* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it. One call proves nothing: after a kubelet restart
-  `List` is incomplete until the kubelet's sources are ready.
+* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (2 if the API server has no such pod). One call proves
+  nothing: after a kubelet restart `List` is incomplete until the kubelet's sources are ready.
 
 The kubelet alone does not prove that a pod has ended: after the loss of its checkpoint it offers the ids of running pods, and lists
 these pods without ids. So the callers pass which pods have ended, as the API server or the container runtime reports it.
@@ -89,15 +89,15 @@ def sweep(
     gone: Callable[[str], bool] = lambda _: False,
     kept: Collection[AllocationId] = (),
 ) -> Swept:
-    """Checks all allocations. `patience`: see above. `gone`: whether the API server no longer has a pod with this UID (False if there is no
-    API server). `kept`: these stay, although `List` does not show them."""
+    """Checks all allocations. `absent`: from the previous sweep. `patience`: see the module. `gone`: whether the API server no longer has a
+    pod with this UID (False if there is no API server). `kept`: these stay, although `List` does not show them."""
     earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()
     # Init containers come last: the container that took over their ids determines their pod.
     for allocation_id in sorted(before, key=lambda each: before[each].init):
         a = ledger.allocations.get(allocation_id)
         if a is None or not a.device_ids:
-            continue  # it was freed when an earlier allocation was renamed; or it is a claim, which has no ids
+            continue  # it was freed when an earlier allocation was renamed; or it is a ResourceClaim's, which has no ids
         named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
             ledger = _with_name(ledger, named)
@@ -249,6 +249,7 @@ def _refuted(a: Allocation, visible: Shown) -> bool:
 
 
 def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
+    """Whether `List` shows the allocation's ids or, if `List` never shows its container, its pod."""
     if a.anonymous and a.pod is None:
         return True
     if unlisted(a) and _owner(a, visible) is None:

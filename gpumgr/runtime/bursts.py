@@ -127,7 +127,7 @@ class Bursts:
     @property
     def begun(self) -> int:
         """The number of the last evaluation."""
-        return self._in_force.begun
+        return self._in_force.last_number
 
     @property
     def obstacles(self) -> Mapping[AllocationId, str]:

@@ -226,7 +226,7 @@ def test_a_share_without_memory_takes_cores() -> None:
     [
         ((record(7),), "pod uid uid-a (main): /dev/nvidia7 is none of this node's GPUs"),
         ((record(),), "pod uid uid-a (main): /dev/nvidia? is none of this node's GPUs"),
-        ((record(0, cores=80), record(0, cores=80)), "pod uid uid-a (main): its GPU has no such room left"),
+        ((record(0, cores=80), record(0, cores=80)), "pod uid uid-a (main): its GPU has too few free cores"),
         (
             (record(0), record(0, cores=100)),
             "pod uid uid-a (main): pod uid uid-a (main) and pod uid uid-a (main) hold the same core",
