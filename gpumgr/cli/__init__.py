@@ -42,7 +42,7 @@ _COMMANDS: Final = {
 _MODULES: Final = {"resume": "suspend"}
 #: Commands that run for months; their modules are imported without the parts of libraries that they never use.
 _DAEMONS: Final = ("run", "scheduler", "claims")
-#: The disk, a quota or a limit has no space left, or the disk is broken.
+#: Errors of a write: the disk is full or broken, or a quota or the limit of a file's size is reached.
 _UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -104,8 +104,8 @@ def main() -> None:
 
 
 def _end(why: Exception | str, *, code: int) -> NoReturn:
-    """The error may quote files, answers and names, so only printable text reaches the terminal."""
-    from gpumgr.cli.formats import printable  # imported here, since the agent imports its modules in a lean way
+    """Prints the error and ends the process. The error may quote files, answers and names, so its text is made printable."""
+    from gpumgr.cli.formats import printable  # imported here, so that `lean_imports` covers all imports of the agent
 
     with contextlib.suppress(OSError):
         click.echo("\n".join(map(printable, f"gpumgr: {why}".split("\n"))), err=True)

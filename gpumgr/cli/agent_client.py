@@ -104,7 +104,7 @@ class AgentClient:
             case aiohttp.ClientConnectorError(os_error=reason):
                 return GpumgrError(f"the agent can't be reached at {self._socket}: {reason.strerror or reason}")
             case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
-                # aiohttp's messages are about transfer codings and lengths.
+                # aiohttp's messages are about transfer codings and lengths, which say nothing to the user.
                 return AgentUnavailable(
                     f"the agent at {self._socket} closed the connection before its response was complete; see its log"
                 )
@@ -116,7 +116,7 @@ async def follow_states(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yields each new state as in /api/state, without end. Each time the agent becomes unavailable, `on_unavailable` gets the reason once.
 
-    Raises GpumgrError if the first request fails, since the socket may be the wrong one.
+    Raises GpumgrError if the first request fails, since the socket may be the wrong one, and InputError for each 404.
     """
     shown: dict[str, Any] | None = None
     reported = False
@@ -147,7 +147,7 @@ def report_unavailable(reason: str) -> None:
 
 
 def read_state(document: Any) -> NodeState:
-    """As the functions below, raises GpumgrError if the document does not fit the schema."""
+    """Raises GpumgrError, like the functions below, if the document does not fit the schema."""
     return _convert(cleaned(document), NodeState)
 
 
@@ -156,7 +156,7 @@ def read_pod(document: Any) -> PodDetails:
 
 
 def read_pods(documents: Any) -> frozenset[PodKey]:
-    """The names are not made printable, since requests contain them."""
+    """The names are not made printable, since they become part of later requests."""
     return frozenset((each.namespace, each.pod) for each in _convert(documents, list[PodRef]))
 
 

@@ -88,7 +88,7 @@ async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[
 
 
 async def _pods(server: ApiServer, kind: str, selector: str) -> Sequence[Mapping[str, Any]]:
-    """The pods with these labels in all namespaces. Raises GpumgrError."""
+    """The pods of all namespaces that the selector matches. `kind`: "labelSelector" or "fieldSelector". Raises GpumgrError."""
     remedy = "name it as NAMESPACE/POD" if kind == "fieldSelector" else "name the scheduler's pod with --scheduler NAMESPACE/POD"
     try:
         return items_of(await server.read("GET", "/api/v1/pods", query={kind: selector}))
@@ -156,8 +156,8 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise GpumgrError(
-            "kubectl is not installed, and its port-forward is the way to the scheduler without a token; else set http.token_file of the "
-            "scheduler, and give the token with --token-file FILE"
+            "kubectl is not installed, and without a token its port-forward is needed: install it, or set http.token_file of the "
+            "scheduler and give the token with --token-file FILE"
         )
     target = ("port-forward", "--address", "127.0.0.1", f"pod/{pod}", f":{port}")
     process = await asyncio.create_subprocess_exec(
@@ -186,7 +186,7 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
 
 
 def why_text(why: Why) -> str:
-    """For people. The texts of `why` are printable."""
+    """The answer as sentences. The texts of `why` are printable."""
     return "\n".join(_lines(why))
 
 

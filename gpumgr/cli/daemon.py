@@ -15,10 +15,9 @@ from typing import Any, Final
 #: structlog imports them if they are installed, for coloured tracebacks and for threads that gpumgr does not have. It has no option to
 #: prevent this.
 _UNUSED: Final = ("rich", "greenlet")
-#: Modules that a library imports for a part of it that gpumgr does not use: aiohttp's command line, the validators of attrs, betterproto's
-#: version, its dates and other types of google.protobuf (no message of gpumgr has one; a test checks that), prometheus_client's server and
-#: text formats, the entities of html.unescape, cookies on disk, and WebSockets, and traces and digest authentication of aiohttp's client.
-#: They need 5 MiB.
+#: Modules that a library imports for a part of it that gpumgr does not use: aiohttp's command line, cookies on disk, WebSockets, traces and
+#: digest authentication; the validators of attrs; betterproto's version, its dates and other types of google.protobuf (no message of gpumgr
+#: has one; a test checks that); prometheus_client's server and text formats; the entities of html.unescape. Together they need 5 MiB.
 _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
     *("prometheus_client.exposition", "html.entities", "pickle", "aiohttp.tracing", "aiohttp.client_middleware_digest_auth"),
@@ -44,7 +43,7 @@ class _StandIn(ModuleType):
 
 
 def _typing_extensions() -> ModuleType:
-    """A stand-in for it: typing has all that the libraries import from it, but type variables with a default. It needs 0.6 MiB."""
+    """Replaces typing_extensions, which needs 0.6 MiB: typing has all that the libraries import, except type variables with a default."""
 
     def variable(*args: Any, default: Any = None, **more: Any) -> typing.TypeVar:  # noqa: ARG001
         return typing.TypeVar(*args, **more)
@@ -59,8 +58,9 @@ def lean_imports() -> Iterator[None]:
     """A block in which imports need less time and memory. Afterwards the process is as before, except for the imported modules.
 
     aiohttp makes two TLS contexts with all of the system's certificates when it is imported. gpumgr makes a context for each API server
-    itself, so those two get none. It also reads the system's lists of file types, and gpumgr serves no files. The garbage collector would
-    read all imported objects again and again, and frees almost nothing: it is off during the imports, and ignores these objects later.
+    itself, so those two get no certificates. aiohttp also reads the system's lists of file types, and gpumgr serves no files. The garbage
+    collector would read all imported objects again and again, and frees almost nothing: it is off during the imports, and ignores these
+    objects later.
     """
     stand_ins = {**{name: _StandIn(name) for name in _STAND_INS}, "typing_extensions": _typing_extensions()}
     replaced = {name: module for name, module in stand_ins.items() if name not in sys.modules}
@@ -101,7 +101,7 @@ def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]
             asyncio.get_running_loop().add_signal_handler(number, signalled, number)
         await run(stop)
 
-    import structlog  # imported here, since `lean_imports` decides with which modules
+    import structlog  # imported here, since this module is loaded before `lean_imports` begins
 
     log = structlog.get_logger(__name__)
 

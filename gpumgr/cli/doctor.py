@@ -41,7 +41,7 @@ async def look_at_http(http: HttpSettings) -> CheckResult:
     The check of an address binds it for an instant. An agent that starts in that instant ends with code 2 and is started again.
     """
     try:
-        await aside(lambda: _read(http))
+        await aside(lambda: _read_files(http))
     except SettingsError as exception:
         return error_of(exception, "look at http in the settings")
     place = f"{http.address}:{http.port}" if http.port else f"any port of {http.address}"
@@ -50,7 +50,7 @@ async def look_at_http(http: HttpSettings) -> CheckResult:
         listeners = await listen_tcp(http.address, http.port)
     except ListenError as exception:
         in_use = getattr(exception.__cause__, "errno", None) == errno.EADDRINUSE
-        if in_use and await aside(lambda: _answered(http.socket)):
+        if in_use and await aside(lambda: _is_served(http.socket)):
             return ok(f"{place} is in use, probably by the agent that answers at {http.socket} ({scheme})")
         return error_of(exception, "set http.address and http.port")
     for listener in listeners:
@@ -58,15 +58,15 @@ async def look_at_http(http: HttpSettings) -> CheckResult:
     return ok(f"{place} is free for {scheme}")
 
 
-def _read(http: HttpSettings) -> None:
+def _read_files(http: HttpSettings) -> None:
     """Raises SettingsError."""
     if http.token_file is not None:
         TokenFile(http.token_file)
     Certificates.of(http.tls_cert_file, http.tls_key_file, http.client_ca_file)
 
 
-def _answered(path: Path) -> bool:
-    """Whether a process serves that unix socket. If the check has no permission to connect, an existing socket counts as served."""
+def _is_served(path: Path) -> bool:
+    """Whether a process serves this unix socket. If the check has no permission to connect, an existing socket counts as served."""
     try:
         return is_served(path)
     except PermissionError:
@@ -85,28 +85,28 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     uses_cdi = settings.enforcement.injection == "cdi" or in_dra
     written = dict(folders.written(settings))
     # Folders that must be mounted from the host: the kubelet, the runtime, other containers or the restarted agent read them.
-    of_host = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
+    host_folders = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
     if in_dra:
-        of_host |= {
+        host_folders |= {
             "kubelet.plugins_dir": settings.kubelet.plugins_dir,
             "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
         }
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi)
-    # The second agent of a rolling update waits for the first.
+    # The second agent of a rolling update waits for the first, so a running agent is no error then.
     alone = before_start and settings.process.instance is None
     agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
-    paths = partial(folders.look_at_host_paths, of_host, hardware.proc_root, in_pod=in_pod)
+    paths = partial(folders.look_at_host_paths, host_folders, hardware.proc_root, in_pod=in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, hardware.proc_root)
     cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi)
     files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated)
     backends = enforcement.NodeBackends(settings, seen, hardware, in_pod=in_pod)
-    of_kubelet = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
+    kubelet_folder = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
     take_over = Check("take-over", partial(kubelet.look_at_take_over, settings), kubelet.DISKS)
     return (
         *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
-        *_of_gpus(settings, hardware, seen),
+        *_gpu_checks(settings, hardware, seen),
         Check("mode", partial(api_server.look_at_mode, settings.node.mode), ""),
-        *(_of_claims(settings, seen) if in_dra else [of_kubelet]),
+        *(_claim_checks(settings, seen) if in_dra else [kubelet_folder]),
         Check("pod-resources", pods, kubelet.IF_HUNG),
         Check("plugins", partial(kubelet.look_at_plugins, plugin_dir), folders.IF_HUNG),
         Check("agent", agent, folders.IF_HUNG),
@@ -132,12 +132,12 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
 
 async def _look_at_user() -> CheckResult:
     return warning(
-        f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets may be reported that the agent can use",
-        "run this as root, as the agent runs",
+        f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets that the agent can use may be reported",
+        "run this as root, like the agent",
     )
 
 
-def _of_gpus(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+def _gpu_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> tuple[Check, ...]:
     device_root = settings.container.device_root
     driver = partial(gpus.look_at_driver, hardware.proc_root, device_root, simulated=hardware.simulated)
     mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
@@ -150,7 +150,7 @@ def _of_gpus(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> t
     )
 
 
-def _of_claims(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
+def _claim_checks(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
     return (
         Check("dra-sockets", partial(api_server.look_at_sockets, settings.kubelet), kubelet.IF_HUNG),
         Check("dra-slice", partial(api_server.look_at_slice, settings, seen), api_server.IF_HUNG),

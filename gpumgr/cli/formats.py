@@ -37,7 +37,7 @@ def json_line(document: Any) -> str:
     return json.dumps(document).replace("\x7f", "\\u007f")
 
 
-#: A value that the driver does not report.
+#: Shown in place of a value that the driver does not report.
 UNKNOWN: Final = "unknown"
 _GIB: Final = 1 << 30
 #: Mechanisms that limit nothing: "none", and MPS for containers that are exempt from limits.
@@ -45,7 +45,7 @@ _UNLIMITED: Final = ("none", "mps-open")
 
 
 def clock_time(at: float) -> str:
-    """Unix seconds as a UTC date and time."""
+    """Unix seconds as a UTC date and time; @SECONDS if no date has this value."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     except (ValueError, OverflowError, OSError):

@@ -282,7 +282,7 @@ def _cordoned(result: MaintenanceResult) -> list[str]:
 def _drained(result: MaintenanceResult) -> list[str]:
     if result.empty:
         return [f"{result.gpu.label} is cordoned and empty"]
-    still = counted(len(result.containers), len(result.unattributed)) or "nothing known, but its processes were not listed yet"
+    still = counted(len(result.containers), len(result.unattributed)) or "nothing known; its processes were not listed yet"
     lines = [f"{result.gpu.label} is cordoned; still on it: {still}", *_rows(result)]
     if result.evicting:
         lines.append(f"to be evicted as soon as their disruption budgets allow it: {', '.join(result.evicting)}")

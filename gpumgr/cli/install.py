@@ -1,6 +1,6 @@
 """`gpumgr install`: the agent as a systemd service of this host, and HAMi-core's library.
 
-`install systemd` writes the unit and, where there is none, the settings file, as they are shipped, and starts nothing.
+`install systemd` writes the shipped unit, and the shipped settings file if the host has none. It starts nothing.
 
 `install library` does the same as the init container of config/image/hami-core (install.sh there): it puts the library into a folder named
 by its SHA-256, and makes a link that selects it. Older copies stay, because a container that restarts mounts the copy with which it was
@@ -30,7 +30,7 @@ from gpumgr.settings.profile import LIBRARY, VERSION
 _EXIT_CODES: Final = {
     0: "done",
     1: "not done: a file can't be used or written, a program is missing, or the user is not root",
-    2: "wrong usage, or the settings file that is there is wrong",
+    2: "wrong usage, or the existing settings file is wrong",
 }
 #: Links to the unit and the settings file of the source tree; the wheel contains copies.
 SHIPPED: Final = Path(__file__).with_name("shipped")
@@ -47,7 +47,7 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
     program: Path = Path("/opt/gpumgr/bin/gpumgr")
 
     def settings(self) -> Settings:
-        """The agent's settings, from the existing file (else the shipped one) and its environment. Raises InvalidSettingsError."""
+        """The agent's settings, from the existing file (else the shipped one) and the unit's environment. Raises InvalidSettingsError."""
         text = self.environment.read_text(errors="replace") if self.environment.exists() else ""
         file = self.config if self.config.exists() else SHIPPED / "gpumgr.yaml"
         return load_settings(file, environ=environment(text), overrides={})
@@ -131,7 +131,7 @@ def install_service(place: Installation) -> list[str]:
 
 
 def uninstall_service(place: Installation) -> list[str]:
-    """Stops the service and removes the unit; returns what stays. Raises GpumgrError."""
+    """Stops the service and removes the unit; returns the next step for the user. Raises GpumgrError."""
     for words in (("disable", "--now", place.unit.name), ("daemon-reload",)):
         click.echo(f"run        systemctl {' '.join(words)}")
         done = subprocess.run(["systemctl", *words], capture_output=True, text=True)
@@ -142,8 +142,8 @@ def uninstall_service(place: Installation) -> list[str]:
 
 
 @command.command("systemd", cls=ExitingCommand, exit_codes=_EXIT_CODES)
-@click.option("--uninstall", "away", is_flag=True, help="Stop the service and remove its unit; settings and state stay.")
-def systemd(away: bool) -> None:
+@click.option("--uninstall", is_flag=True, help="Stop the service and remove its unit; settings and state stay.")
+def systemd(uninstall: bool) -> None:
     """Install the unit, which runs /opt/gpumgr/bin/gpumgr, and /etc/gpumgr/gpumgr.yaml if there is none. Starts nothing; prints the
     command that does.
 
@@ -155,7 +155,7 @@ def systemd(away: bool) -> None:
       gpumgr install systemd --uninstall
     """
     with installing():
-        _print_next(uninstall_service(Installation()) if away else install_service(Installation()))
+        _print_next(uninstall_service(Installation()) if uninstall else install_service(Installation()))
 
 
 # -- HAMi-core's library -------------------------------------------------------------------------------------------------------
@@ -172,13 +172,13 @@ def install_library(place: Installation, source: Path, *, sha256: str | None, ve
         raise LibraryError(reason)
     folder = settings.checkpoint.library_dir
     installed = installed_path(folder, checked.sha256, LIBRARY)
-    with _alone(folder):
+    with _locked(folder):
         before = FileIdentity.at(installed)
         after = FileIdentity.at(install(checked, folder, LIBRARY))
         click.echo(f"{'unchanged ' if before == after else 'write     '} {installed}")
         _write(installed.with_name(VERSION), f"{version}\n".encode())
         _select(folder / LIBRARY, f"{checked.sha256}/{LIBRARY}")
-    return [*_about(settings, place.config), "gpumgr doctor"]
+    return [*_settings_steps(settings, place.config), "gpumgr doctor"]
 
 
 def _select(link: Path, target: str) -> None:
@@ -196,7 +196,7 @@ def _select(link: Path, target: str) -> None:
     click.echo(f"link       {link} -> {target}")
 
 
-def _about(settings: Settings, config: Path) -> Iterator[str]:
+def _settings_steps(settings: Settings, config: Path) -> Iterator[str]:
     """The steps for settings that prevent the use of the installed library."""
     if settings.hami_core.library_path is not None or settings.hami_core.library_sha256 is not None:
         yield f"remove hami_core.library_path and hami_core.library_sha256 from {config}: they take precedence over what is installed"
@@ -205,8 +205,8 @@ def _about(settings: Settings, config: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Waits for other installations into the folder, including the init container's. Raises OSError."""
+def _locked(folder: Path) -> Iterator[None]:
+    """A block during which no other installation writes to the folder: the init container takes the same lock. Raises OSError."""
     make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -103,12 +103,12 @@ def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> 
 
 
 @command.command("gpu-manager", cls=ExitingCommand, exit_codes=_EXIT_CODES)
-@click.option("--manifest", type=click.Path(path_type=Path), help="Its DaemonSet, as YAML or JSON.")
+@click.option("--manifest", type=click.Path(path_type=Path), help="gpu-manager's DaemonSet, as YAML or JSON.")
 @click.option("--flags", "text", help="gpu-manager's flags, as one text.")
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
-    help="Its checkpoint.  [default: gpumanager_internal_checkpoint below its --checkpoint-path]",
+    help="gpu-manager's checkpoint.  [default: gpumanager_internal_checkpoint below its --checkpoint-path]",
 )
 @_options
 def migrate_gpu_manager(
@@ -174,7 +174,8 @@ def _command_of(manifest: Path | None, text: str | None) -> GpuManagerCommand:
 
 
 async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, Mapping[str, int]]:
-    """UIDs of the pods that have devices (None: unknown), containers with gpu-manager's ids, number of ids by resource."""
+    """Reads the kubelet's checkpoint. Returns the UIDs of the pods that have devices (None: unknown), the containers with ids of
+    gpu-manager, and the number of registered ids by resource."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
         counts = parse_registered_devices((folder / FILE_NAME).read_bytes())
@@ -197,7 +198,7 @@ def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
     "manifests",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Its ConfigMaps, DaemonSet and Deployment, and the Node, as YAML or JSON; may be repeated.",
+    help="HAMi's ConfigMaps, DaemonSet and Deployment, and the Node, as YAML or JSON; may be repeated.",
 )
 @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Read the node and its pods from the API server.")
 @click.option("--verify", is_flag=True, help="After a take-over: compare the agent's checkpoint with the pods of HAMi.")

@@ -33,7 +33,7 @@ Document = dict[str, Any]
 
 
 class AgentData:
-    """`live`: the agent sent it, and it is current. `state` is as /api/state. All calls raise GpumgrError."""
+    """Data of the running agent. `live`: the data is current. `state` is as /api/state. All calls raise GpumgrError."""
 
     live = True
 
@@ -92,7 +92,7 @@ NodeData = AgentData | CheckpointData
 
 
 async def find_pod(data: NodeData, name: PodName) -> PodKey:
-    """The pod of this name. Raises InputError if several pods have it."""
+    """The pod of this name. Raises InputError if several pods have the name."""
     return name.among(await data.pods() if name.namespace is None else ())
 
 

@@ -103,7 +103,7 @@ def agent_options(command: F) -> F:
 
 
 def settings_options(command: F) -> F:
-    """Adds --config and --set; the command gets the effective `settings`. If it has the option --standalone, that counts too."""
+    """Adds --config and --set; the command gets the effective `settings`. An option --standalone of the command is applied."""
 
     @wraps(command)
     def configured(
@@ -207,7 +207,7 @@ def unknown_pod_message(pod: PodName, known: Collection[PodKey]) -> str:
 
 
 def _suggestions(pod: PodName, known: Collection[PodKey]) -> str:
-    """Similar names, and those with the same beginning: controllers append random letters to their pods' names."""
+    """Names that are similar to the given one or begin with it: controllers append random letters to their pods' names."""
     import difflib  # here, since only a wrong name needs it
 
     def similarity(key: PodKey) -> float:

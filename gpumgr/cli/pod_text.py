@@ -25,7 +25,8 @@ _KINDS: Final = {"init": " (init container)", "sidecar": " (sidecar)"}
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry; the kubelet's two calls for one allocation are one decision. `sizes` has the cores and memory blocks of the calls."""
+    """One entry of the history, or the two entries of the kubelet's two calls (cores, memory) for one allocation. `sizes` has the cores
+    and memory blocks of the calls."""
 
     entry: HistoryEntry
     sizes: dict[Resource, int]

@@ -28,6 +28,8 @@ pod_kubeconfig_option = click.option(
 
 
 class RemotePod:
+    """The API server's pod of this name; without a namespace, of the namespace "default"."""
+
     def __init__(self, server: ApiServer, name: PodName) -> None:
         self._server, self._name = server, name
         namespace = quote(name.namespace or DEFAULT_NAMESPACE, safe="")
@@ -67,7 +69,7 @@ class RemotePod:
 
 @asynccontextmanager
 async def remote_pod(name: PodName, kubeconfig: Path | None) -> AsyncIterator[RemotePod]:
-    """The pod. Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
+    """Opens the client. Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
     async with ApiServer.session(needed_kubeconfig(kubeconfig), remedy="give another --kubeconfig") as server:
         yield RemotePod(server, name)
 

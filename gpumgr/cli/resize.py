@@ -53,10 +53,10 @@ def command(pod_name: str, container: str | None, cores: int | None, memory: int
 
 async def _resize(kubeconfig: Path | None, name: PodName, container: str | None, given: Mapping[str, int]) -> str:
     """The text about the resized container. Raises GpumgrError."""
-    at = datetime.now(UTC).isoformat()
+    requested_at = datetime.now(UTC).isoformat()
     async with remote_pod(name, kubeconfig) as pod:
-        before = await pod.annotate(RESIZE_ANNOTATION, lambda seen: _request(seen, _chosen(seen, container), given, at))
-        return await _answer(pod, _chosen(before, container), at)
+        before = await pod.annotate(RESIZE_ANNOTATION, lambda seen: _request(seen, _chosen(seen, container), given, requested_at))
+        return await _answer(pod, _chosen(before, container), requested_at)
 
 
 def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
@@ -80,17 +80,17 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
     return chosen
 
 
-def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], at: str) -> str:
+def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], requested_at: str) -> str:
     """The text of the annotation that requests the resize; what is not given stays."""
     now = {key: value for key, value in _entry(pod, RESIZED_ANNOTATION, container).items() if key in ("cores", "memoryMiB")}
-    return json.dumps({**_entries(pod, RESIZE_ANNOTATION), container: {**now, **given, "requestedAt": at}})
+    return json.dumps({**_entries(pod, RESIZE_ANNOTATION), container: {**now, **given, "requestedAt": requested_at}})
 
 
-async def _answer(pod: RemotePod, container: str, at: str) -> str:
+async def _answer(pod: RemotePod, container: str, requested_at: str) -> str:
     """Waits for the agent's answer. Raises GpumgrError for a refusal."""
     async for seen in pod.read_for(_ANSWER_SECONDS):
         answer = _entry(seen, RESIZED_ANNOTATION, container)
-        if answer.get("requestedAt") == at:
+        if answer.get("requestedAt") == requested_at:
             text = f"{answer.get('cores')} cores and {answer.get('memoryMiB')} MiB of each of its GPUs"
             if why := answer.get("refused"):
                 raise GpumgrError(f"not resized: {why}; container {container} has {text}")

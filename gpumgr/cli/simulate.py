@@ -39,7 +39,7 @@ Examples:
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _ANY_FILE: Final = click.Path(dir_okay=False, path_type=Path)
-#: Each simulation is a process that imports this module. The modules for a live cluster, which need the client of the API server, are
+#: Each worker process of the simulations imports this module. The modules for a live cluster, which need the client of the API server, are
 #: imported only when one of their commands is called.
 _LIVE: Final = "gpumgr.cli.simulate_live"
 CPUS_PER_GPU: Final = click.Option(
@@ -180,7 +180,7 @@ _received: list[_Trace] = []
 
 
 def _receive(trace: _Trace) -> None:
-    """Stores the trace in a process of simulations. Called once in each, because a trace may be large."""
+    """Stores the trace in a worker process. It is sent once to each process, since a trace may be large."""
     _received[:] = [trace]
 
 
@@ -257,7 +257,7 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
     """The rows, the header first; the texts need not be printable."""
-    # Imported here, since each simulation is a process that imports this module.
+    # Imported here, since each worker process of the simulations imports this module.
     from rich.text import Text
 
     from gpumgr.cli.tables import open_table, plain_text

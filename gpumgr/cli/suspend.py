@@ -61,7 +61,7 @@ def resume(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
 
 
 def _demand(pod_name: str, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
-    """Raises GpumgrError unless all containers of the pod reach the wanted state."""
+    """Raises GpumgrError unless all containers of the pod reach the wanted state in this time. 0 seconds: no wait, and no such error."""
     states = asyncio.run(_annotate(PodName.of(pod_name), kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
         click.echo(f"{printable(container)}: {printable(state)}{f': {printable(reason)}' if reason else ''}")
@@ -74,7 +74,7 @@ async def _annotate(name: PodName, kubeconfig: Path | None, value: str, wait_sec
     async with remote_pod(name, kubeconfig) as pod:
 
         def text_of(seen: Mapping[str, Any]) -> str:
-            _states(seen)  # a pod without GPUs stays as it is
+            _states(seen)  # raises for a pod without GPUs, which is not annotated then
             return value
 
         await pod.annotate(SUSPEND_ANNOTATION, text_of)
@@ -90,7 +90,7 @@ def _reached(states: _States, wanted: str) -> bool:
 
 def _states(pod: Mapping[str, Any]) -> _States:
     """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers, and
-    without those for which the annotation has no room. Raises GpumgrError if none is left."""
+    without containers for which the annotation had no room. Raises GpumgrError if none is left."""
     rows = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
     if not rows:
         raise GpumgrError(

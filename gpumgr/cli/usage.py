@@ -27,10 +27,11 @@ from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
 from gpumgr.cli.tables import open_table, show
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
+#: Columns with values only for containers of the limiter, which gives containers turns on a GPU.
+_TURN_COLUMNS: Final = ("HELD", "WAITED")
 #: Terminal width from which the container's name and its mechanisms have their own columns.
 WIDE: Final = 120
-_OF_TURNS: Final = ("HELD", "WAITED")
-_NUMBERS: Final = ("CORES", *_OF_TURNS, "BUSY", "MEMORY", "USED", "PROCS")
+_NUMBERS: Final = ("CORES", *_TURN_COLUMNS, "BUSY", "MEMORY", "USED", "PROCS")
 #: Words that are removed from a model's name.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
@@ -67,7 +68,7 @@ def _gpu_table(rows: Iterable[GpuRow], gpus: GpuLabels) -> Table:
             f"{CORES_PER_GPU - row.cores_free}/{CORES_PER_GPU}",
             percent(row.utilization_ratio),
             _granted_memory(row),
-            _used(row.memory_used_bytes),
+            _gib_text(row.memory_used_bytes),
             "-" if row.temperature_celsius is None else f"{row.temperature_celsius:.0f}C",
             "-" if row.power_watts is None else f"{row.power_watts:.0f}W",
         )
@@ -89,7 +90,7 @@ def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
         notes += [sentence] if (sentence := excess_sentence(row, label)) else []
         if row.unattributed is not None and row.unattributed.processes:
             notes.append(
-                f"{label} has processes of no container: {row.unattributed.processes}, with {_used(row.unattributed.memory_bytes)}"
+                f"{label} has processes of no container: {row.unattributed.processes}, with {_gib_text(row.unattributed.memory_bytes)}"
             )
     return notes + [f"GPU{failure.index} can't be described: {failure.message}" for failure in state.failures]
 
@@ -117,7 +118,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: boo
     names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
     ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
     turns = any(row.held_ratio is not None for row in rows)
-    numbers = [name for name in _NUMBERS if turns or name not in _OF_TURNS]
+    numbers = [name for name in _NUMBERS if turns or name not in _TURN_COLUMNS]
     if turns and not wide:
         numbers = [name for name in numbers if name not in ("CORES", "PROCS")]
     table = open_table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
@@ -132,7 +133,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: boo
             "WAITED": "-" if row.waited_ratio is None else percent(row.waited_ratio),
             "BUSY": percent(row.utilization_ratio),
             "MEMORY": _memory(row),
-            "USED": _used(row.memory_used_bytes),
+            "USED": _gib_text(row.memory_used_bytes),
             "PROCS": "-" if row.processes is None else str(row.processes),
         }
         table.add_row(
@@ -148,7 +149,7 @@ def _memory(row: ContainerRow) -> str:
     """The request, and the limit up to which the container may burst now."""
     if row.memory_bytes is None:
         return "-"
-    return _used(row.memory_bytes) + ("" if row.memory_limit_bytes is None else f"..{_used(row.memory_limit_bytes)}")
+    return _gib_text(row.memory_bytes) + ("" if row.memory_limit_bytes is None else f"..{_gib_text(row.memory_limit_bytes)}")
 
 
 def limits_status(row: ContainerRow) -> str:
@@ -166,10 +167,10 @@ def _excess(row: ContainerRow) -> str:
     limit = row.memory_limit_bytes or row.memory_bytes
     if row.memory_used_bytes is None or limit is None or row.memory_used_bytes <= limit:
         return ""
-    return f" by {_used(row.memory_used_bytes - limit)}"
+    return f" by {_gib_text(row.memory_used_bytes - limit)}"
 
 
-def _used(memory_bytes: int | None) -> str:
+def _gib_text(memory_bytes: int | None) -> str:
     return UNKNOWN if memory_bytes is None else f"{gibibytes(memory_bytes)}G"
 
 

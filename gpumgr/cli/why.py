@@ -60,7 +60,7 @@ _EXIT_CODES: Final = {
     type=click.Path(path_type=Path),
     help="The token of the scheduler's http.token_file, where kubectl can't be used.",
 )
-@click.option("--all", "each_node", is_flag=True, help="With the reason of each node, not only of groups of nodes.")
+@click.option("--all", "each_node", is_flag=True, help="Show for each node, not only for groups of nodes, why it does not fit.")
 @output_option
 def command(
     pod_name: str,

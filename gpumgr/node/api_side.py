@@ -122,7 +122,7 @@ class ApiSide:
 
     def _annotation_reporters(self, components: Components) -> Mapping[str, Callable[[NodeReport], None]]:
         """The reporters that annotate the node. In mode dra there is none: kube-scheduler chooses the GPUs, and the scheduler extender must
-        not."""
+        not choose them, too."""
         if components.dra is not None or self.publisher is None:
             return {}
         annotate, settings = self.publisher.annotate, components.settings

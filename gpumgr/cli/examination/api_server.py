@@ -1,8 +1,8 @@
 """Checks that ask the API server: the rights of the agent's account, and mode dra. If the API server refuses, or its answer can't be
 used, the check reports that.
 
-In mode dra the checks are about the driver's sockets, its ResourceSlice, the API server's version and gates, and claims with GPUs that the
-API server does not have.
+In mode dra the checks are about the driver's sockets, its ResourceSlice, the API server's version and gates, and claims that hold GPUs but
+do not exist in the API server.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ async def judged(look: Awaitable[CheckResult]) -> CheckResult:
     except API_FAILURES as failure:
         return error(f"the API server can't be asked: {' '.join(str(failure).split()) or 'no answer in time'}", IF_HUNG)
     except (*UNREADABLE, IndexError) as failure:
-        return error(f"an object has another structure: {unreadable_text(failure)}", "look at the object with kubectl")
+        return error(f"an object has an unexpected structure: {unreadable_text(failure)}", "look at the object with kubectl")
 
 
 async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckResult]]) -> CheckResult:
@@ -98,12 +98,12 @@ def for_drains(settings: Settings) -> Iterator[Right]:
 async def look_at_rights(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     if not settings.kubernetes.enabled:
         return skipped("standalone: no API server is asked")
-    must, wished, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))
+    must, recommended, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))
 
     async def look(server: ApiServer) -> CheckResult:
         async with asyncio.timeout(timeout_seconds):
-            granted = [right for right in (*must, *wished, *drains) if await allowed(server, right)]
-        if missing := [right for right in (*must, *wished) if right not in granted]:
+            granted = [right for right in (*must, *recommended, *drains) if await allowed(server, right)]
+        if missing := [right for right in (*must, *recommended) if right not in granted]:
             finding = error if any(right in must for right in missing) else warning
             return finding(f"not allowed: {', '.join(map(str, missing))}", _GRANT)
         without = "".join(
@@ -180,8 +180,8 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
 
 
 def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """`blocks`: UUID -> memory in blocks of 256 MiB, for the GPUs that the driver lists (None: it reports no memory). GPUs with taints may
-    be missing."""
+    """`blocks`: UUID -> memory in blocks of 256 MiB, for the GPUs that the driver lists (None: it reports no memory). Published
+    GPUs with taints may be missing in that list."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
     missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]

@@ -26,7 +26,7 @@ from gpumgr.kube.client import ApiServer, Right, allowed, items_of
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.settings.hami_resources import ReplicaResources
 
-#: Nodes with node.profile hami offer these resources only.
+#: Nodes with node.profile hami offer only these resources; the names are the defaults.
 _HAMI: Final = ReplicaResources()
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
@@ -62,7 +62,7 @@ class Cluster:
         return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
 
     async def deployed(self, container: str) -> Deployed | None:
-        """The Deployment that has this name for its first container."""
+        """gpumgr's Deployment with a first container of this name; None if there is none."""
         for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
             pod = each["spec"]["template"]["spec"]
             if pod["containers"][0]["name"] == container:
@@ -159,11 +159,11 @@ async def _claims_rights(cluster: Cluster) -> CheckResult:
     return await _judge_rights(cluster, found, wanted, "config/claims/rbac.yaml")
 
 
-async def _judge_rights(cluster: Cluster, deployed: Deployed, wanted: Sequence[Right], grant: str) -> CheckResult:
+async def _judge_rights(cluster: Cluster, deployed: Deployed, wanted: Sequence[Right], manifest: str) -> CheckResult:
     account = f"system:serviceaccount:{deployed.namespace}:{deployed.pod.get('serviceAccountName', 'default')}"
     missing = [right for right in wanted if not await allowed(cluster.server, right, user=account)]
     if missing:
-        return error(f"{account} is not allowed: {', '.join(map(str, missing))}", f"grant {grant}")
+        return error(f"{account} is not allowed: {', '.join(map(str, missing))}", f"apply {manifest}")
     return ok(f"{account} has all {len(wanted)} rights")
 
 
@@ -260,7 +260,7 @@ async def _inventories(cluster: Cluster) -> CheckResult:
         return error(f"inventories that can't be used: {_some(unusable)} ({first}: {unusable[first][:200]})", remedy)
     if stale := [each.state.name for each in nodes if each.inventory == "outdated"]:
         return warning(
-            f"inventory with more GPUs than {CORE_RESOURCE}: {_some(stale)}",
+            f"the inventory has more GPUs than {CORE_RESOURCE} shows: {_some(stale)}",
             "check whether the agent runs there; else delete the annotation",
         )
     return ok(f"{sum(each.inventory == 'used' for each in nodes)} nodes")
@@ -273,7 +273,7 @@ async def _without_inventory(cluster: Cluster) -> CheckResult:
         return ok("every node with GPUs has an inventory")
     return warning(
         f"{CORE_RESOURCE} without an inventory (gpu-manager, or an agent that can't write to its node): {_some(found)}",
-        "they count as equal GPUs by their capacity; look at the agent's log, or take them over (config/migrate-from-gpu-manager.md)",
+        "their GPUs are assumed to be equal; look at the agent's log, or take them over (config/migrate-from-gpu-manager.md)",
     )
 
 

@@ -45,7 +45,7 @@ def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     if len(ours) != 1:
         yield True, f"{len(ours)} extenders have {CORE_RESOURCE} or {MEMORY_RESOURCE} in managedResources; exactly one must"
         return
-    yield from _of_extender(ours[0], managed)
+    yield from _extender_problems(ours[0], managed)
     if float(config.get("podMaxBackoffSeconds") or 10) > 2:
         yield False, "podMaxBackoffSeconds is above 2; after an outage of the extender pods wait for up to that time"
     common = config.get("percentageOfNodesToScore")
@@ -60,7 +60,7 @@ def manages_hami(config: Mapping[str, Any]) -> bool:
     return any(_HAMI.count_resource in _managed(each) for each in config.get("extenders") or ())
 
 
-def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tuple[bool, str]]:
+def _extender_problems(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tuple[bool, str]]:
     found = {name: ignored for name, ignored in _managed(extender).items() if name != _HAMI.priority_resource}
     hami = found.keys() & {_HAMI.count_resource, *_HAMI.amounts}
     if found.keys() - hami != managed or hami not in (set(), {_HAMI.count_resource, *_HAMI.amounts}):
@@ -68,7 +68,7 @@ def _of_extender(extender: Mapping[str, Any], managed: set[str]) -> Iterator[tup
         rule = f"list {CORE_RESOURCE} and {MEMORY_RESOURCE}, also {of_hami} if HAMi's pods are scheduled, and no other resource"
         yield True, f"managedResources are {given}; {rule}"
     for name in sorted(name for name, ignored in found.items() if ignored and name not in _HAMI.amounts):
-        yield True, f"ignoredByScheduler of {name} is true; kube-scheduler's sums, quotas and autoscalers need it"
+        yield True, f"ignoredByScheduler of {name} is true; kube-scheduler and autoscalers must count it"
     for name in sorted(name for name in hami if not found[name] and name != _HAMI.count_resource):
         yield True, f"ignoredByScheduler of {name} is false; no node has this resource, so its pods stay Pending"
     if extender.get("ignorable"):
@@ -112,7 +112,7 @@ _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
 
 
 def needed_by_claims() -> Iterator[Right]:
-    """The rights that it needs in all namespaces. The right to the ConfigMap of the quotas is not included, since a setting names it."""
+    """The rights that `gpumgr claims` needs in all namespaces. Its right to the ConfigMap of the quotas is left out: a setting names it."""
     for group, resources, verbs in (
         ("", "nodes pods", "list watch"),
         ("", "pods", "patch"),

@@ -67,7 +67,7 @@ class NodeBackends:
             return str(exception)
 
     async def look_at(self, name: str) -> CheckResult:
-        """Whether this node can use the backend. An error only if the settings name it."""
+        """Whether this node can use the backend. The result is an error only if the settings name the backend."""
         words = backend_words(self._settings)
         if not {name, "auto"} & words and not (name == "mps" and "nvml-memory" in words):
             return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
@@ -80,14 +80,15 @@ class NodeBackends:
         return skipped(f"this node can't use it: {obstacle}")
 
     async def look_at_limiter(self) -> CheckResult:
-        """The package's libraries, and whether a container can fill enforcement.run_dir through its pages."""
+        """The package's libraries, and whether a container can fill enforcement.run_dir through the files (pages) that it shares with the
+        agent."""
         found = await self.look_at("limiter")
         if found.state != "ok":
             return found
         return await self._bounded(f"{LIBRARY} and {ARBITER} in {library_path(LIBRARY).parent}", LIMITER_FOLDER, "pages")
 
     async def look_at_hami_core(self) -> CheckResult:
-        """The library, and whether a container can fill enforcement.run_dir through its region."""
+        """The library, and whether a container can fill enforcement.run_dir through its file for HAMi-core (region)."""
         found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
         if found.state != "ok" or path is None or sha256 is None:
             return found
@@ -99,7 +100,7 @@ class NodeBackends:
         if (fault := await aside(lambda: self._unbounded(folder, files))) is None:
             return ok(about)
         run_dir = self._settings.enforcement.run_dir
-        return warning(f"{about}; {fault}: a container can take all room of {run_dir} (enforcement.run_dir)", _BOUND)
+        return warning(f"{about}; {fault}: a container can fill {run_dir} (enforcement.run_dir)", _BOUND)
 
     def _unbounded(self, folder: str, files: str) -> str | None:
         run_dir = self._settings.enforcement.run_dir
@@ -136,7 +137,8 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SE
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
-    """`setting`: enforcement.backend; `described`: the choice as text. The checks of the backends say why not another one."""
+    """`setting`: enforcement.backend; `described`: the choice as text. Why another backend can't be used is in that backend's
+    own check."""
     lost = [f"{name} ({choice.obstacles[name]})" for name in sorted(choice.mechanisms) if name in choice.obstacles]
     if lost:
         return error(

@@ -60,7 +60,7 @@ def skipped(message: str) -> CheckResult:
 
 
 def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
-    """An error with the text of an exception. The remedy is the part of the text after its first semicolon, or else `remedy`."""
+    """A result with the text of an exception. The remedy is the part of the text after its first semicolon, or else `remedy`."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
     return CheckResult(state=state, message=message, remedy=said or remedy)

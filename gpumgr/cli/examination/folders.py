@@ -28,7 +28,7 @@ def backend_words(settings: Settings) -> frozenset[str]:
 
 
 def written(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Setting -> folder that the agent writes."""
+    """Yields (setting, its folder) for each folder that the agent writes."""
     yield "checkpoint.dir", settings.checkpoint.dir
     yield "process.lock_path", settings.process.lock_path.parent
     yield "container.allocation_dir", settings.container.allocation_dir
@@ -57,7 +57,7 @@ def obstacle(folder: Path) -> str | None:
     return None
 
 
-_READ: Final = "run the agent, and this, as root, or set checkpoint.dir to a folder that it may read"
+_READ: Final = "run the agent and this command as root, or set checkpoint.dir to a folder that it may read"
 
 
 async def look_at_checkpoint(folder: Path) -> CheckResult:
@@ -80,7 +80,7 @@ async def look_at_checkpoint(folder: Path) -> CheckResult:
     return ok(f"{len(loaded.ledger.allocations)} allocations in {folder}")
 
 
-#: A part of the path of every volume that is deleted with its pod.
+#: A part of the path of every emptyDir, which is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
 
 
@@ -103,6 +103,6 @@ def judge_host_paths(folders: Mapping[str, Path], mountinfo: str) -> CheckResult
 
 
 def _is_own(path: Path, mountinfo: str) -> bool:
-    """Whether the folder is in the container's own file system, or in a volume of its pod."""
+    """Whether the folder is in the container's own file system, or in an emptyDir of its pod."""
     mount = mount_of(mountinfo, path)
     return mount is None or mount.point == Path("/") or _EMPTY_DIR in f"{mount.root}/"

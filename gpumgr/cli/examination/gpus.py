@@ -34,7 +34,7 @@ class SharedNvml:
         self._snapshot: asyncio.Task[NodeSnapshot] | None = None
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `question`, which gets the open session. Raises NvmlError."""
+        """Opens the session, returns the result of `question`, and closes the session. Raises NvmlError."""
         async with self._asking:
             try:
                 await self.nvml.open()
@@ -68,7 +68,7 @@ def _driver(proc_root: Path) -> CheckResult:
     try:
         devices = (proc_root / "devices").read_text(errors="replace").split()
     except OSError:
-        devices = ["nvidia-uvm"]  # this file system does not have the versions
+        devices = ["nvidia-uvm"]  # without /proc/devices nothing is known of the module, so nothing is reported
     if "nvidia-uvm" not in devices:
         return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
     return ok(shown)

@@ -1,7 +1,7 @@
 """The kubelet: its device plugin folder and its PodResources API, and pods that still have GPUs from gpu-manager.
 
 The agent offers nothing while a pod of gpu-manager runs without a record of its GPUs. Only the agent knows which of these pods still run:
-it calls List of PodResources, which makes the kubelet drop ended pods. A check must change nothing.
+it calls List of PodResources, which makes the kubelet free the ids of ended pods. A check must change nothing, so it does not call List.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ async def look_at_take_over(settings: Settings) -> CheckResult:
 
 
 def _judge(held: Sequence[tuple[str, str, Iterable[str]]], path: Path, checkpoint_dir: Path) -> CheckResult:
-    """`held`: the ids that containers hold, according to the kubelet."""
+    """`held`: (pod UID, container, the ids that it holds), according to the kubelet."""
     named: set[tuple[str, str]] = set()
     with suppress(CheckpointError):  # the check of the agent's checkpoint reports this
         allocations = read_checkpoint(checkpoint_dir).ledger.allocations.values()
@@ -139,6 +139,6 @@ def _judge(held: Sequence[tuple[str, str, Iterable[str]]], path: Path, checkpoin
         text = f"{listed(dict.fromkeys(left))} have GPUs from gpu-manager, and {why}: no GPU is offered while one of them runs"
         return warning(text, f"nothing, if they have ended; otherwise {REMEDY}")
     if unread is not None:
-        return error_of(unread, "nothing, if no pod of gpu-manager's runs", "warning")
+        return error_of(unread, "nothing, if no pod of gpu-manager runs", "warning")
     known = f"{holders} containers have GPUs from gpu-manager, and it is known which" if holders else None
     return ok(known or "no container has GPUs from gpu-manager, according to the kubelet")

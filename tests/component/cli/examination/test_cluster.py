@@ -196,7 +196,7 @@ def both(first: Change, second: Change) -> Change:
     return lambda objects: (first(objects), second(objects))
 
 
-NO_LIST = "an object has another structure: Object missing required field `items`"
+NO_LIST = "an object has an unexpected structure: Object missing required field `items`"
 OLD_LEASE = {"spec": {"holderIdentity": "a", "renewTime": "2020-01-01T00:00:00.000000Z", "leaseDurationSeconds": 15}}
 NEWER = json.dumps({"version": 2, "gpus": []})
 
@@ -218,14 +218,14 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("admission", "warning", "no policy protects gpumgr.io/placement in requests to bindings, pods, pods/binding, pods/status",
      replaced(f"{GROUP}/validatingadmissionpolicybindings", [])),
     ("inventories", "error", "gpumgr.io/inventory: version 2 is not", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
-    ("inventories", "warning", "with more GPUs than tencent.com/vcuda-core: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
+    ("inventories", "warning", "more GPUs than tencent.com/vcuda-core shows: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
     ("inventories", "ok", "1 nodes", replaced("/api/v1/nodes", [node("n2", cores=0, ready="False")])),
     ("gpu-manager", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),
     ("other-pods", "warning", "ml/theirs", replaced("/api/v1/pods others", [gpu_pod("ours", "{}"), gpu_pod("theirs", None)])),
     ("configuration", "skipped", "no ConfigMap of the chart", replaced("/api/v1/configmaps", [])),
     ("configuration", "error", "the ConfigMap: it is no KubeSchedulerConfiguration",
      replaced("/api/v1/configmaps", [{"data": {"kube-scheduler.yaml": "a"}}])),
-    ("inventories", "error", "an object has another structure: KeyError", replaced("/api/v1/nodes", [{}])),
+    ("inventories", "error", "an object has an unexpected structure: KeyError", replaced("/api/v1/nodes", [{}])),
     ("device-class", "error", "no DeviceClass gpu.gpumgr.io: pods that claim GPUs stay Pending", dropped(CLASS)),
     ("claims-policy", "warning", "no validating policy *-claims-requests is in force", unbound("gpumgr-claims-requests")),
     ("claims-policy", "warning", "no mutating policy *-claims-quota is in force", unbound("gpumgr-claims-quota")),

@@ -127,7 +127,7 @@ async def test_another_user_than_root_is_told_so(closed_folder: Path) -> None:
     assert found.message == f"can't be written: {place}: Permission denied"
     first, *_ = checks_for(Settings(), Hardware())
     found = await first.look()
-    assert (first.name, found.state, found.remedy) == ("user", "warning", "run this as root, as the agent runs")
+    assert (first.name, found.state, found.remedy) == ("user", "warning", "run this as root, like the agent")
 
 
 def test_the_command_reports_every_fault_before_the_agent_starts(folder: Path) -> None:
