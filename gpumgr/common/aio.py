@@ -3,7 +3,7 @@
 Invariants:
 * A reader of `LatestValue` gets the newest value, perhaps not every value, and never delays the writer.
 * A state change that has begun is finished even if its caller is cancelled (`run_shielded`).
-* A daemon that returns is a bug, and raises (`forever`).
+* A daemon that returns has a bug: `forever` raises an error.
 * A daemon that only reports something does not end the agent: its bugs are logged, and it is restarted (`persistently`, `BugLog`).
 """
 
@@ -138,7 +138,7 @@ class DaemonCalls:
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
         """Returns the result of `work`, or raises its error. Raises TimeoutError if the call takes longer, or at once if an earlier call
-        still hangs or the system starts no further thread."""
+        has not returned or the system starts no further thread."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -289,7 +289,7 @@ async def report_event_loop_lag(
 
 
 def yielding_gil(items: Iterable[T]) -> Iterator[T]:
-    """Yields the items, and sleeps between them: a computing thread would keep the GIL for 5 ms, and a sleep releases it at once."""
+    """Yields the items. After each 0.5 ms it sleeps, which releases the GIL: a computing thread would keep it for 5 ms."""
     since = time.perf_counter()
     for item in items:
         yield item

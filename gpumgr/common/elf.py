@@ -30,7 +30,7 @@ _NT_GNU_ABI_TAG = 1
 _MAX_ENTRIES: Final = 4096
 _MAX_PART_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 4096
-#: The kernel's name of a machine -> the name that this module has for its programs.
+#: `uname -m` -> `machine` of the programs that run there.
 KERNEL_NAMES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 _MACHINES: Final = {
     (62, 64): "x86-64",

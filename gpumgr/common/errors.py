@@ -1,4 +1,4 @@
-"""Every error that gpumgr raises on purpose.
+"""The errors that several parts of gpumgr raise on purpose. A part's own errors are derived from them and are in its module.
 
 GpumgrError
 ├── Refusal           a request that must not be granted; its text reaches `kubectl describe pod`
@@ -10,7 +10,8 @@ GpumgrError
 │   └── NvmlAbsent    there is no driver (yet)
 ├── MpsError          NVIDIA's MPS control program, or something that it needs, failed
 │   └── MpsTransientError  it hung or could not be run; the next attempt may succeed
-├── DriverFilesError  the mirror of the driver's files can't be made or kept
+│       └── MpsTimeoutError
+├── DriverFilesError  the copy of the driver's files for containers can't be made or kept
 ├── CheckpointError   the checkpoint can't be read or written
 │   └── LedgerError   a change is not written because the ledger would contradict itself
 ├── KubeletError      the kubelet can't be reached, or refused
@@ -72,7 +73,7 @@ class MpsTimeoutError(MpsTransientError):
 
 
 class DriverFilesError(GpumgrError):
-    """The mirror of the driver's files can't be made or kept. The text says where and what to do."""
+    """The copy of the driver's files for containers can't be made or kept. The text says where and what to do."""
 
 
 class CheckpointError(GpumgrError):

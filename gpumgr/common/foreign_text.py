@@ -1,6 +1,6 @@
-"""Decodes JSON and YAML that other programs wrote. Only this module knows what the decoders raise; all others use its functions.
+"""Decodes JSON and YAML that other programs wrote, and turns all errors of the decoders into one.
 
-For every text (nested without end, not UTF-8, of another structure) the result is a value or `UnreadableText`. If an object has a key
+For every text (nested without end, not UTF-8, of another structure) the result is a value or `UnreadableText`. If a JSON object has a key
 twice, the last value counts, as in Go.
 """
 
@@ -140,7 +140,7 @@ async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:
-    """Like `decode_stored`, but if the decoder refuses the text, the rest is done on a thread, since that takes long."""
+    """Like `decode_stored`, but a text that the decoder refuses is repaired on a thread, since that takes long."""
     try:
         return decode_json(text, kind)
     except WrongStructure:

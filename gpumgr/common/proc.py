@@ -11,7 +11,7 @@ from gpumgr.common.units import Process
 
 PROC: Final = Path("/proc")
 _MOST_ENVIRONMENT_BYTES: Final = 1 << 20
-#: The errors when /proc/PID is read of a process that has just ended, or of a zombie, which has no mounts.
+#: The errors of reading below /proc/PID if the process has just ended, or is a zombie, which has no mounts.
 _ENDED: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EINVAL})
 
 

@@ -87,7 +87,7 @@ def label_text(names: Iterable[str], values: Iterable[str]) -> str:
 
 
 class LabelCache:
-    """A cache of label texts for one set of label names, which keeps them from one page to the next."""
+    """Keeps the label texts for one set of label names from one page to the next."""
 
     def __init__(self, *names: str) -> None:
         self._names = names

@@ -18,7 +18,7 @@ MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that was granted to no container.
 MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
-#: true: the GPU memory of the pod's containers is moved to the host until they ask for it; false: it stays on the GPU.
+#: true: the agent suspends the pod's containers (moves their GPU memory to the host), even if they are not idle; false: it does not.
 SUSPEND_ANNOTATION: Final = "gpumgr.io/suspend"
 #: How long a container of the pod is idle before it is suspended: `10m`, `90s`, `1h`, or `never`.
 SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
@@ -78,7 +78,7 @@ class Amounts(msgspec.Struct, frozen=True):
         return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas), self.slices | other.slices)
 
     def beyond(self, other: "Amounts") -> "Amounts":
-        """How many more cores and how much more memory this is; 0 where it is not more."""
+        """The cores and the memory by which this exceeds `other`; 0 where it does not."""
         return Amounts(max(0, self.cores - other.cores), max(0, self.memory_mebibytes - other.memory_mebibytes))
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def inner_name(resource: str, names: Mapping[str, str]) -> str:
 
 
 def other_resource(resource: Resource) -> Resource:
-    """The resource of the container's other call; replicas and MIG devices have no other call."""
+    """The resource of the container's other call. Replicas and MIG devices have one call: for them it is the same resource."""
     return _OTHER[resource]
 
 

@@ -40,8 +40,8 @@ class PodSandbox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or MIG devices. `priority`: a lower number
-    has precedence."""
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or a number of MIG devices (`instances`).
+    `priority`: a lower number has precedence."""
 
     name: str
     kind: ContainerKind = "app"
@@ -170,11 +170,11 @@ Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 class Listing:
-    """The pods that the kubelet counts as active, in the order of the response, and the ids of their containers. Kubelets before 1.34 also
-    list ended and refused pods, without ids, until they are deleted.
+    """The kubelet's response to PodResources `List`: the pods that it counts as active, in their order, and the ids of their containers.
+    Kubelets before 1.34 also list ended and refused pods, without ids, until they are deleted.
 
-    It has sidecars, but no ordinary init containers. The response has every id of the node (100 kB and more), but a decision needs the ids
-    of one or two pods only. So names are decoded at once, and the rest on demand.
+    Sidecars are listed, ordinary init containers are not. The response has every id of the node (100 kB and more), but a decision needs the
+    ids of one or two pods only. So names are decoded at once, and the rest on demand.
     """
 
     def __init__(

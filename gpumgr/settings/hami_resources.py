@@ -43,5 +43,5 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def amounts(self) -> tuple[str, str, str]:
-        """The resources of what a container gets of each GPU."""
+        """The resources by which a container requests amounts of each GPU."""
         return self.memory_resource, self.memory_percentage_resource, self.core_resource

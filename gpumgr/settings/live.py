@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: The interval of the checks of the file, also of the second check after a change. Each check is a call on a thread of its own.
+#: The interval of the checks of the file, and the longest one after a change. The checks are calls on a thread of their own.
 CHECK_SECONDS: Final = 2.0
 RECHECK_SECONDS: Final = 0.5
 #: How long the file system may take to answer.

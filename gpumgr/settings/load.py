@@ -52,7 +52,7 @@ class InvalidSettingsError(SettingsError):
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """The value of a key in one layer. `text`: all values of the layer are texts."""
+    """The value of a key in one layer. `text`: a text for any type, as in an environment variable, is converted to the key's type."""
 
     key: str
     value: object

@@ -46,7 +46,7 @@ def mig_offered(settings: Settings) -> bool:
 
 def inner_names(settings: Settings) -> Mapping[str, str]:
     """Name of a resource in the kubelet's lists -> the name that the agent uses for it. If the settings name another resource than
-    nvidia.com/gpu, nvidia.com/gpu belongs to another plugin."""
+    nvidia.com/gpu, nvidia.com/gpu belongs to another plugin and maps to ""."""
     count = MIG_RESOURCE if settings.node.mig_strategy == "single" else REPLICA_RESOURCE
     return {REPLICA_RESOURCE: "", settings.hami.count_resource: count}
 

@@ -82,7 +82,7 @@ def h2_of(connection: Connection) -> H2Connection:
 
 
 def replace_flush(connection: Connection, flush: Callable[[], None]) -> Callable[[], None]:
-    """Makes the connection call `flush` in place of grpclib's function, which is returned; that one sends what h2 has to send."""
+    """Makes the connection call `flush`. Returns grpclib's function, which sends what h2 has to send."""
     original = connection.flush
     connection.flush = flush  # type: ignore[method-assign]
     return original
@@ -91,7 +91,7 @@ def replace_flush(connection: Connection, flush: Callable[[], None]) -> Callable
 def replace_request_received(
     processor: EventsProcessor, received: Callable[[RequestReceived], None]
 ) -> Callable[[RequestReceived], None]:
-    """Makes `received` handle each new request in place of grpclib's function, which is returned; that one starts the call."""
+    """Makes `received` handle each new request. Returns grpclib's function, which starts the call."""
     original = processor.process_request_received
     processor.processors[RequestReceived] = received
     return original

@@ -28,7 +28,7 @@ from gpumgr.common.rpc.grpclib_private import OpenServer, h2_of, replace_flush, 
 #: When the server ends: how long clients may take to close their connections, and then to read what was sent.
 _CLOSE_SECONDS: Final = 0.5
 _FLUSH_SECONDS: Final = 2.0
-#: If a call ended less than this time ago, the second call of a pair may still follow.
+#: If a call ended less than this time ago, the second call of a pair may still follow (see `wait_idle`).
 _PAIR_SECONDS: Final = 0.05
 _PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 

@@ -93,7 +93,7 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         if tag & 7 != BYTES:
             at = skip(data, at, end, tag & 7)
             continue
-        # Nearly every length is one byte. At the end of the data there may be no byte; the check of the bound below finds that.
+        # Nearly every length is one byte. `read_varint` reads a longer one, and raises WireError if no byte is left.
         size = data[at] if at < end else 0x80
         at += 1
         if size > 0x7F:
@@ -105,10 +105,10 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict[int, int]:
-    """One pass over the message at start..end: strings of the fields that `texts` names are appended to their lists there. The lists
-    are empty at first.
+    """One pass over the message at start..end. `texts`: field number -> an empty list, to which the strings of that field are appended.
 
-    Returns the varint fields by number; the last one counts if a field is repeated, as in protobuf. Everything else is skipped.
+    Returns the varint fields by number; the last one counts if a field is repeated, as in protobuf. Everything else is skipped. Raises
+    WireError.
     """
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
@@ -121,7 +121,7 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
         if tag > 0x7F:
             tag, at = read_varint(data, at - 1, end)
         if tag in wanted:
-            # Nearly every string is shorter than 128 bytes; a length beyond the end is left to the strict reader.
+            # Nearly every string is shorter than 128 bytes. `read_varint` reads a longer length, and raises WireError if no byte is left.
             size = data[at] if at < end else 0x80
             at += 1
             if size > 0x7F:

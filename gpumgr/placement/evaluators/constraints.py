@@ -1,4 +1,4 @@
-"""What a pod demands of its GPUs besides room: models, UUIDs, one NUMA node for a container's GPUs, no other containers on them.
+"""What a pod demands of its GPUs besides amounts: models, UUIDs, one NUMA node for a container's GPUs, no other containers on them.
 
 The scheduler applies the constraints when it chooses GPUs, the agent before a container gets them.
 """

@@ -66,7 +66,7 @@ class PartitionSearch:
     """One search over the free GPUs of a node for sets of `k`.
 
     The GPUs in `required` must be in T. GPUs of different `kind` must not be exchanged, even if they have the same scores. A set takes the
-    GPUs with the lowest indices of each class: any other set is equal to one of these, which wins the last tie.
+    GPUs with the lowest indices of each class: any other set has the same loss as one of these, which wins the last tie.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PartitionSearch:
         return found
 
     def _loss_of_rest(self, state: int, size: int, limit: int) -> int:
-        """The least loss of splitting the GPUs that `state` counts (`size` in total) into sets; if it is above `limit`, limit + 1."""
+        """The least loss of splitting the GPUs that `state` counts (`size` in total) into sets; above `limit`, a lower bound."""
         known = self._loss.get(state)
         if known is not None:
             return known
@@ -224,7 +224,7 @@ class PartitionSearch:
 def choose_set(
     topology: Topology, free: tuple[int, ...], k: int, required: tuple[int, ...], blocks: tuple[int, ...], blocks_needed: int
 ) -> tuple[int, ...] | None:
-    """The set that the link rule chooses, ascending; None if no set of k holds `required` and `blocks_needed`.
+    """The set that the link rule chooses, ascending; None if no set of k contains `required` and has `blocks_needed`.
 
     `free` are the entirely free GPUs, ascending; `blocks` their free memory blocks; `required` is ascending and lies within `free`.
     """
@@ -252,7 +252,7 @@ def choose_set(
 
 
 def has_room(room: Mapping[int, int], k: int, required: Collection[int], blocks_needed: int) -> bool:
-    """Whether some set of `k` GPUs holds `required` and `blocks_needed`. `room`: the free blocks of each entirely free GPU."""
+    """Whether some set of `k` GPUs contains `required` and has `blocks_needed`. `room`: the free blocks of each entirely free GPU."""
     if not len(required) <= k <= len(room) or not room.keys() >= set(required):
         return False
     others = sorted((room[gpu] for gpu in room if gpu not in required), reverse=True)
@@ -270,7 +270,7 @@ def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> 
 def _grown_sets(
     scores: Scores, free: Sequence[int], k: int, required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The best of the sets that are grown from each GPU, as (score, GPUs): the sets with the highest sum of their score and the rest's."""
+    """Grows a set from each GPU. Returns the best ones as (score, GPUs): the sum of their score and of the remaining GPUs' is highest."""
     found: dict[tuple[int, ...], int] = {}
     for seed in free:
         chosen = list(required) if seed in required or len(required) == k else [*required, seed]
@@ -316,8 +316,8 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """Exchanges the GPUs of `chosen` with the least room for others with the most, until it has `blocks_needed`. Some set must have
-    them."""
+    """Replaces the GPUs of `chosen` with the fewest free blocks by others with the most, until `chosen` has `blocks_needed`. The caller has
+    checked that some set has them."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]

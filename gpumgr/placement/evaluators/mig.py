@@ -14,7 +14,7 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.topology.devices import MigProfile
 
-#: Devices of these profiles are created at the last free place, so that larger ones still fit before it.
+#: Devices of these profiles are created at the last free place, so that larger devices still fit before it.
 _FROM_THE_END: Final = ("1g.", "3g.")
 
 
@@ -38,7 +38,8 @@ def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
 
 
 def find_place(profiles: Sequence[MigProfile], taken: int, *requests: ReplicaRequest) -> MigPlace | None:
-    """The best free place of the smallest profile that satisfies each of the requests; None: none fits. `taken`: memory slices as bits."""
+    """The best place of the smallest profile that satisfies each request and has a free place; None: there is none. `taken`: memory slices
+    as bits."""
     return next((places[0] for profile in _fitting(profiles, *requests) if (places := _places(profile, taken))), None)
 
 

@@ -4,8 +4,8 @@ More than 100 cores (a multiple of 100): link, several whole GPUs with the best 
 group that is nearly used up. 1 to 99: share, a part of one GPU. Every function is pure and breaks every tie, so the same request has the
 same answer on the node and in a scheduler.
 
-share is a best fit. binpack: of the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free memory
-blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.
+share has two policies. binpack: among the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free
+memory blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,9 +46,9 @@ def evaluator_for(cores: int) -> Evaluator | None:
 
 
 def check_request(cores: int, memory_blocks: int) -> None:
-    """Raise Refusal("invalid_request") for numbers that no node can grant: see docs/user-guide.md, "Requests"."""
+    """Raises Refusal("invalid_request") for numbers that no node can grant: see docs/user-guide.md, "Requests"."""
     if cores < 0 or memory_blocks < 0:
-        raise Refusal("invalid_request", f"{_asked(cores, memory_blocks)} were requested: neither can be less than 0")
+        raise Refusal("invalid_request", f"{_amounts_text(cores, memory_blocks)} were requested: neither can be less than 0")
     if cores == 0 and memory_blocks == 0:
         raise Refusal("invalid_request", f"nothing was requested: {CORE_RESOURCE} must be 1 or more")
     if cores == 0:
@@ -74,18 +74,18 @@ def place(
     policy: Policy = "binpack",
     required: Collection[int] = (),
 ) -> Placement:
-    """Choose GPUs of `gpus` for one container; `policy` concerns share only.
+    """Chooses GPUs of `gpus` for one container; `policy` concerns share only.
 
     `required`: indices that the answer must contain; the choice is the best answer that contains them. If whole GPUs are requested with
     memory, the GPUs together must have that memory. `memory_blocks` 0 for a share: not known yet, since the kubelet asks for cores and
-    memory in two calls. Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit were all GPUs healthy; else "no_fit".
+    memory in two calls. Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit with all GPUs healthy; else "no_fit".
     The message lists what is free on each GPU.
     """
     _check_cores(cores)
     placement = find(topology, gpus, cores=cores, memory_blocks=memory_blocks, policy=policy, required=required)
     if placement is not None:
         return placement
-    text = f"{_wanted(cores, memory_blocks, frozenset(required), gpus)}; {_free_where(gpus, cores)}"
+    text = f"{_unmet_text(cores, memory_blocks, frozenset(required), gpus)}; {_free_where(gpus, cores)}"
     raise Refusal("gpu_unhealthy" if _would_fit(gpus, cores, memory_blocks, frozenset(required)) else "no_fit", text)
 
 
@@ -124,7 +124,11 @@ def _share(
     if gpu is None:
         return None
     order = "least" if policy == "binpack" else "most"
-    why = f"the {order} free room that fits: {_room(gpu)} were free" if len(candidates) > 1 else "the only GPU that may be taken"
+    why = (
+        f"the {order} free room that fits: {_free_text(gpu)} were free"
+        if len(candidates) > 1
+        else "the only GPU that may be taken"
+    )
     return Placement(evaluator="share", gpus=(gpu.index,), score=None, why=why)
 
 
@@ -184,10 +188,10 @@ def _would_fit(gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, requ
     return has_room(room, cores // CORES_PER_GPU, required, memory_blocks)
 
 
-def _wanted(cores: int, memory_blocks: int, required: frozenset[int], gpus: Sequence[GpuCapacity]) -> str:
+def _unmet_text(cores: int, memory_blocks: int, required: frozenset[int], gpus: Sequence[GpuCapacity]) -> str:
     count = cores // CORES_PER_GPU
     if cores < CORES_PER_GPU:
-        text = f"no GPU has {_asked(cores, memory_blocks)} free"
+        text = f"no GPU has {_amounts_text(cores, memory_blocks)} free"
     elif count == 1:
         text = "no GPU is entirely free" + (f" and has {count_text(memory_blocks, 'memory block')}" if memory_blocks else "")
     else:
@@ -215,12 +219,12 @@ def _described(gpu: GpuCapacity, cores: int) -> str:
     if cores >= CORES_PER_GPU and gpu.entirely_free:
         memory = count_text(gpu.memory_blocks_free, "memory block")
         return f"{gpu.name} entirely ({memory}{f'; {gpu.note}' if gpu.note else ''})"
-    return f"{gpu.name} {_room(gpu)}" + (f" ({gpu.note})" if gpu.note else "")
+    return f"{gpu.name} {_free_text(gpu)}" + (f" ({gpu.note})" if gpu.note else "")
 
 
-def _room(gpu: GpuCapacity) -> str:
-    return _asked(gpu.cores_free, gpu.memory_blocks_free)
+def _free_text(gpu: GpuCapacity) -> str:
+    return _amounts_text(gpu.cores_free, gpu.memory_blocks_free)
 
 
-def _asked(cores: int, memory_blocks: int) -> str:
+def _amounts_text(cores: int, memory_blocks: int) -> str:
     return f"{count_text(cores, 'core')} and {count_text(memory_blocks, 'memory block')}"

@@ -27,8 +27,8 @@ class Level(IntEnum):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The connection of two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks: direct links; with NVSwitch, the links to switches
-    of the one of the two GPUs that has fewer."""
+    """The connection of two GPUs. `level` is the PCIe level. `nvlinks` counts direct NVLinks; with NVSwitch, it is the lower of the two
+    GPUs' numbers of links to switches."""
 
     level: Level
     nvlinks: int = 0
@@ -83,8 +83,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One physical GPU as NVML describes it. None = the driver does not report it.
 
     `index` is NVML's index and the GPU's row in the topology. It may change at a reboot, so lasting data has `uuid` as its key.
-    `mig_profiles`: the MIG devices that the GPU could have, also while its MIG mode is off; empty if the GPU or driver has no MIG.
-    A GPU without `memory_bytes` (GB10 uses the host's memory) is not shared.
+    `pcie_chain`: its parents on PCIe, the root complex first. `mig_profiles`: the MIG devices that the GPU could have, also while its MIG
+    mode is off; empty if the GPU or driver has no MIG. A GPU without `memory_bytes` (GB10 uses the host's memory) is not shared.
     """
 
     index: int

@@ -35,7 +35,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read. `labels` and `numa_affinity` have one entry for each GPU; None = not reported, or several nodes."""
+    """What was read. `labels` and `numa_affinity` have one entry for each GPU. A NUMA node is None if none or several are reported."""
 
     topology: Topology
     labels: tuple[str, ...]
@@ -45,7 +45,7 @@ class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def parse_topology(text: str) -> ParsedTopology:
-    """Read the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored.
+    """Reads the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored.
 
     Raises TopologyError with the line, the column and what is allowed there.
     """

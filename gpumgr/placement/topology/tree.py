@@ -66,7 +66,7 @@ def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
         open_children = [child for child in node.children if _mask(child) & eligible]
         if not open_children:
             return None
-        node = min(open_children, key=lambda child: _room(_mask(child) & free))
+        node = min(open_children, key=lambda child: _fewest_first(_mask(child) & free))
     return node
 
 
@@ -127,7 +127,7 @@ def _near(topology: Topology, mask: int, level: Level) -> int:
 def _joined(level: Level, family: list[Group | int]) -> Group | int:
     if len(family) == 1:
         return family[0]
-    family = sorted(family, key=lambda node: _room(_mask(node))[1])
+    family = sorted(family, key=lambda node: _fewest_first(_mask(node))[1])
     return Group(level=level, mask=_union(family), children=tuple(family))
 
 
@@ -142,13 +142,13 @@ def _union(nodes: list[Group | int]) -> int:
     return union
 
 
-def _room(mask: int) -> tuple[int, int]:
+def _fewest_first(mask: int) -> tuple[int, int]:
     """The number of GPUs in the mask and its lowest bit, as a sort key: fewest GPUs first, then the lowest index."""
     return mask.bit_count(), mask & -mask
 
 
 def render_tree(topology: Topology, free: int | None = None, labels: Sequence[str] | None = None) -> str:
-    """The tree with one line for each node, `NAME:free GPUs:access cost`; children are under their group.
+    """The tree with one line for each node, `NAME:free GPUs:access cost` (0 for a group); children are under their group.
 
     `free` is a mask of entirely free GPUs, None = all of them; `labels` name the GPUs, None = GPU<row>.
     """
