@@ -65,12 +65,12 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
-        """Whether `a` ends when `g` does. Names recur: without a UID, an allocation of the same name that was granted after `g` belongs
+        """Whether `a` ends when `g` does. Names recur: an allocation of the same name without a UID that was granted after `g` may belong
         to a later incarnation. If it was granted before, and `List` does not or never shows it, it belongs to the same incarnation."""
-        if a.uid is not None or g.uid is not None:
-            return not _is_shown(a, visible, listing, find_pod)
-        earlier = order.index(a.id) < order.index(g.id)
-        return earlier and (unlisted(a) or not _is_shown(a, visible, listing, find_pod))
+        if a.uid is None and order.index(a.id) > order.index(g.id):
+            return False
+        never_listed = a.uid is None and g.uid is None and unlisted(a)
+        return never_listed or not _is_shown(a, visible, listing, find_pod)
 
     family = [
         a for a in ledger.allocations.values() if a.device_ids and any(a.same_pod(g) and shares_the_end_of(g, a) for g in gone)

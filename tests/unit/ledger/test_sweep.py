@@ -143,6 +143,14 @@ def test_a_later_incarnation_is_not_freed_with_the_earlier_one() -> None:
     assert list(after.allocations) == ["new"]
 
 
+@pytest.mark.parametrize("uid", [None, "uid-a"])
+def test_half_an_allocation_without_a_uid_stays_if_it_is_later_than_the_ended_one(uid: str | None) -> None:
+    """The kubelet has allocated only the memory of the new pod, so that `List` can't show a container that has both."""
+    half = held("half", None, {TWO: 0b1}, uid=None, container=None)
+    ledger = ledger_of(replace(SHARE, uid=uid), half)
+    assert list(after_offer(ledger, listed(ledger, a=None), knows(pod("a", phase="Failed")).get, {ONE: 1}).allocations) == ["half"]
+
+
 def test_records_of_gpu_manager_are_never_freed_by_an_offer() -> None:
     ledger = ledger_of(held("g", {ONE: ALL_CORES}, owner=None, anonymous=True))
     assert after_offer(ledger, listed(ledger), knows().get, {ONE: ALL_CORES}) is ledger
