@@ -148,7 +148,8 @@ def test_half_an_allocation_without_a_uid_stays_if_it_is_later_than_the_ended_on
     """The kubelet has allocated only the memory of the new pod, so that `List` can't show a container that has both."""
     half = held("half", None, {TWO: 0b1}, uid=None, container=None)
     ledger = ledger_of(replace(SHARE, uid=uid), half)
-    assert list(after_offer(ledger, listed(ledger, a=None), knows(pod("a", phase="Failed")).get, {ONE: 1}).allocations) == ["half"]
+    after = after_offer(ledger, listed(ledger, a=None), knows(pod("a", phase="Failed")).get, {ONE: 1})
+    assert list(after.allocations) == ["half"]
 
 
 def test_records_of_gpu_manager_are_never_freed_by_an_offer() -> None:
