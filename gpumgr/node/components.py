@@ -226,7 +226,8 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """Samples soon: a start may have to wait for two samples, and nvml.sample_period_seconds may be an hour."""
+        """Makes other containers' bursts end before a container starts. It samples soon: this may need two samples, and
+        nvml.sample_period_seconds may be an hour."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
 

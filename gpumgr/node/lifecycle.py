@@ -69,7 +69,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
             "gpus_oversubscribed",
             memory_scaling=settings.hami.device_memory_scaling,
             core_scaling=settings.hami.device_core_scaling,
-            consequence="containers of nvidia.com/gpu may together need more than a GPU has; only idle ones can be moved to the host",
+            consequence="containers of nvidia.com/gpu may need more than a GPU has; only the memory of idle ones can be moved to the host",
         )
     driver = make_driver(settings) if settings.node.mode == "dra" else None
     # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that
@@ -124,7 +124,9 @@ def _log_damage(loaded: Loaded) -> None:
     if loaded.notes_lost:
         log.error("cordons_lost", consequence="cordoned GPUs may take pods again: check them, and cordon them again")
     if loaded.unreadable:
-        log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are skipped; nothing depends on them")
+        log.warning(
+            "history_damaged", unreadable=loaded.unreadable, consequence="unreadable entries are skipped; nothing depends on them"
+        )
 
 
 async def _run(components: Components, notifier: Notifier, stop: asyncio.Event, source: SettingsSource | None) -> None:

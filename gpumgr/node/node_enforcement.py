@@ -62,7 +62,7 @@ def _libcuda(nvml_library: Path | None) -> str:
 
 
 def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
-    """The driver's library with the settings of its section."""
+    """NVML with the settings of the section nvml. It does not open the session."""
     return Nvml(
         library_path=hardware.library_path,
         timeout_seconds=settings.nvml.call_timeout_seconds,
@@ -78,8 +78,8 @@ class NodeEnforcement:
     Order of calls: `preload`, if there is time for it; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover`
     after reconciliation with the kubelet; then `run` as a daemon; `close`.
 
-    `trial`: a check that changes nothing on the node makes it, and asks only `backends`: they write their files into a folder of the
-    check, start no daemon, and use its session with the driver.
+    `trial`: a folder and a session with the driver, for a check that changes nothing on the node (`gpumgr doctor`). The check calls only
+    `backends` and `close`. The backends write their files into this folder, use this session, and start no daemon.
     """
 
     def __init__(
@@ -187,7 +187,8 @@ class NodeEnforcement:
         await self.backends()["hami-core"].unavailable()
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
-        """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
+        """Finds the MPS program, and keeps the MPS protocol that running containers use. `lost`: the checkpoint is lost, so it is unknown
+        what they use."""
         self._agent_state = agent_state
         keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
         await self.mps.open(keep_protocol=keep or lost)
@@ -200,9 +201,8 @@ class NodeEnforcement:
         await self._choose()
 
     async def _choose(self) -> None:
-        with contextlib.suppress(
-            TimeoutError
-        ):  # wait for the runtime's answer, since a backend checks whether the runtime answers
+        # Backends have the obstacle that the runtime does not answer, so its answer is awaited first.
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
         self.backends()

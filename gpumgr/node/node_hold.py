@@ -42,7 +42,7 @@ RETRY_SECONDS: Final = 1.0
 
 
 class Preload:
-    """Call `run` once. `watch` returns the task that keeps `pods` up to date."""
+    """Loads what needs no locks. Call `run` once. `watch` returns the task that keeps `pods` up to date."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Preload:
         self._settings, self._enforcement, self._nvml = settings, enforcement, enforcement.nvml
         self._pods, self._watch = pods, watch
         self._driver: str | None = "no driver was found yet"
-        #: The ledger of the other agent, as it was a short time ago; None if it can't be read now.
+        #: The ledger of the other agent when `run` read it; None before, or if it was corrupt then.
         self.ledger: Ledger | None = None
         self.loaded = asyncio.Event()
 
@@ -71,9 +71,8 @@ class Preload:
     async def run(self) -> None:
         """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
         watch of the pods raises."""
-        with suppress(
-            CorruptError
-        ):  # the other agent may be writing it now; if it is still corrupt at the start of this agent, the file is renamed
+        # The other agent may be writing the file now. If it is still corrupt at the start of this agent, it is renamed.
+        with suppress(CorruptError):
             self.ledger = (await asyncio.to_thread(read_checkpoint, self._settings.checkpoint.dir)).ledger
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reach_driver())
@@ -150,13 +149,13 @@ class _Wait:
 
     def __init__(self, settings: Settings, driver: "DraDriver | None", preload: Preload, on_wait: Callable[[str], None]) -> None:
         self._settings, self._driver, self._preload, self._on_wait = settings, driver, preload, on_wait
-        self._for = ""
+        self._waits_for = ""
         self._holders: str | None = None
 
     async def run(self, locks: contextlib.ExitStack, stop: asyncio.Event, running: AlreadyRunning) -> None:
         """Returns when the locks are taken or `stop` is set."""
-        self._other(running)
-        web = PageServer(make_waiting(self._preload.no_driver, self._not_ready, lambda: self._for), self._settings.http)
+        self._note_holder(running)
+        web = PageServer(make_waiting(self._preload.no_driver, self._not_ready, lambda: self._waits_for), self._settings.http)
         await web.start()
         held = False
         async with asyncio.TaskGroup() as group:
@@ -168,7 +167,7 @@ class _Wait:
                         locks.enter_context(_locks(self._settings))
                         held = True
                     except AlreadyRunning as still:
-                        self._other(still)
+                        self._note_holder(still)
             finally:
                 for each in work:
                     each.cancel()  # the sockets of the DRA driver stay
@@ -180,11 +179,11 @@ class _Wait:
                 self._driver.plugin.waits_for = "the agent starts"
             log.info("other_agent_ended")
 
-    def _other(self, running: AlreadyRunning) -> None:
+    def _note_holder(self, running: AlreadyRunning) -> None:
         """Stores and logs which agent has the node now. If several agents wait, any of them may get the node next."""
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
-        if text != self._for:
-            self._for = text
+        if text != self._waits_for:
+            self._waits_for = text
             log.info("waiting_for_other_agent", reason=text, lock=str(self._settings.process.lock_path))
             self._on_wait(text)
             if self._driver is not None:

@@ -4,11 +4,11 @@ scheduler uses (lists and watches nodes, and sends bindings).
 Invariants:
 
 - Resource versions increase with every change. A watch from a version gets every later change, in order.
-- A request for a version older than the recorded history gets 410 Expired, in a watch as an ERROR event (as from the real server).
+- A watch from a version older than the recorded history gets an ERROR event with 410 Expired, as the real server sends it.
 - An outage loses nothing: changes during it are visible when the server is back at the same address.
 - Requests in `forbidden` get 403, and a SelfSubjectAccessReview reports them as not allowed.
 
-Events, the node and access reviews are in `apiserver_written`.
+Events, the node and access reviews are in `apiserver_objects`.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class SimApiServer:
 
     async def start(self) -> None:
         """Starts to listen, after a `stop` at the same port as before."""
-        app = web.Application(middlewares=[self._counted])
+        app = web.Application(middlewares=[self._tracked])
         for resource in self._watched:
             app.router.add_get(f"/api/v1/{resource}", self._list_or_watch)
         app.router.add_get("/api/v1/namespaces/{namespace}/configmaps", self._list_or_watch)
@@ -120,7 +120,7 @@ class SimApiServer:
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
         return path
 
-    # -- pods --------------------------------------------------------------------------------------------------------------
+    # -- objects -----------------------------------------------------------------------------------------------------------
 
     def put_node(self, document: Document) -> None:
         """Creates or replaces a node of the list of nodes. It is independent of the one node in `written`, which an agent reads and
@@ -132,7 +132,7 @@ class SimApiServer:
         self._watched["nodes"].remove(uid)
 
     def put_configmap(self, document: Document) -> None:
-        """Creates or replaces a ConfigMap. A list of ConfigMaps has those of all namespaces, although a request may name one."""
+        """Creates or replaces a ConfigMap. A list has the ConfigMaps of all namespaces, also if the request names one."""
         self._watched["configmaps"].put(document)
 
     def remove_configmap(self, uid: str) -> None:
@@ -171,7 +171,8 @@ class SimApiServer:
             watched.end_watches()
 
     @web.middleware
-    async def _counted(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _tracked(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Keeps the request for `stop`, and delays its answer."""
         task = asyncio.current_task()
         assert task is not None, "aiohttp handles requests in tasks"
         self._open[task] = request
@@ -196,13 +197,13 @@ class SimApiServer:
         if refused := self.written.refused(request, "delete", "delete", "pods"):
             return refused
         body = await request.json() if request.can_read_body else {}
-        return self._end(request, body.get("preconditions"))
+        return self._delete_or_evict(request, body.get("preconditions"))
 
     async def _evict(self, request: web.Request) -> web.Response:
         if refused := self.written.refused(request, "evict", "create", "pods/eviction"):
             return refused
         body = await request.json()
-        return self._end(request, (body.get("deleteOptions") or {}).get("preconditions"), protected=self.protected)
+        return self._delete_or_evict(request, (body.get("deleteOptions") or {}).get("preconditions"), protected=self.protected)
 
     async def _patch(self, request: web.Request) -> web.Response:
         """The UID in a patch is a precondition, like every immutable field."""
@@ -278,10 +279,10 @@ class SimApiServer:
         named = [pod for pod in self._pods.items.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
         return named[-1] if named else None
 
-    def _end(
+    def _delete_or_evict(
         self, request: web.Request, preconditions: Document | None, protected: Collection[str] = frozenset()
     ) -> web.Response:
-        """Deletes or evicts a pod."""
+        """`protected`: UIDs of pods that may not be evicted now."""
         if (pod := self._named(request)) is None:
             return _not_found(request)
         uid = pod["metadata"]["uid"]

@@ -10,7 +10,7 @@ again when it is replaced. Each change replaces the file atomically (rename), un
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT [MIG_UUID]    (bytes -1: the driver does not report them)
-    mpsserver GPU PID BYTES            mpsclient GPU PID SERVER_PID     (values of a `process` with the same pid win)
+    mpsserver GPU PID BYTES            mpsclient GPU PID SERVER_PID     (a `process` with the same pid overrides the values)
     migreset GPU 1         whether a caller's change of the MIG mode waits for a reset of the GPU
     remade GPU 1|2         the `instance` facts define the GPU's MIG devices, instead of the node's description; 2: a caller changed them
     instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE MEMORY_SLICES
@@ -243,7 +243,7 @@ class SimControl:
         self.change(change)
 
     def clear(self) -> None:
-        """Removes every fault and script. Delivered events, stale sessions and values that callers set remain."""
+        """Removes every fault and the scripted load. Delivered events, stale sessions and values that callers set remain."""
 
         def change(facts: Facts) -> None:
             made = _made_by_callers(facts)
@@ -352,16 +352,16 @@ class SimLoad:
         for gpu, process in processes:
             self._processes.setdefault(gpu, {})[process.pid] = process
             touched.add(gpu)
-        self._tell(touched)
+        self._write(touched)
 
     def remove(self, pids: Collection[int]) -> None:
         """Removes these processes from all GPUs."""
         touched = {gpu for gpu, running in self._processes.items() if not running.keys().isdisjoint(pids)}
         for gpu in touched:
             self._processes[gpu] = {pid: process for pid, process in self._processes[gpu].items() if pid not in pids}
-        self._tell(touched)
+        self._write(touched)
 
-    def _tell(self, gpus: Collection[int]) -> None:
+    def _write(self, gpus: Collection[int]) -> None:
         def change(facts: Facts) -> None:
             for gpu in gpus:
                 model, processes = self._node.model_of(gpu), self._processes[gpu].values()

@@ -40,7 +40,7 @@ class SimKubelet:
 
     `register_error`: Register fails with this text. `register_hangs`: Register never answers. `notices_ends`: while it is not set, the end
     of a plugin's stream has no effect, as on a busy machine. `statuses`: UID -> status, for each pod that `admit` got and that was not
-    deleted. `calls`: every call to a plugin.
+    deleted. `calls`: the calls to plugins for containers.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SimKubelet:
             server = DrainingServer([service])
             await server.start(path=str(path))
             self._servers.append(server)
-        self._tell()
+        self._notify()
 
     async def kill(self) -> None:
         """Ends the kubelet at once: connections are closed, and socket files stay."""
@@ -146,14 +146,14 @@ class SimKubelet:
         """Gives `pod` its devices, after all pods that were admitted before it. A refused pod is Failed and is not retried."""
         async with self._admission:
             self._pods[pod.uid] = pod
-            self._become(pod.uid, PodStatus(phase="Pending"))
+            self._set_status(pod.uid, PodStatus(phase="Pending"))
             try:
                 for container in pod.admission_order:
                     if await self._devices.allocate(pod, container, self._free_ended):
                         self._write_checkpoint()
             except SimKubeletError as error:
                 message = f"Allocate failed due to {error}, which is unexpected"
-                self._become(pod.uid, PodStatus(phase="Failed", reason="UnexpectedAdmissionError", message=message))
+                self._set_status(pod.uid, PodStatus(phase="Failed", reason="UnexpectedAdmissionError", message=message))
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
@@ -174,18 +174,18 @@ class SimKubelet:
             return status
         for container in pod.admission_order:
             await self.start_container(pod, container.name)
-        self._become(pod.uid, PodStatus(phase="Running"))
+        self._set_status(pod.uid, PodStatus(phase="Running"))
         return self.statuses[pod.uid]
 
     def end(self, uid: str, phase: Literal["Succeeded", "Failed"] = "Succeeded") -> None:
         """The pod ends by itself. Its ids are freed by the next admission or List."""
-        self._become(uid, PodStatus(phase=phase))
+        self._set_status(uid, PodStatus(phase=phase))
 
     def delete(self, uid: str) -> None:
         """The pod is removed from the API server. Its ids are freed by the next admission or List."""
         self._pods.pop(uid, None)
         self.statuses.pop(uid, None)
-        self._tell()
+        self._notify()
 
     def pods(self) -> list[SimPod]:
         """The pods that the kubelet has received and that are not deleted."""
@@ -220,12 +220,12 @@ class SimKubelet:
         """Returns once at least `count` devices of `resource` are allocatable."""
         await self.until(lambda: resource in (status := self.node_status()) and status[resource].allocatable >= count)
 
-    # The kubelet's insides
+    # Registration, streams and state
 
     async def _register(self, request: RegisterRequest) -> None:
         """Connects to the plugin before it answers (some versions: afterwards), and then starts ListAndWatch."""
         self.registrations.append(request.resource_name)
-        self._tell()
+        self._notify()
         if self.register_hangs:
             await asyncio.Event().wait()
         if self.register_error is not None:
@@ -253,12 +253,12 @@ class SimKubelet:
         def receive(devices: DeviceList) -> None:
             self._devices.update(client.resource, devices)
             self._write_checkpoint()
-            self._tell()
+            self._notify()
 
         await client.watch(receive)
         await self.notices_ends.wait()
         self._endpoints.stream_ended(client)
-        self._tell()
+        self._notify()
 
     def _free_ended(self) -> None:
         if self._sources_ready:
@@ -280,9 +280,9 @@ class SimKubelet:
         registered = {resource: sorted(healthy) for resource, healthy in self._devices.healthy.items()}
         write_checkpoint(self.checkpoint, self._devices.held, registered, by_node=self.shape.checkpoint_by_node)
 
-    def _become(self, uid: str, status: PodStatus) -> None:
+    def _set_status(self, uid: str, status: PodStatus) -> None:
         self.statuses[uid] = status
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changes.set(self._changes.value + 1)

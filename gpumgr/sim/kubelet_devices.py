@@ -28,7 +28,8 @@ ResourceOrder = Literal["random", "core_first", "memory_first"]
 
 
 class SimCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call to a plugin, as recorded for scripts and tests. `available` is the number of ids that a GetPreferredAllocation offers."""
+    """One call to a plugin, as recorded for scripts and tests. `ids`: the requested ids (GetPreferredAllocation: the ids that the answer
+    must include). `available` is the number of ids that a GetPreferredAllocation offers."""
 
     rpc: Literal["GetPreferredAllocation", "Allocate", "PreStartContainer"]
     resource: str
@@ -142,7 +143,7 @@ class DeviceManager:
                 )
             ids = holding.ids
             self.calls.append(SimCall(rpc="PreStartContainer", resource=resource, pod=pod, container=container.name, ids=ids))
-            await client.pre_start(self._any(ids))
+            await client.pre_start(self._shuffled(ids))
 
     async def _allocate_resource(
         self, pod: SimPod, container: SimContainer, resource: str, needed: int, affinity: frozenset[int] | None
@@ -158,7 +159,7 @@ class DeviceManager:
         ids = frozenset(chosen.ids)
         self.calls.append(SimCall(rpc="Allocate", resource=resource, pod=pod, container=container.name, ids=ids))
         try:
-            answer = await client.allocate(self._any(ids))
+            answer = await client.allocate(self._shuffled(ids))
         except SimKubeletError:
             self.allocated = self._held_ids()
             raise
@@ -175,7 +176,7 @@ class DeviceManager:
         """Fills `chosen` in the kubelet's order of choices, or leaves it empty if the container has its devices already."""
         if self._has_already(pod, container, resource, chosen.required):
             return
-        if chosen.take(self._any(self._reusable.get(resource, ()))):
+        if chosen.take(self._shuffled(self._reusable.get(resource, ()))):
             return
         available = self.healthy[resource] - self.allocated.get(resource, set())
         if len(available) < chosen.needed:
@@ -184,13 +185,13 @@ class DeviceManager:
             )
         aligned, rest = self._by_affinity(resource, available, affinity)
         if chosen.needed < len(aligned):
-            candidates, fallback = aligned, self._any(aligned)
+            candidates, fallback = aligned, self._shuffled(aligned)
         else:
-            if chosen.take(self._any(aligned)):
+            if chosen.take(self._shuffled(aligned)):
                 return
             candidates, fallback = available, rest
         preferred = await self._preferred(pod, container, resource, candidates | chosen.ids, chosen)
-        if not chosen.take(self._any(preferred & candidates)) and not chosen.take(fallback):
+        if not chosen.take(self._shuffled(preferred & candidates)) and not chosen.take(fallback):
             raise SimKubeletError(
                 f"unexpectedly allocated less resources than required. Requested: {chosen.required}, Got: {len(chosen.ids)}"
             )
@@ -236,16 +237,16 @@ class DeviceManager:
                 available=len(offered),
             )
         )
-        return await client.prefer(self._any(offered), self._any(must_include), chosen.required)
+        return await client.prefer(self._shuffled(offered), self._shuffled(must_include), chosen.required)
 
     def _by_affinity(self, resource: str, available: set[str], affinity: frozenset[int] | None) -> tuple[set[str], list[str]]:
         """The available ids on a NUMA node of `affinity`, and the other ids: first ids on other nodes, then ids without a node."""
         if affinity is None:
-            return set(), self._any(available)
+            return set(), self._shuffled(available)
         nodes_of = {device_id: self.devices[resource][device_id][1] for device_id in available}
         aligned = {device_id for device_id, nodes in nodes_of.items() if nodes & affinity}
-        elsewhere = self._any({device_id for device_id in available - aligned if nodes_of[device_id]})
-        nowhere = self._any({device_id for device_id in available - aligned if not nodes_of[device_id]})
+        elsewhere = self._shuffled({device_id for device_id in available - aligned if nodes_of[device_id]})
+        nowhere = self._shuffled({device_id for device_id in available - aligned if not nodes_of[device_id]})
         return aligned, elsewhere + nowhere
 
     def _by_node(self, resource: str, ids: Iterable[str]) -> Mapping[int, tuple[str, ...]]:
@@ -293,7 +294,7 @@ class DeviceManager:
             self._random.shuffle(ordered)
         return ordered
 
-    def _any(self, ids: AbstractSet[str] | Collection[str]) -> list[str]:
+    def _shuffled(self, ids: AbstractSet[str] | Collection[str]) -> list[str]:
         """The ids in an arbitrary order, which is the same for the same seed."""
         ordered = sorted(ids)
         self._random.shuffle(ordered)

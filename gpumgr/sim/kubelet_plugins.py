@@ -184,7 +184,7 @@ class Endpoints:
         stored[client.path] = self._current[client.resource] = client
 
     def stream_ended(self, client: PluginClient) -> None:
-        """Disconnects `client`, or the plugin that this version takes for it."""
+        """Disconnects `client`, or the plugin that this version of the kubelet mistakes for it."""
         if self._shape.knows_sockets:
             self._disconnect_at_socket(client)
             return

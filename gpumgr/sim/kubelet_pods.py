@@ -213,6 +213,7 @@ def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
     return held, tuple(data["RegisteredDevices"])
 
 
+#: The number of the field cdi_devices.
 _CDI_DEVICES = 5
 
 

@@ -41,7 +41,7 @@ def proc_root_of(sim_dir: Path) -> Path:
 
 
 class SimProcesses:
-    """Creates its files in `sim_dir`. Create it before an agent starts there. Pids are never reused."""
+    """Simulated processes, as files in `sim_dir`. Create it before an agent starts there. Pids are never reused."""
 
     def __init__(self, sim_dir: Path) -> None:
         self.proc_root = sim_dir / _PROC
@@ -65,7 +65,7 @@ class SimProcesses:
         replace_file(coming / "cgroup", f"0::{cgroup}\n", durable=False)
         coming.rename(self.proc_root / str(pid))
         self._cgroups[pid] = cgroup
-        self._list(cgroup)
+        self._write_procs(cgroup)
         return pid
 
     def end(self, pid: int) -> None:
@@ -74,7 +74,7 @@ class SimProcesses:
         going = self.proc_root / f".{pid}"
         (self.proc_root / str(pid)).rename(going)
         shutil.rmtree(going)
-        self._list(cgroup)
+        self._write_procs(cgroup)
 
     def end_cgroup(self, cgroup: str) -> tuple[int, ...]:
         """Removes the cgroup with all its processes; returns their pids."""
@@ -88,7 +88,7 @@ class SimProcesses:
         """The pids of the processes in the cgroup, oldest first."""
         return tuple(pid for pid, place in self._cgroups.items() if place == cgroup)
 
-    def _list(self, cgroup: str) -> None:
+    def _write_procs(self, cgroup: str) -> None:
         folder = self._folder(cgroup)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "cgroup.procs", "".join(f"{pid}\n" for pid in self.of(cgroup)), durable=False)

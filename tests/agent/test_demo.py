@@ -38,7 +38,7 @@ async def test_on_a_terminal_the_demo_continues_after_the_script_until_ctrl_c() 
             while b"demo/guest-0" not in told:
                 told += (some := await _some(terminal))
                 assert some, f"it ended:\n{told.decode()}"
-            asked = re.search(rb"ask it: .* usage --watch --config (/tmp/gm\w+/gpumgr\.yaml)", told)
+            asked = re.search(rb"in another terminal: .* usage --watch --config (/tmp/gm\w+/gpumgr\.yaml)", told)
             assert asked, told.decode()
             options = ["--config", asked[1].decode(), "--output", "json"]
             usage = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "usage", *options, stdout=PIPE)

@@ -182,7 +182,7 @@ class SimulatedNode:
         """The GPUs of the ids that the kubelet gave to the pod's containers."""
         return frozenset[GpuName]().union(*(self._gpus_of(pod, container.name) for container in pod.containers))
 
-    # -- what their processes do -------------------------------------------------------------------------------------------
+    # -- what the processes do ---------------------------------------------------------------------------------------------
 
     def running(self) -> Iterator[tuple[SimPod, SimContainer, frozenset[GpuName]]]:
         """The containers that run on GPUs."""
@@ -237,7 +237,7 @@ class SimulatedNode:
         return found
 
     def healthy(self, gpu: str) -> Mapping[str, int]:
-        """Resource -> number of this GPU's ids that are Healthy."""
+        """`core` or `memory` -> number of this GPU's ids that are Healthy."""
         return {
             kind: sum(
                 healthy

@@ -20,7 +20,7 @@ _TAIL = 12
 
 
 class AgentLog:
-    """Holds all lines so far. `on_line` is called with each new line."""
+    """All log lines of an agent so far. `on_line` is called with each new line."""
 
     def __init__(self, on_line: Callable[[Line], None] = lambda _line: None) -> None:
         self.lines: list[Line] = []

@@ -83,7 +83,7 @@ async def play(*, stays: bool) -> list[Result]:
             open_node(Path(folder), sim=SIM, settings=settings, agent_log=AgentLog(_print_log_line)) as node,
             _at_work(work := Workload(node)),
         ):
-            click.echo(f"ask it: {own_command()} usage --watch --config {node.config}")
+            click.echo(f"in another terminal: {own_command()} usage --watch --config {node.config}")
             if stays:
                 click.echo("Ctrl-C ends the demo")
             script = Script(node, time.monotonic)
@@ -114,10 +114,11 @@ def reserved_page_port() -> Iterator[int]:
     so only another demo may take the port before the agent listens: an abstract unix socket is the reservation, which ends with the demo.
     """
     with socket.socket(socket.AF_UNIX) as reservation:
-        yield next((port for port in _PAGE_PORTS if _is_reserved(reservation, port)), 0)
+        yield next((port for port in _PAGE_PORTS if _reserve(reservation, port)), 0)
 
 
-def _is_reserved(reservation: socket.socket, port: int) -> bool:
+def _reserve(reservation: socket.socket, port: int) -> bool:
+    """Returns False if the port is in use, or reserved by another demo."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
         reservation.bind(f"\0gpumgr-demo-page-{port}")
         return True

@@ -134,7 +134,7 @@ class Script:
         await node.kubelet.restart()
         await node.until_offered()
         seconds = self._now() - began
-        _expect(node.agent.pid == pid, "the agent did not live through it")
+        _expect(node.agent.pid == pid, "the agent was started again")
         _expect(node.ledger() == before, "the ledger is another one than before")
         return f"registered again within {seconds:.1f} s, the agent went on, every pod kept its ids"
 
@@ -189,7 +189,7 @@ class Script:
         names = await self._granted_to("patient", _app(CORES_PER_GPU))
         _expect(names == {gpu}, f"the pod went to {names} instead of {labels[gpu]}")
         return (
-            f"{labels[gpu]}, ({reason}): its pod ran until it ended, the next went to {labels[other]}; uncordoned and used again"
+            f"{labels[gpu]} ({reason}): its pod ran until it ended, the next went to {labels[other]}; uncordoned and used again"
         )
 
     async def usage(self) -> str:

@@ -41,7 +41,7 @@ def _wave(turn: float) -> float:
 
 
 class Workload:
-    """Sets the use of every container of the node. Processes that others put on a GPU are not changed."""
+    """Sets the use of every container of the node. Processes outside the containers are not changed."""
 
     def __init__(self, node: SimulatedNode) -> None:
         self._node = node
