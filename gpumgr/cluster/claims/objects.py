@@ -13,6 +13,7 @@ from gpumgr.cluster.core.request import ContainerRequest, PodRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.kube.pods import parse_rounded_up
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
 GATE: Final = "gpumgr.io/quota"
 _MEBIBYTE: Final = 1 << 20
@@ -148,15 +149,26 @@ def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
             if each.get("deviceClassName") == DEVICE_CLASS and not each.get("adminAccess")
         ]
         yield from max(
-            sets, key=lambda each: [sum(one.cores for one in each), sum(one.memory_mebibytes for one in each)], default=()
+            sets,
+            key=lambda each: (
+                sum(one.cores for one in each),
+                sum(one.replica is not None for one in each),  # all memory of a GPU
+                sum(one.memory_mebibytes for one in each),
+            ),
+            default=(),
         )
 
 
 def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
-    """What kube-scheduler gives for these amounts: it rounds them up to the steps of the devices' requestPolicy (dra/slices.py)."""
+    """What kube-scheduler gives for these amounts: it rounds them up to the steps of the devices' requestPolicy (dra/slices.py). Without
+    an amount of memory it gives all memory of the GPU, as a request by HAMi's resources does."""
     asked = _container(requests)
-    blocks = max(1, -(-asked.memory_mebibytes // BLOCK_MEBIBYTES)) if "memory" in requests and not asked.whole else 0
-    return replace(asked, cores_per_gpu=max(1, asked.cores_per_gpu), memory_mebibytes=blocks * BLOCK_MEBIBYTES)
+    asked = replace(asked, cores_per_gpu=max(1, asked.cores_per_gpu))
+    if asked.whole:
+        return asked
+    if "memory" not in requests:
+        return replace(asked, replica=ReplicaRequest(count=1, cores=asked.cores_per_gpu))
+    return replace(asked, memory_mebibytes=max(1, asked.memory_blocks) * BLOCK_MEBIBYTES)
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:

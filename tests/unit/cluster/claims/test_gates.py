@@ -10,6 +10,7 @@ from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import GpuKind, Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
 A100 = (GpuKind("NVIDIA A100", "A100", "public"), 40960)
 V100 = (GpuKind("Tesla V100", "V100", "public"), 16384)
@@ -141,10 +142,15 @@ def test_without_a_selector_each_kind_must_have_room() -> None:
     ]
 
 
-def test_whole_gpus_have_the_memory_of_their_kind() -> None:
-    whole = demand(share(100))
-    assert names(decide([(pod("a"), whole)], [], quotas(Limit(memory_mebibytes=40960))))[0] == ["a"]
-    _, refused = names(decide([(pod("a"), whole)], [], quotas(Limit(memory_mebibytes=20480))))
+@pytest.mark.parametrize(
+    "all_memory",
+    [share(100), ContainerRequest(cores_per_gpu=30, replica=ReplicaRequest(count=1, cores=30))],
+    ids=["whole", "share"],
+)
+def test_a_request_for_all_memory_has_the_memory_of_its_kind_of_gpu(all_memory: ContainerRequest) -> None:
+    wanted = demand(all_memory)
+    assert names(decide([(pod("a"), wanted)], [], quotas(Limit(memory_mebibytes=40960))))[0] == ["a"]
+    _, refused = names(decide([(pod("a"), wanted)], [], quotas(Limit(memory_mebibytes=20480))))
     assert "40 GiB" in refused["a"]
 
 

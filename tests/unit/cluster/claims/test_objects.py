@@ -8,6 +8,7 @@ from gpumgr.cluster.claims.objects import parse_claim, parse_slice, parse_templa
 from gpumgr.cluster.core.request import ContainerRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
 from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
 Json = dict[str, Any]
 META = {"namespace": "team", "name": "x", "uid": "u"}
@@ -19,6 +20,7 @@ def share(cores: int, mebibytes: int) -> ContainerRequest:
 
 
 WHOLE = ContainerRequest(cores_per_gpu=100)
+ALL_MEMORY = ContainerRequest(cores_per_gpu=30, replica=ReplicaRequest(count=1, cores=30))
 
 
 def claim(*requests: Json, allocation: Json | None = None, **meta: Any) -> Json:
@@ -42,6 +44,8 @@ def capacity(cores: object, memory: str) -> Json:
     ({"exactly": OURS}, (WHOLE,)),
     ({"exactly": {**OURS, "count": 10**9}}, (WHOLE,) * 33),
     ({"exactly": {**OURS, **capacity("300", "1Gi")}}, (WHOLE,)),
+    ({"exactly": {**OURS, "capacity": {"requests": {"cores": "30"}}}}, (ALL_MEMORY,)),
+    ({"firstAvailable": [{**OURS, **capacity("30", "5Gi")}, {**OURS, "capacity": {"requests": {"cores": "30"}}}]}, (ALL_MEMORY,)),
     ({"exactly": {**OURS, "adminAccess": True}}, ()),
     ({"exactly": {"deviceClassName": "other"}}, ()),
     ({"firstAvailable": [{"name": "a", **OURS, **capacity("30", "5Gi")}, {"name": "b", **OURS, "count": 2}]}, (WHOLE,) * 2),
