@@ -67,7 +67,7 @@ def _reason(misfit: Misfit) -> str:
         text = f"no {'place' if misfit.mig else 'room'} for {wanted}{constraints.text}{numa}"
     elif container.whole:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
-        wanted = f"not {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"
+        wanted = f"fewer than {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"
         text = f"{wanted}{constraints.text}{numa}{memory}"
     else:
         text = f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"

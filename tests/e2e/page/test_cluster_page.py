@@ -187,7 +187,7 @@ async def test_waiting_pods_have_their_reasons(browser: Browser, many: ClusterSt
         await expect(rows.filter(has_text=HOSTILE)).to_contain_text("GPUs are free")
         assert await page.evaluate("[window.harmed, document.images.length]") == [None, 0]
         await scattered.get_by_role("button").click()
-        await expect(scattered.locator("li").first).to_contain_text("nodes: not 5 entirely free GPUs")
+        await expect(scattered.locator("li").first).to_contain_text("nodes: fewer than 5 entirely free GPUs")
         await expect(scattered.locator("li").last).to_have_text("kube-scheduler: 0/5000 nodes are available")
 
 

@@ -62,7 +62,7 @@ async def test_what_is_assumed_is_not_given_twice_until_it_ends(stage: Stage) ->
     assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
     refused = await stage.filter(pod("two", ("app", 200, 0)), ["a"])
     assert refused["NodeNames"] == []
-    assert refused["FailedAndUnresolvableNodes"] == {"a": "has not 2 entirely free GPUs (0 free)"}
+    assert refused["FailedAndUnresolvableNodes"] == {"a": "has fewer than 2 entirely free GPUs (0 free)"}
     assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"], "the pod's own next filter replaces it"
     for seconds in (59, 1):
         stage.clock.now += seconds
@@ -76,7 +76,7 @@ async def test_a_rejection_has_one_text_with_all_counts(stage: Stage) -> None:
     answer = await stage.filter(pod("one", ("app", 500, 0)), ["a", "b", "unknown"])
     assert answer["FailedNodes"] == {}
     assert answer["FailedAndUnresolvableNodes"] == {
-        "a": "for the 3 nodes with enough in total: 2 have not 5 entirely free GPUs (closest: b, 4 free), 1 has no GPUs that gpumgr can use"
+        "a": "for the 3 nodes with enough in total: 2 have fewer than 5 entirely free GPUs (closest: b, 4 free), 1 has no GPUs that gpumgr can use"
     }
 
 
@@ -174,7 +174,7 @@ async def test_bind_fails_if_the_node_has_no_room_any_more(stage: Stage) -> None
     await stage.filter(item, ["a"])
     stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": (Share(0, 50, 256),)})))
     await until(lambda: stage.cores("a") == [150, 100])
-    assert await stage.bind(item, "a") == "node a has not 2 entirely free GPUs (1 free)"
+    assert await stage.bind(item, "a") == "node a has fewer than 2 entirely free GPUs (1 free)"
     assert "bind" not in stage.sim.requests
     assert stage.cores("a") == [50, 0]
 

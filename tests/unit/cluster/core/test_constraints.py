@@ -105,7 +105,7 @@ def test_several_gpus_of_a_container_are_on_one_numa_node(
         assert found == [expected]
         return
     assert isinstance(found, Misfit)
-    assert explain([(1, "a", found)]) == "has not 2 entirely free GPUs on one NUMA node (1 free)"
+    assert explain([(1, "a", found)]) == "has fewer than 2 entirely free GPUs on one NUMA node (1 free)"
 
 
 def test_gpus_of_unknown_numa_nodes_are_on_no_common_one() -> None:

@@ -36,7 +36,10 @@ def test_the_closest_miss_of_all_nodes_is_named() -> None:
 def test_whole_gpus_are_counted() -> None:
     wanted = request(("app", 300, 20))
     told = explain([misfit(name, node_state(name, 4), wanted, *[(10, 4)] * taken) for name, taken in (("a", 3), ("b", 2))])
-    assert told == "for the 2 nodes with enough in total: 2 have not 3 entirely free GPUs with 5 GiB in all (closest: b, 2 free)"
+    assert (
+        told
+        == "for the 2 nodes with enough in total: 2 have fewer than 3 entirely free GPUs with 5 GiB in all (closest: b, 2 free)"
+    )
 
 
 def test_one_node_is_not_counted() -> None:
@@ -53,7 +56,7 @@ def test_unhealthy_gpus_are_a_group_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("containers", "reason"),
     [
-        ([("init", 100, 0), ("app", 500, 0)], "has not 5 entirely free GPUs (4 free)"),
+        ([("init", 100, 0), ("app", 500, 0)], "has fewer than 5 entirely free GPUs (4 free)"),
         ([("init", 30, 4), ("app", 60, 8)], "has no GPU with 60 free cores and 2 GiB (closest: GPU 0, 50 cores and 16 GiB)"),
         ([("init", 30, 4), ("app", 100, 0)], "has no entirely free GPU with 1 GiB in all (0 free)"),
     ],

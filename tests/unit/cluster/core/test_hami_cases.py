@@ -80,7 +80,7 @@ TWO = (node_state("node1", 2, **other({0: (25, 4096)})), node_state("node2", 2, 
         # HAMi: 0 cores. Here a container has 1 or more.
         pytest.param([node_state("n", 1, **other({0: (100, 0)}))], [share(1, 1)], "binpack",
                      ["has no GPU with 1 free cores and 256 MiB (closest: GPU 0, 0 cores and 16 GiB)"], id="22"),
-        pytest.param([node_state("n", 2)], [WHOLE[3]], "binpack", ["has not 3 entirely free GPUs (2 free)"], id="24"),
+        pytest.param([node_state("n", 2)], [WHOLE[3]], "binpack", ["has fewer than 3 entirely free GPUs (2 free)"], id="24"),
         pytest.param([node_state("n", 2, cordoned=(1,))], [WHOLE[1]], "binpack", ["n:0"], id="25"),
         pytest.param([node_state("n", 2, cordoned=(0, 1))], [WHOLE[1]], "binpack",
                      ["has no entirely free GPU except unhealthy or cordoned ones (0 free)"], id="25, all"),
@@ -99,8 +99,8 @@ TWO = (node_state("node1", 2, **other({0: (25, 4096)})), node_state("node2", 2, 
         pytest.param([EIGHT], [share(25, 16)] * 6, "binpack", ["n:0"] * 4 + ["n:1"] * 2, id="37"),
         # HAMi never uses NUMA node 0.
         pytest.param([EIGHT], [constrained(WHOLE[3], same_numa_node=True)] * 3, "spread",
-                     ["n:0,1,2", "n:4,5,6", "has not 3 entirely free GPUs on one NUMA node (1 free)"], id="38"),
-        pytest.param([EIGHT], [WHOLE[4]] * 3, "topology", ["n:0,1,2,3", "n:4,5,6,7", "has not 4 entirely free GPUs (0 free)"], id="39"),
+                     ["n:0,1,2", "n:4,5,6", "has fewer than 3 entirely free GPUs on one NUMA node (1 free)"], id="38"),
+        pytest.param([EIGHT], [WHOLE[4]] * 3, "topology", ["n:0,1,2,3", "n:4,5,6,7", "has fewer than 4 entirely free GPUs (0 free)"], id="39"),
     ],
 )  # fmt: skip
 def test_the_same_choice_or_a_stated_difference(

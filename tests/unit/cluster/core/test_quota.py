@@ -108,7 +108,7 @@ def test_a_rejection_names_the_quota_and_the_lack_of_room() -> None:
     cluster.hold("a", request(("app", 100, 0)))
     assert cluster.rank(request(("app", 500, 0))) == (
         "for the quota of 2 nodes: namespace team uses 100 of 100 cores on A100; the pod needs 500; "
-        "the other node has not 5 entirely free GPUs (4 free)"
+        "the other node has fewer than 5 entirely free GPUs (4 free)"
     )
 
 
