@@ -22,7 +22,7 @@ from gpumgr.placement.pods import PodKey
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU. `row` is its row in the topology, `index` NVML's index. `limits`: how new shares are limited; None: the driver does not
     list the GPU. `limits_excess_bytes`: by how much the memory limits of its active containers together exceed its memory; 0 if no
-    container may use more than counts."""
+    limit is above what the ledger counts."""
 
     uuid: str
     name: str
@@ -50,7 +50,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation on one of its GPUs. `cores` and `memory_bytes` are what it holds there; `memory_used_bytes`, `utilization_ratio`,
+    """One allocation on one of its GPUs. `cores` and `memory_bytes` are what it may use there; `memory_used_bytes`, `utilization_ratio`,
     `processes`, `held_ratio` and `waited_ratio` are what it uses."""
 
     allocation: str
@@ -238,7 +238,7 @@ def container_row(
     over: bool = False,
     suspension: Suspension | None = None,
 ) -> ContainerRow:
-    """What the allocation holds on this GPU, and what it uses. `pod`, if given, replaces the pod that the allocation names."""
+    """What the allocation may use on this GPU, and what it uses. `pod`, if given, replaces the pod that the allocation names."""
     key, uid = pod or (holder.pod, holder.uid)
     namespace, name = key or (None, None)
     amounts = holder.resized.get(gpu) or holder.limits.get(gpu) or holder.amounts_on(gpu)

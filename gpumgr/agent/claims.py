@@ -2,12 +2,12 @@
 
 * A prepared claim gets the same answer again; its CDI specs and limits are restored. The claim is read again, since it may have been
   allocated anew without an Unprepare in between. If the API server does not answer, the ledger alone decides while a pod that holds the
-  claim exists.
+  claim exists, or the pods are not known yet.
 * A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
   the agent's lock, then its limits are put in place.
 * A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. A later Prepare
-  grants nothing either, if the claim is reserved only for pods that have ended, are being deleted, or do not exist; about a pod that the
-  watch has not shown in time, the API server is asked.
+  grants nothing either, if the claim is reserved only for pods that have ended, are being deleted, or do not exist. A pod that the watch
+  has not shown in time is read from the API server.
 """
 
 import asyncio
@@ -82,7 +82,8 @@ class NodeClaims:
         self._answered: set[str] = set()
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
-        """The allocations are durable when this returns. `deadline` (monotonic, in seconds) ends the waits for API server and pods.
+        """When this returns, the allocations are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the waits
+        for API server and pods.
         `adopted`: pods may run with the claim already, so it may be on a GPU that accepts no new pods. Raises Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
@@ -102,14 +103,14 @@ class NodeClaims:
         """Frees the claim, without the API server. An unknown claim is no error. Raises Refusal."""
         self._preparing = {call: uid for call, uid in self._preparing.items() if uid != claim.uid}
         self._answered.discard(claim.uid)
-        self._bury(claim)
+        self._note_unprepared(claim)
         await self._batch.add(lambda ledger: (ledger.free(a.id for a in ledger.of_claim(claim.uid)), (), None))
 
     async def reclaim(
         self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
     ) -> None:
-        """Frees claims that a kubelet never unprepares because it was replaced or lost its state: the API server has not allocated their
-        shares to them on this node, and the kubelet does not list them. A claim is freed if two calls in a row find it so.
+        """Frees claims that the kubelet will never unprepare, because it was replaced or lost its state: the API server no longer allocates
+        their shares to them, and the kubelet does not list them. A claim is freed if two calls in a row find it so.
 
         `find` returns the UID of the claim that has the name now ("": none has), and its shares on this node; None if that is not known."""
         gone = set[str]()
@@ -160,7 +161,7 @@ class NodeClaims:
             await self._starts.start(allocation)
         return allocation.id in self._agent_state.ledger.allocations
 
-    def _bury(self, claim: ClaimRef) -> None:
+    def _note_unprepared(self, claim: ClaimRef) -> None:
         """Records which pods no longer need the claim. Pending pods are left out: they may be about to use it."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
@@ -219,7 +220,7 @@ class NodeClaims:
             pods = await asyncio.gather(*(self._look_up(pod, uid, seconds) for pod, uid in found.pods))
             if await self._is_late(claim, pods, deadline):
                 raise Refusal("conflict", f"claim {claim} was unprepared, and the pods that it is reserved for have ended")
-            held, is_new = await self._batch.add(partial(self._granted, found, pods, call, adopted))
+            held, is_new = await self._batch.add(partial(self._decide, found, pods, call, adopted))
         finally:
             self._preparing.pop(call, None)
         if is_new:
@@ -235,10 +236,11 @@ class NodeClaims:
                 )
         return held
 
-    def _granted(
+    def _decide(
         self, claim: AllocatedClaim, pods: Sequence[ClaimPod], call: object, adopted: bool, ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
-        """Also returns the allocations, and whether they are new: False if a call that ran at the same time made them. Raises Refusal."""
+        """The Decision of `_grant`. Its result: the allocations, and whether they are new (False: a call that ran at the same time made
+        them). Raises Refusal."""
         if call not in self._preparing:
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
@@ -294,6 +296,8 @@ Decision = Callable[[Ledger], tuple[Ledger, Sequence[HistoryEntry], _T]]
 
 
 class CommitBatch:
+    """Saves the decisions of simultaneous calls in one commit."""
+
     def __init__(self, agent_state: AgentState) -> None:
         self._agent_state = agent_state
         self._waiting: list[tuple[Decision[Any], asyncio.Future[Any]]] = []
@@ -334,7 +338,7 @@ class CommitBatch:
             if ledger is not state.ledger:
                 await state.commit(ledger, *entries)
         except Exception as error:
-            if isinstance(error, LedgerError) and len(decided) > 1:  # a bug in one of them
+            if isinstance(error, LedgerError) and len(decided) > 1:  # one decision contradicts the ledger: commit each alone
                 for decision, result, _ in decided:
                     await self._commit([(decision, result)])
                 return

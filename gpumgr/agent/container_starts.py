@@ -42,7 +42,7 @@ def is_share(allocation: Allocation) -> bool:
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """The tenant of an allocation that shares a GPU; None for all others (see `is_share`), which gpumgr does not limit.
+    """The tenant of an allocation that shares a GPU; None for any other allocation (see `is_share`), which gpumgr does not limit.
 
     `gpus` are the GPUs that the driver lists now; `view` is the allocation's pod, if it is known.
     """
@@ -151,13 +151,14 @@ class ContainerStarts:
         if allocation.whole:
             await self.enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
         self._check_exemption(allocation)
-        allocation = self._with_known_terms(allocation)
+        allocation = self._with_mechanisms(allocation)
         held = [each for each in ALL_RESOURCES if allocation.held(each)] or RESOURCES
         base = merged(*(self._base(allocation, each) for each in held))
         await self.enforcement.start(base, allocation, self._tenant(allocation))
 
-    def _with_known_terms(self, allocation: Allocation) -> Allocation:
-        """Refuses a share that was adopted without its response (the checkpoint was lost), since its limits are not known."""
+    def _with_mechanisms(self, allocation: Allocation) -> Allocation:
+        """A share that was rebuilt without its response has no mechanisms. It gets NO_MECHANISM if the node has no others for its pod.
+        Otherwise its limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
         mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -189,7 +190,7 @@ class ContainerStarts:
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
     """Adds an event if a container of this pod, which has just appeared on the node, gets two sets of limits. That happens if its claims
     were prepared for other pods before: the kubelet then makes no Prepare call that could be refused, and the container gets the variables
-    and files of one set. Does nothing if a Prepare call of one of its claims is still to come."""
+    and files of one set. A claim that is not prepared yet does not count: its Prepare call can be refused."""
     ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
     for claim in ledger.claims.values():
         if (claim.namespace, claim.name) in names:

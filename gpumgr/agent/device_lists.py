@@ -47,7 +47,7 @@ class DeviceListPublisher:
             self._timer = asyncio.get_running_loop().call_later(wait, self._send)
 
     def hurry(self) -> bool:
-        """Sends a list that is held back. True if it has Healthy memory blocks that do not count as visible yet."""
+        """Sends a list that is held back. True if the list sent last has Healthy memory blocks that do not count as visible yet."""
         self._send()
         visible = self.visible_blocks()
         return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)

@@ -12,7 +12,7 @@ from gpumgr.ledger.ids import GpuRegistry, RegisteredGpu
 from gpumgr.placement.topology.devices import GpuFailure
 
 _INDEX: Final = re.compile(r"(?:gpu)?([0-9]+)", re.ASCII)
-#: Fewer digits of a UUID are too likely to be a mistake; the names in device ids have eight.
+#: Fewer digits of a UUID are too likely to be a mistake; the names in device ids have eight or more.
 MIN_DIGITS: Final = 4
 
 

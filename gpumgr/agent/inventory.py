@@ -103,14 +103,14 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return {}
         return {
             name: tuple(
-                without_places(each, self.mig_blocked.get(gpu.uuid, 0) if self._created(each) else _EVERYWHERE)
+                without_places(each, self.mig_blocked.get(gpu.uuid, 0) if self._may_create(each) else _EVERYWHERE)
                 for each in gpu.mig_profiles
             )
             for name, gpu in self.gpus(gpu_registry).items()
             if gpu.mig_profiles
         }
 
-    def _created(self, profile: MigProfile) -> bool:
+    def _may_create(self, profile: MigProfile) -> bool:
         return not self.mig_on_demand or profile.name in self.mig_on_demand
 
     @_once
@@ -178,7 +178,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """GPU -> why no MIG device can be created on it, although some should be."""
         reasons, on_demand = {}, self.mig_profiles(gpu_registry)
         for name, gpu in self.gpus(gpu_registry).items():
-            if name in on_demand and not any(map(self._created, gpu.mig_profiles)):
+            if name in on_demand and not any(map(self._may_create, gpu.mig_profiles)):
                 names = ", ".join(profile.name for profile in gpu.mig_profiles)
                 reasons[name] = f"hami.mig_profiles has none of its profiles, which are {names}"
             elif name in on_demand and not gpu.mig_enabled and gpu.uuid not in self.health.cordoned:

@@ -1,8 +1,8 @@
 """An operator's actions on one GPU: cordon, drain, uncordon, reset, and forget (`gone_gpus.py`).
 
 1. A cordon is on disk and in force before it is confirmed: every later grant observes it.
-2. A drain is a cordon that also returns the containers on the GPU, and may request their eviction from the API server, also after a
-   restart, until the GPU is uncordoned. It ends no container itself.
+2. A drain is a cordon that also returns the containers on the GPU. If it is to evict their pods, it requests that from the API server, also
+   after a restart, until the GPU is uncordoned. It ends no container itself.
 3. Only a cordoned GPU without containers and processes is reset. NVML can't reset a GPU, so the driver's own program does; its output
    is returned.
 """
@@ -168,8 +168,8 @@ class Maintenance:
         return done
 
     def _evict(self, evictor: Evictor, gpu: RegisteredGpu, cordon: Cordon, *, again: bool = False) -> dict[str, Any]:
-        """Requests the eviction of each pod on the GPU. `again`: the history has it already. The answer's `not_evicted` has the
-        containers that stay, with the reasons."""
+        """Requests the eviction of each pod on the GPU. `again`: the history has these evictions already. The answer's `not_evicted` has
+        the containers that stay, with the reasons."""
         reason = f"{self._label(gpu)} is drained" + (f": {cordon.reason}" if cordon.reason else "")
         pods: dict[tuple[PodKey, str], Allocation] = {}
         staying = []

@@ -1,5 +1,5 @@
 """Creates the MIG devices of containers, and destroys MIG devices that no container has (setting hami.operating_mode). Reports MIG devices
-that are gone although a container holds them; that includes existing devices that an operator made (static MIG).
+that are gone although a container holds them, also devices that an operator created (static MIG).
 
 A MIG device is created while its container is admitted, since the answer names its UUID. Until then the ledger has a reservation; a device
 that exists after a crash without a saved grant is destroyed later. A device with processes is never destroyed.
@@ -91,8 +91,8 @@ class MigDevices:
                 await self._destroy(ledger.gpu_registry.by_name[device.gpu].uuid, device.uuid)
 
     async def restore(self, allocation: Allocation) -> Allocation:
-        """Call it when the container starts. After a reboot its MIG devices are gone: they are created again. If their UUIDs change, the
-        container must get them by CDI, since its environment has the former UUIDs. Raises Refusal."""
+        """Call it when the container starts. After a reboot its MIG devices are gone: they are created again. If a UUID changes, only a
+        container that gets its devices by CDI can start: the environment of another has the former UUID. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
         async with self.changes:
@@ -159,7 +159,7 @@ class MigDevices:
             raise Refusal(
                 "gpu_unhealthy", f"no MIG devices are created on GPU {device.gpu} now, and the container needs {device}"
             )
-        # Forgets the failures at all places: the creation may have failed a moment ago only because MIG mode was off after a reboot.
+        # The driver's profiles include places where a creation has just failed: it may have failed because MIG mode was off after a reboot.
         gpu, place = shown.uuid, place_of(device, shown.mig_profiles)
         try:
             for each in await self._driver.mig_instances(gpu):
@@ -202,7 +202,7 @@ class MigDevices:
 
     async def _enable(self, gpu: str) -> Mapping[str, str]:
         """Returns the reason of a failure by GPU, else {}. The reason is logged when it changes. A try may stop the GPU for a moment, so
-        few are made."""
+        the next one is made after RETRY_SECONDS."""
         if gpu in self._reported and self._clock() - self._tried[gpu] < RETRY_SECONDS:
             return {gpu: self._reported[gpu]}
         self._tried[gpu] = self._clock()
@@ -224,7 +224,7 @@ class MigDevices:
         return why
 
     async def _gone(self, devices: Sequence[MigDevice]) -> list[MigDevice]:
-        """The MIG devices that the driver does not have. If a GPU does not answer, its health has the reason."""
+        """The MIG devices that the driver does not have. Devices of a GPU that does not answer are left out: its health has the reason."""
         registry = self._agent_state.ledger.gpu_registry
         present = {gpu: await self._present(registry.by_name[gpu].uuid) for gpu in {device.gpu for device in devices}}
         return [device for device in devices if (there := present[device.gpu]) is not None and device.uuid not in there]

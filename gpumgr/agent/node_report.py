@@ -12,7 +12,7 @@ from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import NodeSample
 
-#: The only values of the label `reason`: the driver's text never becomes a label.
+#: The only values of the metrics' label `reason`: the driver's text never becomes a label.
 REASONS: Final = frozenset(
     {"xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "mig", "operator", "missing", "quarantine", "other"}
 )

@@ -59,7 +59,7 @@ def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:
 #: How long a call of the kubelet may wait for the watch: the kubelet frees the ids of an ended pod some milliseconds before the watch
 #: shows the end.
 END_SECONDS: Final = 0.5
-#: The shortest time between two waits for the end of the same pod.
+#: The shortest time between two waits for the end of the same allocation's pod.
 REPEAT_SECONDS: Final = 5.0
 #: The container runtime answers in milliseconds, or hangs.
 RUNTIME_SECONDS: Final = 1.0
@@ -88,7 +88,7 @@ class PodEnds:
         if wait:
             await self._wait([a for a in allocations if ended[a.id] is False])
             ended = {a.id: self._by_api_server(a) for a in allocations}
-        unknown = [a for a in allocations if (ended[a.id] is None and (a.uid or a.pod)) or self._ends(a, ended[a.id])]
+        unknown = [a for a in allocations if (ended[a.id] is None and (a.uid or a.pod)) or self._is_being_deleted(a, ended[a.id])]
         if unknown and (sandboxes := await self._sandboxes()) is not None:
             ended |= {a.id: not any(_is_of(each, a) for each in sandboxes) for a in unknown}
         return ended
@@ -110,7 +110,7 @@ class PodEnds:
         static = is_static_uid(a.uid) or named_so or (later is not None and later.runtime_uid is not None)
         return None if static else True
 
-    def _ends(self, a: Allocation, ended: bool | None) -> bool:
+    def _is_being_deleted(self, a: Allocation, ended: bool | None) -> bool:
         """Whether the API server shows a pod that is being deleted and has not ended."""
         view = find_pod(self._pods, a.pod, a.uid) if ended is False else None
         return view is not None and view.deleted
@@ -133,6 +133,6 @@ class PodEnds:
 
 
 def _is_of(sandbox: PodSandbox, a: Allocation) -> bool:
-    """Whether the sandbox belongs to the allocation's pod. The UID of a static pod in the ledger may be that of its mirror pod, which the
+    """Whether the sandbox belongs to the allocation's pod. For a static pod the ledger may have the UID of the mirror pod, which the
     runtime does not know."""
     return sandbox.uid == a.uid or (sandbox.pod == a.pod and (a.uid is None or is_static_uid(sandbox.uid)))

@@ -64,7 +64,7 @@ class Reconciler:
         self._settled: tuple[Ledger, Listing, bool, list[PodView]] | None = None
 
     def preferred(self) -> None:
-        """GetPreferredAllocation is being answered: no `List` until its Allocate is answered."""
+        """GetPreferredAllocation is being answered: no `List` until its Allocate is answered, or UNDER_WAY_SECONDS have passed."""
         self._quiet_until = self._clock() + UNDER_WAY_SECONDS
 
     def reserved(self) -> None:
@@ -144,8 +144,8 @@ class Reconciler:
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
         """The allocations that stay although the last `List` did not show them: their pods run, or it is not known whether they have ended
-        and either the pods are listed or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids. If it
-        lost it before any `List` showed the pod of an allocation, each listed pod that lacks ids may be that pod."""
+        and either the pods are listed or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids. While
+        the pod of an allocation is unknown, each listed pod that lacks ids may be that pod."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}

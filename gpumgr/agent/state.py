@@ -39,7 +39,7 @@ _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 
 class AgentState:
     """All state of the agent. Each change needs `lock`. Only removals and reservations may be in `ledger` before they are on disk; the next
-    grant commits them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are offered.
+    commit saves them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are offered.
     `on_freed` gets the id of each allocation that was removed from the ledger. `inventory` has no GPUs yet, only the settings that decide
     what is offered of them."""
 

@@ -1,7 +1,7 @@
 """Serves the kubelet's calls, one at a time under one lock: collects the input, decides (pure), saves, applies and responds.
 
-A call never waits for the API server. Its waits for PodResources, the disk and the driver (which creates MIG devices) are bounded. It is
-completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
+A call sends no request to the API server. Its waits for the pod cache, PodResources, the disk and the driver (which creates MIG devices)
+are bounded. It is completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class Agent:
             raise
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
-        """Calls `decide` under the lock, and calls it again while only `List` could identify the caller, but fails. The lock is free
+        """Calls `decide` under the lock, and calls it again while only `List` can identify the caller, and fails. The lock is free
         between two tries. Raises Refusal after LIST_AGAIN_SECONDS, or once the kubelet makes another call: it has restarted."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS

@@ -1,4 +1,4 @@
-"""Migration from another GPU-sharing agent to gpumgr, one node at a time: what changes, in which order, and the way back.
+"""Compatibility with gpu-manager and HAMi: their interfaces, and the migration of a node from one of them to gpumgr.
 
-Plans are pure functions of their inputs. Nothing here deletes or stops anything; the plan prints the commands for that.
+A migration plan has the changes, their order and the way back. It only names the commands that delete or stop something.
 """

@@ -83,8 +83,8 @@ def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
 
 
 def start_commands(node: str, to: Path, *, must: str = "", values: str = "", kustomize: str) -> Iterator[str]:
-    """Check the settings file, and start gpumgr on the node. `must`: what its DaemonSet needs; `values`: of its chart; `kustomize`: what to
-    use without the chart."""
+    """Check the settings file, and start gpumgr on the node. `must`: a clause about what its DaemonSet needs; `values`: further options of
+    `helm`; `kustomize`: what the kustomization needs instead."""
     yield f"gpumgr config check {quote(str(to))}"
     yield f"gpumgr doctor --before-start --config {quote(str(to))}"
     yield f"systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet{must}:"

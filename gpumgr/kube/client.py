@@ -118,8 +118,8 @@ class ApiServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def session(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> AsyncIterator[Self]:
-        """As `connect`, and closes the connection at the end of the block. A request in the block without an answer, and an answer of
-        another structure (one of UNREADABLE), is a GpumgrError."""
+        """As `connect`, and closes the connection at the end of the block. If a request in the block gets no answer, or an answer of
+        another structure (one of UNREADABLE), the block raises GpumgrError."""
         server = await cls.connect(kubeconfig, remedy=remedy)
         place = "the API server" + (f" of {kubeconfig}" if kubeconfig else "")
         try:

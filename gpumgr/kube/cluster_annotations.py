@@ -105,8 +105,8 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU: the `score_matrix` of the topology.
 
-    `other`: pod UID -> its allocations. `scaling`: the factors of memory and cores for pods with HAMi's resources; it is written if a GPU
-    may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID (an allocation's id if its pod is not known) -> what the pod holds. `scaling`: the factors of memory and cores for pods
+    with HAMi's resources; it is written if a GPU may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1

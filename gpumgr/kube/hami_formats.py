@@ -34,7 +34,7 @@ _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 def replica_request(
     wanted: Mapping[str, object], resources: ReplicaResources, parse_quantity: Callable[[str], int]
 ) -> ReplicaRequest | None:
-    """None: the container has no GPUs from the kubelet. `wanted`: resource -> quantity. Amounts above 100 % are kept, for
+    """None: the container requests none of these GPUs. `wanted`: resource -> quantity. Amounts above 100 % are kept, for
     `ReplicaRequest.problem`. Raises ValueError for an invalid quantity."""
 
     def amount(name: str) -> int:

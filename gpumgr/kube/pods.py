@@ -1,4 +1,4 @@
-"""Parses a pod's JSON into what the allocator needs."""
+"""Parses the JSON of a pod into a PodView, which has what gpumgr needs of it."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -116,7 +116,7 @@ class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
     `pause_seconds`; Retry-After is kept to up to two minutes.
 
     `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long, nor ended a watch in time.
-    `outdated_seconds`: the copy is outdated if the server has done nothing of this for so long, and a list has failed, too.
+    `outdated_seconds`: the copy is outdated if the server has done none of these for so long, and a list has failed, too.
     """
 
     watch_seconds: tuple[int, int] = (240, 300)

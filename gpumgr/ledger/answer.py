@@ -106,7 +106,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rebuild of the ledger needs of an allocation with replicas; the fields are those of Allocation."""
+    """What a rebuild of the ledger needs to know about an allocation with replicas; see the fields of Allocation."""
 
     gpus: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
     limits: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
@@ -114,8 +114,8 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GrantedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no node of its own. `instances`:
-    UUID of a MIG device -> ids of its GPU instance and compute instance."""
+    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node.
+    `instances`: UUID of a MIG device -> ids of its GPU instance and compute instance."""
 
     uuid: str
     minor: int | None

@@ -103,5 +103,5 @@ def obstacle_to_start(
 
 
 def blocks_of_burst(mebibytes: int) -> int:
-    """How many memory blocks a burst takes from others."""
+    """How many memory blocks can't be granted because of a burst."""
     return -(-mebibytes // BLOCK_MEBIBYTES)

@@ -46,8 +46,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """`free`: resource -> the ids that are free for this caller. `blocked`: the GPUs on which other pods hold ids (the masks only say so).
-    `pinned`: the GPUs that the result must contain."""
+    """Where the caller can be placed. `free`: resource -> the ids that are free for this caller. `blocked`: the GPUs on which other pods
+    hold ids (the masks have no other meaning). `pinned`: the GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -137,7 +137,7 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
-        # The kubelet may offer more ids than the amounts of other allocations leave, or exactly as many.
+        # The kubelet may offer more ids than allocations without ids leave, so the amounts that are left limit their number.
         cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
         left = blocks_with_ids(node, ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
         blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
@@ -196,8 +196,8 @@ def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: 
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
-    """The memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that its cores fit
-    too; if no GPU has room, on the entirely free ones."""
+    """Ids for the memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that its cores
+    fit too; if no GPU has enough free, on the entirely free GPUs."""
     capacities = _capacities(node, ledger, room)
     pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
     one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)

@@ -108,7 +108,7 @@ class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU of a share, and the amounts granted on it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
+    """One GPU of a share, and what the container may use of it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
 
     The kubelet asks for cores and memory in two calls, in either order: each is 0 until its call, and both are known when the
     container starts. `burst_bytes`: how much more memory it may use now (annotation `gpumgr.io/memory-limit`). `bus_id` and `total_bytes`

@@ -116,7 +116,7 @@ def _refuse_shape(
     if resource == "core":
         whole = count(masks) >= CORES_PER_GPU
     if resource == "core" and whole:
-        _refuse_broken_gpus(node, ledger, caller, masks, fresh, own)
+        _refuse_parts_of_gpus(node, ledger, caller, masks, fresh, own)
         return
     for gpu in fresh:
         owner = ledger.exclusive.get(gpu)
@@ -131,10 +131,10 @@ def _refuse_shape(
         raise Refusal("conflict", f"a share must lie on one GPU with its memory; the kubelet's ids lie on {places}")
 
 
-def _refuse_broken_gpus(
+def _refuse_parts_of_gpus(
     node: NodeView, ledger: Ledger, caller: Caller, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
-    """Refuses a GPU unless the pod has all its cores, and no other pod a part of it."""
+    """Refuses a GPU unless the pod gets all its cores, and no other pod has a part of it."""
     for gpu in fresh:
         pods_own = union({gpu: masks[gpu]}, common(ledger.reusable("core", caller.pod, caller.uid), {gpu: ALL_CORES}))
         if pods_own[gpu] != ALL_CORES:

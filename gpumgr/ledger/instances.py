@@ -165,7 +165,7 @@ def mig_devices(
 def _left(
     ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, profiles: Sequence[MigProfile], follow: Sequence[ReplicaRequest]
 ) -> list[MigDevice]:
-    """The MIG devices that the pod's init containers created for these replicas, and that are large enough."""
+    """The MIG devices that were created for init containers of the pod with these replicas, and that are large enough."""
     left_by = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
     devices = [each for a in left_by if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
     return [each for each in devices if serves(profiles, amounts_of(place_of(each, profiles), profiles), *follow)]

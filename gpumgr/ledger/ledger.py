@@ -95,10 +95,10 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     that has none. Ids may lie on more GPUs than were granted: a container that takes over ids of an init container is granted one GPU, or
     as many as it requested. `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU,
     and `device_ids` are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
-    `exemption` is the namespace or namespace/serviceaccount that has other mechanisms than the node; `cdi`: the answer to its container
-    names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container then name one of its users. `limits` has what
-    the container may use where that differs from what counts on the GPU, because memory or cores are oversubscribed. `mig_devices`: the MIG
-    devices that were created for it; then nothing else limits it. `resize`: see Resize.
+    `exemption` is the namespace or namespace/serviceaccount for which the operator set other mechanisms than the node's. `cdi`: the
+    container's response names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container then name one of its
+    users. `limits` has what the container may use where that differs from what counts on the GPU, because memory or cores are
+    oversubscribed. `mig_devices`: the MIG devices that were created for it; then nothing else limits it. `resize`: see Resize.
     """
 
     id: AllocationId
@@ -287,7 +287,8 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return held + self.by_amount.get(gpu, Amounts())
 
     def in_force(self, gpu: GpuName) -> Amounts:
-        """What all containers together may use of this GPU. An init container that runs again may use all that its pod holds."""
+        """What all containers together may use of this GPU. A resize to less does not count if the pod has an init container: that may run
+        again and use all that its pod holds."""
         left = self.used(gpu)
         for a in self.on(gpu):
             if a.resized and not any(other.init and other.same_pod(a) for other in self.on(gpu)):
@@ -458,7 +459,7 @@ def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
 
 
 def current_shares(ledger: Ledger) -> list[Allocation]:
-    """Allocations of a part of a GPU. The allocation of an init container is one of them until its pod's next container has replaced it."""
+    """Allocations of a part of a GPU; an init container's only until another container of its pod has an allocation."""
     started = {allocation.pod for allocation in ledger.allocations.values() if not allocation.init}
     return [a for a in ledger.allocations.values() if not a.whole and not (a.init and a.pod in started)]
 

@@ -59,7 +59,7 @@ def ended(state: Quarantine, gpus: Collection[GpuName], runs: Callable[[Process]
 
 
 def released(state: Quarantine, runs: Callable[[Process], bool]) -> Quarantine:
-    """The state without the processes that no longer run."""
+    """The state without the processes in `held` that no longer run."""
     return _tidy(replace(state, held={gpu: frozenset(p for p in who if runs(p)) for gpu, who in state.held.items()}))
 
 

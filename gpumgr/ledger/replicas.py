@@ -88,7 +88,7 @@ def grant_replicas(
 
 
 def charged_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
-    """What the ledger counts for this request on each of these GPUs. With oversubscription the limits are others (`limits_on`)."""
+    """What the ledger counts for this request on each of these GPUs. With oversubscription the limits differ (`limits_on`)."""
     return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
 
 

@@ -1,7 +1,7 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
 A request is decided once, by what its GPUs have left then. More than the container holds is taken from what is free there, and after that
-from what other containers were resized to less than they hold. Memory that is left nowhere else is lent by suspended containers: it is used
+from what other containers hold and may no longer use since a resize. If that is not enough, suspended containers lend memory: it is used
 like a burst, so their resume gets it back as far as it is not in use.
 """
 
@@ -35,7 +35,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, -(-used_bytes >> 20) - allocation.guaranteed_on(gpu).memory_mebibytes)
 
     def reach(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that it may take there, in addition to those, before its limit is set again."""
+        """The MiB that it may still take there, above what it uses and what is guaranteed, before its limit is set again."""
         place = allocation.id, gpu
         least = max(allocation.guaranteed_on(gpu).memory_mebibytes, -(-(self.used_bytes.get(place) or 0) >> 20))
         return max(0, -(-self.most_bytes.get(place, 0) >> 20) - least)
@@ -49,7 +49,7 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around: Surroundings) -> Allocation | Waits:
-    """The allocation with the decision, unless that must wait."""
+    """The allocation with the decision; Waits if the request can't be decided yet."""
     try:
         _refuse_fixed(allocation, asked)
         resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))

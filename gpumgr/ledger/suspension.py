@@ -104,7 +104,7 @@ SuspensionsById = Mapping[AllocationId, Suspension]
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that is left, in bytes: on the node, and in the container's cgroup and those above it. None: not known, or no limit."""
+    """Memory that is left, in bytes: on the node, and in the container's cgroup and its ancestors. None: not known, or no limit."""
 
     node_bytes: int | None = None
     cgroup_bytes: int | None = None
@@ -172,8 +172,8 @@ Step = Literal["continue", "suspend", "resume", "forget"]
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """The time without a new suspension after one that failed, or after a resume. `until`: in monotonic seconds. `seconds`: how long it is
-    after a failure; each further one doubles it. `resumed_at`: when the resume ended."""
+    """The time without a new suspension after one that failed, or after a resume. `until`: in monotonic seconds. `seconds`: the pause after
+    the last failure; the next failure doubles it. `resumed_at`: when the resume ended."""
 
     until: float
     seconds: float = AGAIN_SECONDS / 2

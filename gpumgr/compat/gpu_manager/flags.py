@@ -1,4 +1,4 @@
-"""Translates gpu-manager's command line: each flag sets one of our keys, has no effect here, or is refused with a reason.
+"""Translates gpu-manager's command line: each flag sets one of gpumgr's settings, has no effect here, or is refused with a reason.
 
 flag                          here
 ----------------------------  ----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _sets(key: str) -> _Rule:
-    """The flag's text becomes the value of our key; an empty text means the default."""
+    """The flag's text becomes the value of this setting; an empty text means the default."""
     return lambda flag, text: GpuManagerFlags(overrides={key: parse_text(key, text, flag) if text else None})
 
 

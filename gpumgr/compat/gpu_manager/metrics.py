@@ -35,13 +35,13 @@ _MEMORY_ASKED: Final = _family("container_request_gpu_memory", "request of gpu m
 def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
     """`pods` are the known pods of the node; other pods with an allocation are in the ledger. `texts`: the label texts of HOLDER_LABELS."""
     yield from _used(report, {pod.key for pod in pods if pod.ended}, node, texts)
-    gpu_registry: dict[str, float] = {}
+    gpus: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
     for (pod, container), (cores, memory_mebibytes) in yielding_gil(_asked(report, pods).items()):
         holder = texts.of(pod[1], pod[0], node, container)
-        gpu_registry[f'{holder},req_of_gpu="total"'] = cores / CORES_PER_GPU
+        gpus[f'{holder},req_of_gpu="total"'] = cores / CORES_PER_GPU
         mebibytes[f'{holder},req_of_gpu_memory="total"'] = memory_mebibytes
-    yield render(_CARDS_ASKED, gpu_registry)
+    yield render(_CARDS_ASKED, gpus)
     yield render(_MEMORY_ASKED, mebibytes)
 
 

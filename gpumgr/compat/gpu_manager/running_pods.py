@@ -41,7 +41,7 @@ class TakeOver:
     While the kubelet lists a running container with such ids that has no record, no device is offered: the GPU of that container would
     be granted again. This ends when these containers have ended, or after a restart with a readable file.
 
-    `remember` saves that the migration is finished, and raises CheckpointError. It is None if an earlier process finished the migration:
+    `remember` saves that the migration is finished; it may raise CheckpointError. It is None if an earlier process finished the migration:
     then there is work only if gpu-manager has run again. `clock` is monotonic, in seconds.
     """
 
@@ -68,6 +68,7 @@ class TakeOver:
         #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt.
         self._waiting: tuple[AnonymousRecord, ...] = ()
         self._attempt: object = None
+        #: Whether no record waits, whether devices may be offered, and whether the list of pods was waited for.
         self._taken = self._free = self._waited = False
         #: Whether `before_offer` has work: it has not succeeded yet, or records wait for GPUs that the driver does not list yet.
         self._pending = True

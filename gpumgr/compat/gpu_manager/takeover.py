@@ -1,4 +1,4 @@
-"""Plans the move of a node from gpu-manager to gpumgr. Pure, but it reads the files that gpu-manager's flags name.
+"""Plans the move of a node from gpu-manager to gpumgr. Pure, but it reads gpu-manager's process and the files that its flags name.
 
 The flags are read from a text, from the running process, or from the manifest of gpu-manager's DaemonSet (source for its image:
 build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5).
@@ -151,7 +151,8 @@ def _words(text: str) -> list[str]:
 
 
 _DOCKERSHIM: Final = "dockershim"
-#: Settings that gpu-manager's flags may produce, but that apply inside the agent's pod with the chart (its templates/_check.tpl).
+#: Settings that gpu-manager's flags may produce -> the advice for the chart's values (its templates/_check.tpl), which apply inside the
+#: agent's pod.
 _IN_THE_CHART: Final = {
     "kubernetes.kubeconfig": (
         "leave it out of the chart's values: the agent uses its pod's service account; another one's file needs extraVolumes and "

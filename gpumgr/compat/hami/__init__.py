@@ -1,1 +1,1 @@
-"""HAMi's metrics, and the takeover of nodes from HAMi."""
+"""HAMi's configuration and metrics, and the take-over of nodes from HAMi."""

@@ -116,7 +116,7 @@ def _in_containers(
     about, old = "Memory that the container uses on the GPU.", "vGPU_device_memory_usage_in_bytes"
     yield from _twins("hami_vgpu_memory_used_bytes", old, about, _IN_CONTAINER, used)
     yield from _twins("hami_container_device_memory_bytes", "Device_memory_desc_of_container", about, _IN_CONTAINER, used)
-    about, old = "Memory that the container was granted.", "vGPU_device_memory_limit_in_bytes"
+    about, old = "Memory that the container may use on the GPU.", "vGPU_device_memory_limit_in_bytes"
     yield from _twins("hami_vgpu_memory_limit_bytes", old, about, _IN_CONTAINER, limits)
     about, old = "Percentage of the time in which the container's kernels ran.", "Device_utilization_desc_of_container"
     yield from _twins("hami_container_device_utilization_ratio", old, about, _IN_CONTAINER, busy)

@@ -75,7 +75,7 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",
         ),
         rollback=tuple(_rollback(config, found.node)),
-        # The agent now owns the node's annotations, and HAMi's scheduler may stay.
+        # The node's annotations stay, since the agent writes them now; HAMi's scheduler may stay.
         clean_up=tuple(_remove_folders(found)),
     )
 

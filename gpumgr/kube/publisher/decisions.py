@@ -3,7 +3,7 @@
 Invariants:
 1. A listener of the history only stores what it needs (`_on_entry`), since a kubelet's call may be waiting. `report` does the rest.
 2. A pod is reported once its calls have been answered: one patch and one event cover all its containers and resources.
-3. An error in here is a bug; it is logged, and neither ends the agent nor fails the caller.
+3. An error in this module is a bug; it is logged, and neither ends the agent nor fails the caller.
 4. Annotations follow the ledger: if an allocation was renamed or adopted, or was not written before a restart, its annotations are written
    later. A pod is written only once the API server has listed it, since its UID is needed to distinguish it from another one of the same
    name.
@@ -31,7 +31,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import SuspensionsById
 from gpumgr.placement.pods import PodKey, PodView
 
-#: The kubelet's calls for one pod arrive within milliseconds of each other.
+#: How long after a call its pod is reported: the kubelet's calls for one pod arrive within milliseconds of each other.
 SETTLE_SECONDS: Final = 0.3
 REPORT_SECONDS: Final = 1.0
 #: How often the annotations of all pods are compared with what the API server has.
@@ -226,7 +226,7 @@ class DecisionReporter:
             self._record(event_texts.placement(_ref(view), fresh, self._agent_state.node().label))
 
     def _for_hami(self, view: PodView, allocations: Iterable[Allocation]) -> Mapping[str, str]:
-        """The annotation with the ids of a pod's MIG devices, if the scheduler wrote an annotation with their places for other programs."""
+        """HAMi's annotation of the pod's MIG devices, completed with the driver's ids; empty if the scheduler has not written it."""
         registry, text = self._agent_state.ledger.gpu_registry, self._pods.annotations(view.uid).get(MIG_ALLOCATIONS)
         if text is None:
             return {}

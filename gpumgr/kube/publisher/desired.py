@@ -19,7 +19,7 @@ class Desired(ABC):
     """The desired state of an object, or of a part of it.
 
     `rights` are the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller
-    last wanted a write. `requests` counts the requests since the start. Times are seconds of one monotonic clock.
+    last caused a write. `requests` counts the requests since the start. Times are seconds of one monotonic clock.
 
     The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure does not
     change it. `attempts` counts the failures. `again`: when the next write is due, if the state changed during the write.

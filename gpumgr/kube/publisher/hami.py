@@ -63,7 +63,7 @@ class RegisterReporter:
         foreign = Ledger(gpu_registry=registry, allocations=others)
         made = []
         for name, gpu in view.inventory.gpus(registry).items():
-            # HAMi's scheduler counts what its own pods request.
+            # HAMi's scheduler counts what its own pods request, without what resizes have added.
             growth = (each.grown_on(name) for each in view.ledger.on(name) if each.id not in others)
             held = sum(growth, foreign.used(name))
             memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)

@@ -23,7 +23,7 @@ from gpumgr.placement.topology.labels import NVIDIA
 
 _log = structlog.get_logger(__name__)
 
-#: Reason of a pod that the kubelet fails because a device plugin refused it.
+#: Reason of a pod that the kubelet marks Failed because a device plugin refused it.
 REFUSED: Final = "UnexpectedAdmissionError"
 #: The type of the node's condition.
 CONDITION_TYPE: Final = "GpuTrouble"
@@ -76,8 +76,8 @@ class PodDeletion(Desired):
 
 
 def waits_for_deletion(view: PodView | None) -> bool:
-    """Whether the kubelet failed the pod because a device plugin refused it, and the pod is not being deleted yet. Once it is deleted, its
-    controller creates another one at once, without a back-off."""
+    """Whether the kubelet marked the pod Failed because a device plugin refused it, and the pod has a controller and is not being deleted
+    yet. Once it is deleted, its controller creates another one at once, without a back-off."""
     return view is not None and view.reason == REFUSED and view.wants_gpu and view.controlled and not view.deleted
 
 

@@ -153,13 +153,13 @@ class Publisher:
     # -- desired state -----------------------------------------------------------------------------------------------------
 
     def annotate(self, key: str, value: str) -> None:
-        """Sets an annotation of the node. This call and the next two may be repeated: an unchanged state is written again only after the
-        resync interval."""
+        """Sets an annotation of the node. `annotate`, `label` and `set_condition` may be repeated: an unchanged state is written again only
+        after the resync interval."""
         if self._annotations.set(key, value, self._clock()):
             self._put(self._annotations)
 
     def label(self, labels: Mapping[str, str]) -> None:
-        """Sets the agent's labels of the node; others that it wrote before are removed."""
+        """Sets the agent's labels of the node; other labels that it wrote before are removed."""
         if self._labels.set(labels, self._clock()):
             self._put(self._labels)
 

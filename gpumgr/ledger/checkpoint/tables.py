@@ -187,7 +187,7 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
         [encode_allocation(allocation) for allocation in change.put],
     )
     write_entries(connection, change.entries)
-    if change.entries and not change.put:  # a grant must be fast, so the history is pruned when an allocation ends
+    if change.entries and not change.put:  # a grant must be fast, so only other changes prune the history
         connection.execute(_PRUNE, (HISTORY_ENTRIES,))
 
 

@@ -139,8 +139,8 @@ class EndedContainers(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, processes=before | now)
 
     def expected(self, use: NodeUse, started: Mapping[int, int], owners: Mapping[int, Container | None]) -> Iterator[Process]:
-        """The unattributed processes of ended containers: an earlier sample attributed the process to one, or it is in the cgroup of
-        one."""
+        """The unattributed processes of ended containers: an earlier sample attributed the process to such a container, or the process is
+        in its cgroup."""
         index = AllocationIndex([each for each, _ in self.ended.values()])
         for gpu, pid in use.unattributed if self.ended else ():
             process, container = (pid, started.get(pid, 0)), owners.get(pid)

@@ -1,4 +1,4 @@
-"""Finds the driver's files for the volumes below a root (the host's, or a driver container's).
+"""Finds the driver's files for the volumes of volume.conf, below a root (the host's, or a driver container's).
 
 `ldconfig -p` lists the libraries in the root's cache, which the loader uses, too; ldconfig reads every format of the cache. Without
 ldconfig or a cache the usual folders are searched. An absolute link stays below the root.

@@ -1,4 +1,4 @@
-"""Keeps the mirror of the driver's files for the agent: `ensure` updates it, `prune` removes old versions."""
+"""Keeps the mirror of the driver's files (links or copies that containers mount): `ensure` updates it, `prune` removes old versions."""
 
 import asyncio
 import platform

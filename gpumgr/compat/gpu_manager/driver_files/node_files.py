@@ -1,4 +1,4 @@
-"""Decides how containers of this node get the driver's files, and makes the copy (mirror) that containers mount."""
+"""Decides how containers of this node get the driver's files, and makes the mirror that containers mount (see `manager`)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -109,7 +109,7 @@ class NodeDriverFiles:
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> bool:
-        """Whether a mirror is needed. While the container runtime does not answer, a mirror may be made that is not needed later."""
+        """Whether a mirror is needed. While it is undecided how containers get the files, only vcuda's library needs one."""
         mounted = self.access.mounted and not self._undecided
         supplied = is_supplied(self._settings.container.driver_whole_dir)
         return self._settings.vcuda.library_path is not None or (mounted and not supplied)

@@ -6,8 +6,8 @@
     lib64/libcuda.so   -> libcuda.so.535.54.03     lib64/libcuda.so   -> libcuda-control.so
                                                    ... libnvidia-ml in the same way, and bin/gpu-client
 
-The shim is a 64-bit library and replaces 64-bit libraries only: `lib` has the real 32-bit ones, in both volumes.
-libcuda-control.so opens the real libraries by their names with the driver's version.
+The shim (libcuda-control.so, vcuda's library) is a 64-bit library and replaces 64-bit libraries only: `lib` has the real 32-bit ones, in
+both volumes. The shim opens the real libraries by their names with the driver's version.
 """
 
 import hashlib

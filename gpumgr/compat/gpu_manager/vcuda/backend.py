@@ -150,7 +150,7 @@ class VcudaBackend(Backend):
         return [*newer, *await asyncio.to_thread(_findings, known)] if known else ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
-        await self._keep([(slot, partial(slot.update, each)) for slot, each in self._known(running)])
+        await self._for_each([(slot, partial(slot.update, each)) for slot, each in self._known(running)])
         return {}
 
     def remains(self) -> Collection[AllocationId]:
@@ -167,7 +167,7 @@ class VcudaBackend(Backend):
         await asyncio.to_thread(files.remove, self._allocation_dir / allocation)
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        await self._keep([(slot, slot.take_over) for slot in map(self._slot, tenants)])
+        await self._for_each([(slot, slot.take_over) for slot in map(self._slot, tenants)])
 
     async def close(self) -> None:
         await asyncio.gather(*(slot.hang_up(_CLOSE_GRACE_SECONDS) for slot in self._slots.values()))
@@ -182,7 +182,7 @@ class VcudaBackend(Backend):
     def _known(self, running: Sequence[RunningContainer]) -> list[tuple[ContainerSlot, RunningContainer]]:
         return [(slot, each) for each in running if (slot := self._slots.get(each.tenant.allocation)) is not None]
 
-    async def _keep(self, work: Sequence[tuple[ContainerSlot, Callable[[], None]]]) -> None:
+    async def _for_each(self, work: Sequence[tuple[ContainerSlot, Callable[[], None]]]) -> None:
         """Runs `work` for each container, on a thread, and serves the container's socket. An error affects no other container. Raises
         GpumgrError."""
         failed: list[str] = []

@@ -73,8 +73,8 @@ def _text(what: str, value: str, most_bytes: int) -> bytes:
 
 
 def pack_pids(pids: Collection[int], first: Collection[int] = frozenset()) -> bytes:
-    """The content of pids.config: the pids, ascending. Beyond 1,024, the pids in `first` (which use the GPU) are preferred, then the
-    lowest. Raises ValueError without a pid: an empty file would lift the limit."""
+    """The content of pids.config: the pids, ascending. Beyond 1,024, the pids in `first` (which may use the GPU) are preferred, then
+    the lowest. Raises ValueError without a pid: an empty file would lift the limit."""
     if not pids:
         raise ValueError("pids.config must name at least one process")
     chosen = sorted(sorted(set(pids), key=lambda pid: (pid not in first, pid))[:MOST_PIDS])
