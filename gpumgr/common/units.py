@@ -14,7 +14,7 @@ BLOCK_BYTES: Final = BLOCK_MEBIBYTES << 20
 
 CORE_RESOURCE: Final = "tencent.com/vcuda-core"
 MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
-#: gpu-manager's annotation: percent of a GPU that a container may use while others are idle.
+#: gpu-manager's annotation: percent of a GPU that a container may use while the GPU's other containers are idle.
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that was granted to no container.
 MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"

@@ -30,11 +30,11 @@ _PAUSE_SECONDS: Final = 0.1
 _PAUSES_SECONDS: Final = (0.5, 60.0)
 #: The shortest time between two events about one pod.
 _EVENT_SECONDS: Final = 60.0
-#: The most events of one step; the next step sends the others, after templates and gates.
+#: The most events of one step; the next step sends the remaining ones, after templates and gates.
 _MAX_EVENTS: Final = 50
 #: Takes the place of the UID of a created template, until the watch shows the template or the next sweep begins.
 _UNSEEN: Final = ""
-#: What is written -> what the absence of the write means for pods.
+#: What is written -> the consequence while the write fails.
 _MEANWHILE: Final = {
     "template": "pods that name the template stay Pending",
     "gate": "the pod keeps its scheduling gate and stays Pending",
@@ -94,7 +94,7 @@ class ClaimsController:
         refused = await self._create_templates()
         await self._open_gates()
         for pod, text in refused:
-            await self._tell(pod, _TEMPLATE_REFUSED, text)
+            await self._send_event(pod, _TEMPLATE_REFUSED, text)
         if self._clock() >= self._swept_at + _SWEEP_SECONDS:
             self._swept_at = self._clock()
             forgotten = self._clock() - _PAUSES_SECONDS[1]
@@ -174,7 +174,7 @@ class ClaimsController:
         self.refused = len(decision.refused)
         await asyncio.gather(*map(self._open, decision.allowed))
         for pod, text in decision.refused:
-            await self._tell(pod, _QUOTA_EXCEEDED, text)
+            await self._send_event(pod, _QUOTA_EXCEEDED, text)
 
     async def _open(self, pod: UnboundPod) -> None:
         """Removes the pod's gate. The API server refuses the patch, by its `test` operations, if the pod was replaced or its gates
@@ -192,7 +192,7 @@ class ClaimsController:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    async def _tell(self, pod: UnboundPod, reason: str, text: str) -> None:
+    async def _send_event(self, pod: UnboundPod, reason: str, text: str) -> None:
         """Sends an event about the pod, unless its last event has the same text or is recent."""
         said = self._said.get(pod.uid)
         waits = self._clock() < self._paused.get(("event", pod.uid), (0.0, 0.0))[0]

@@ -1,7 +1,7 @@
 """Decides which pods the quotas of their namespaces allow. Pure.
 
-A claim is allocated some time after its pod's gate is removed. Until it is allocated, it counts for each kind of GPU that its pod may
-get, so that no limit is exceeded wherever it is allocated.
+The gate is the pod's scheduling gate gpumgr.io/quota. A claim is allocated some time after its pod's gate is removed. Until then it
+counts for each kind of GPU that its pod may get, so that no limit is exceeded wherever it is allocated.
 """
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
 
 
 def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:
-    """`pods` have gates. They are examined in the order of their creation. A pod that must wait for others to end keeps its place: what
+    """`pods` have gates. They are examined in the order of their creation. A pod that must wait for other pods to end keeps its place: what
     it asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims that
     are not allocated yet, of pods without gates."""
     decision, first = Decision(), dict[str, UnboundPod]()

@@ -41,8 +41,8 @@ class WatchedTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnboundPod(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod without a node. `gate`: the index of the quota's gate. `templates`, `claims`: the names that it refers to. `complete`: all
-    its claims have names. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
+    """A pod without a node. `gate`: the index of the quota's gate in its schedulingGates. `templates`, `claims`: the names that it refers
+    to. `complete`: `claims` has all claims that it needs. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
 
     uid: str
     key: Key
@@ -124,7 +124,7 @@ def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
         owner=next(owners, None),
         template=(metadata.get("annotations") or {}).get(TEMPLATE_ANNOTATION),
         allocated=allocation is not None,
-        containers=tuple(_asked(((item["spec"].get("devices")) or {}).get("requests") or ())),
+        containers=tuple(_requested(((item["spec"].get("devices")) or {}).get("requests") or ())),
         placed=_placed(uid, key[0], counted) if counted else None,
     )
 
@@ -138,9 +138,9 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
     return PlacedPod(uid=uid, node=node, request=PodRequest(tuple(containers)), shares=shares, namespace=namespace)
 
 
-def _asked(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
-    """What the requests ask for; for alternatives, the largest. kube-scheduler allocates at most MAX_DEVICES, so the count is capped just
-    above."""
+def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
+    """What the requests ask for; for alternatives, the largest. kube-scheduler allocates no claim with more than MAX_DEVICES devices, so a
+    higher count is lowered to one more."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [

@@ -51,7 +51,7 @@ class _ClusterPod(msgspec.Struct, frozen=True):
 
 
 class ClaimWatches(ClusterWatches):
-    """`changed` is set at each change; the controller clears it. `used_at`: when a template was last in use, by the monotonic `clock`."""
+    """`changed` is set at each change; the controller clears it. `used_at`: template -> its last use, by the monotonic `clock`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ClaimWatches(ClusterWatches):
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
-        """The pods with gates if all their claims exist, each with its demand, and the unallocated claims of pods without gates."""
+        """The pods with gates that have all their claims, each with its demand; and the demands of unallocated claims of other pods."""
         nodes = filter(None, map(self._index.node, self.nodes))
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         waiting: list[tuple[UnboundPod, Demand]] = []

@@ -175,7 +175,7 @@ def _on(container: ContainerRequest, gpu: GpuState) -> Amounts:
 
 
 def _size(container: ContainerRequest) -> tuple[int, int]:
-    """Compares requests of one pod, on any GPU."""
+    """A sort key for requests of one pod: what each takes of a GPU with 1 TiB."""
     amounts = container.on(1 << 20)
     return amounts.memory_mebibytes, amounts.cores
 
@@ -242,13 +242,13 @@ def _new_device(profiles: tuple[MigProfile, ...], taken: int, requests: tuple[Re
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:
-    """The request by which the evaluators choose among the GPUs that fit: one GPU by its free room, or whole GPUs by topology."""
+    """The request by which the evaluators choose among the GPUs that fit: one GPU by its free amounts, or whole GPUs by topology."""
     single = container.gpus == 1 and not container.whole
     return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
 
 
 def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], constraints: Constraints) -> Misfit:
-    """`capacities` are those of the GPUs that the constraints allow."""
+    """`capacities`: only of the GPUs that the constraints allow."""
     if not node.gpus:
         return Misfit(container=None)
     misfit = partial(Misfit, container=container, constraints=constraints)

@@ -44,7 +44,7 @@ class PlacedPod(AskingPod, frozen=True, kw_only=True):
 
 
 class Listener(Protocol):
-    """Its methods are called for every change of the index, before the method that changes it returns."""
+    """Its methods are called for each change of nodes and of pods with GPUs, before the method that changes the index returns."""
 
     def pod_placed(self, pod: PlacedPod, node: NodeState) -> None: ...
     def pod_removed(self, uid: str) -> None: ...
@@ -57,8 +57,8 @@ _KEPT_NODE_SETS: Final = 256
 
 
 class NodeSet(msgspec.Struct, frozen=True):
-    """Nodes that are offered. `nodes`: the nodes of the index, as the bits of a number (see `gpumgr.cluster.core.profiles`), which is
-    small; `others`: names of other nodes. It is valid for one `numbering`."""
+    """The nodes among which a pod's node is chosen. `nodes`: nodes of the index, as the bits of an integer (see
+    `gpumgr.cluster.core.profiles`); `others`: names of other nodes. It is valid for one `numbering` of the nodes."""
 
     nodes: int
     others: frozenset[str] = frozenset()
@@ -102,7 +102,7 @@ class Largest(NamedTuple):
     free: tuple[Amounts, ...]
 
     def may_fit(self, request: PodRequest) -> bool:
-        """Whether each container of the pod, without the others, has room on one of the nodes. True for HAMi's resources."""
+        """Whether each container of the pod would fit on some node if it were alone. HAMi's resources are not examined: True."""
         return all(
             each.replica is not None
             or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))
@@ -128,7 +128,7 @@ class ClusterIndex:
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
         self._version = 0
-        #: Names of nodes that have changed; the follower of the index clears it. `_taken`: the same since the last `take_changed`.
+        #: Names of nodes that have changed; ClusterOverview removes them. `_taken`: the same since the last `take_changed`.
         self.changed: set[str] = set()
         self._taken: set[str] = set()
 
@@ -150,7 +150,7 @@ class ClusterIndex:
                 listener.node_changed(state, node.pods.values())
 
     def remove_node(self, name: str) -> None:
-        """The pods of the node stay on record until they are removed themselves: the node may come back."""
+        """The node's pods stay in the index until `remove` removes each of them, since the node may be created again."""
         self.set_node(NodeState(name=name))
         if self._nodes[name].empty:
             self._drop(name)
@@ -227,7 +227,7 @@ class ClusterIndex:
         return found.state if found is not None else None
 
     def profile(self, name: str) -> Profile:
-        """The nodes that are equal to this one for every request that names none of their GPUs."""
+        """The profile of a node: all nodes that are equal to it for every request that names none of their GPUs."""
         self.settle()
         return self._profiles.places[name].profile
 
@@ -241,15 +241,15 @@ class ClusterIndex:
         return found.pods if found is not None else {}
 
     def used(self, name: str) -> Used:
-        """What is used of each GPU of a node. It may exceed a GPU's capacity if pods or the node claim so."""
+        """What is used of each GPU of a node. It may exceed a GPU's capacity if the annotations of pods or the node's agent say so."""
         node = self._nodes[name]
         if node.used is None:
             node.used = used_on(node.state, node.pods.values())
         return node.used
 
     def node_set(self, names: Names) -> NodeSet:
-        """The set of the nodes with these names. A given set is brought up to date: a node that has become known since is in `nodes`, and a
-        set that was made before nodes were numbered again has all nodes."""
+        """The set of the nodes with these names. A given set is brought up to date: nodes in its `others` that the index knows by now are
+        moved to `nodes`, and if nodes were numbered again since, it gets all nodes of the index."""
         self.settle()
         numbering = self._profiles.numbering
         if isinstance(names, NodeSet):
@@ -276,8 +276,7 @@ class ClusterIndex:
         return taken
 
     def names(self, offered: NodeSet) -> list[str]:
-        """The names of the nodes in a set. The list is empty if nodes were numbered again since the set was made: its nodes are then not
-        known."""
+        """The names of the nodes in a set; none if nodes were numbered again since, because the set's nodes are then not known."""
         found = self.node_set(offered)
         if offered.numbering != found.numbering:
             return []
@@ -292,7 +291,7 @@ class ClusterIndex:
         found = self._fitting(shape, names, most)
         if isinstance(found, Rejection):
             return found
-        made = ((name, self._found(name, shape) if room is None else shape.in_room(room, name)) for _, name, room in found)
+        made = ((name, self._choice_on(name, shape) if room is None else shape.in_room(room, name)) for _, name, room in found)
         return [(name, choice) for name, choice in made if isinstance(choice, NodeChoice)]
 
     def order(self, shape: Shape, names: Names, most: int | None = None) -> list[str] | Rejection:
@@ -304,24 +303,26 @@ class ClusterIndex:
         offered = self.node_set(names)
         named, nodes = self._named(shape.request, offered)
         fits = shape.fitting(nodes, most)
-        choices = [(name, self._found(name, shape)) for name in named]
+        choices = [(name, self._choice_on(name, shape)) for name in named]
         fits += [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
         if fits:
             return sorted(fits, key=itemgetter(0, 1))[:most] if named else fits
         closest = [*shape.misfits(nodes), *((1, name, None) for name in named)]
         if offered.others:
             closest.append((len(offered.others), min(offered.others), None))
-        misfits = ((count, name, misfit or self._found(name, shape)) for count, name, misfit in closest)
+        misfits = ((count, name, misfit or self._choice_on(name, shape)) for count, name, misfit in closest)
         return Rejection(explain((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
 
     def any_fits(self, shape: Shape, names: Names) -> bool:
         """Whether one of these nodes fits. It leaves out the reasons, which take most of the time of `order`."""
         named, nodes = self._named(shape.request, self.node_set(names))
-        return bool(shape.fitting(nodes, 1, enough=1)) or any(isinstance(self._found(name, shape), NodeChoice) for name in named)
+        return bool(shape.fitting(nodes, 1, enough=1)) or any(
+            isinstance(self._choice_on(name, shape), NodeChoice) for name in named
+        )
 
     def examine(self, shape: Shape, names: Names, most: int | None = 1, *, reasons: bool = True) -> Iterator[None]:
-        """Does the slow part of `rank` and `order`, without `reasons` that of `any_fits`, in steps of less than a millisecond. Afterwards
-        they take a few milliseconds."""
+        """Does the slow part of `rank` and `order` (without `reasons`: of `any_fits`) in steps of less than a millisecond. Afterwards these
+        methods take a few milliseconds."""
         return shape.examine(self._named(shape.request, self.node_set(names))[1], most, reasons=reasons)
 
     def largest(self, offered: NodeSet) -> Largest:
@@ -332,7 +333,7 @@ class ClusterIndex:
 
     @property
     def version(self) -> int:
-        """Differs after every change that may let a request fit, so not after a pod without GPUs has taken or freed CPU."""
+        """Differs after every change of nodes or of pods with GPUs. CPU that a pod without GPUs takes or frees lets no request fit."""
         return self._version
 
     @property
@@ -402,14 +403,14 @@ class ClusterIndex:
         self._stale[name] = None
 
     def _named(self, request: PodRequest, offered: NodeSet) -> tuple[list[str], int]:
-        """The nodes with GPUs that the request names, and the others."""
+        """The names of the nodes with GPUs that the request names; and the set of all other nodes."""
         if request.constraints == UNCONSTRAINED:
             return [], offered.nodes
         named = {name for gpu in request.constraints.uuids for name in self._nodes_of_gpu.get(gpu, ())}
         there = [name for name in sorted(named) if self.node_set((name,)).nodes & offered.nodes]
         return there, offered.nodes & ~self._profiles.nodes_of(there)
 
-    def _found(self, name: str, shape: Shape) -> NodeChoice | Misfit:
+    def _choice_on(self, name: str, shape: Shape) -> NodeChoice | Misfit:
         node = self._nodes.get(name)
         return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
 
@@ -450,7 +451,7 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
             full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for gpu in node.gpus)
             used = plus_taken(used, dict(enumerate(full)))
             continue
-        # If an agent has chosen, it has followed the constraints; gpu-manager does not read them.
+        # An agent of gpumgr follows the constraints when it chooses; gpu-manager does not read them, so its pods may be on any GPU.
         anywhere = PodRequest(pod.request.containers)
         for wanted in dict.fromkeys((replace(anywhere, constraints=pod.request.constraints), anywhere)):
             choice = choose(node, used, wanted, "binpack")

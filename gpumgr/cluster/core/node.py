@@ -89,7 +89,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
         return each if not chosen_here or all(each) else [False] * len(each)
 
     def numa_nodes(self, constraints: Constraints, gpus: int) -> Sequence[int] | None:
-        """A container with `gpus` GPUs must be on one of these NUMA nodes. None: it may be anywhere."""
+        """A container with `gpus` GPUs must be on one of these NUMA nodes (if empty, this node is excluded). None: it may be anywhere."""
         if not constraints.same_numa_node or gpus < 2:
             return None
         found = sorted({gpu.numa for gpu in self.gpus})

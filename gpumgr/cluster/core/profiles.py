@@ -22,18 +22,18 @@ from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Used
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.topology.devices import Topology
 
-#: A placeholder for every UUID that no request names. Names in annotations are stripped, so none equals it.
+#: Replaces every UUID in a profile. Requests strip blanks from the UUIDs that they name, so none equals it.
 _SOME_UUID: Final = " "
-#: The number of results that each profile keeps, about 600 bytes each; a new one replaces the oldest. Profiles of idle GPUs are few and
-#: keep more.
+#: The number of results that each profile keeps, about 600 bytes each; a new one replaces the oldest. Profiles in which every GPU in use
+#: is full (see `Profile.idle`) are few and keep more.
 _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
-#: The rooms of up to so many nodes are found node by node.
+#: Up to this number of nodes, their rooms are found node by node.
 _FEW: Final = 200
 #: All nodes are numbered again once the slots exceed twice the number of nodes by more than this.
 _UNUSED_SLOTS: Final = 1024
 
-#: Two sets: nodes with enough CPU for the usable cores, and nodes that are short of CPU. Each group has its own lowest rank.
+#: Two sets: nodes with enough CPU for the usable cores, and nodes that are short of CPU. Each set has its own lowest rank.
 Nodes = list[int]
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
@@ -47,7 +47,7 @@ Rank = tuple[int, ...]
 
 class FreeCores(NamedTuple):
     """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the free cores for which the same GPU has enough free memory.
-    `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
+    `tight`: how well a pod fills the GPUs that it shares, in cores; the more, the better (see `_tight_cores` in `shape`)."""
 
     free: int
     usable: int
@@ -186,7 +186,7 @@ class Profiles:
         self._kinds: dict[_KindKey, _Kind] = {}
 
     def there(self, nodes: int, *, idle: bool) -> list[Profile]:
-        """The profiles of these nodes, or those in which all GPUs in use are full."""
+        """The profiles of these nodes; with `idle`, the profiles in which each of their GPUs in use counts as full."""
         groups = [kind.idle if idle else kind.profiles for kind in self._kinds.values()]
         if nodes.bit_count() < sum(map(len, groups)):
             return list(dict.fromkeys(each.profile.idle if idle else each.profile for each in self.places_of(nodes)))
@@ -203,7 +203,7 @@ class Profiles:
         return reduce(or_, (nodes for idle, nodes in self.by_idle_gpus.items() if idle >= count), 0)
 
     def nodes_of(self, names: Sequence[str]) -> int:
-        """The set of the nodes with these names. Raises KeyError if one of them is not on record."""
+        """The set of the nodes with these names. Raises KeyError if one of them is not known."""
         if len(names) < 2:
             return 1 << self.slots[names[0]] if names else 0
         slots = itemgetter(*names)(self.slots)
@@ -217,7 +217,7 @@ class Profiles:
         return filter(None, compress(self.by_slot, bits))
 
     def in_order(self, nodes: int) -> Iterator[Place]:
-        """The nodes of a set in the order of their names. The first ones are found without a look at the others. All nodes of the set
+        """The nodes of a set in the order of their names. The first ones are found without examining the other nodes. All nodes of the set
         must be on record."""
         later = nodes >> self._in_order
         if not later:
@@ -238,7 +238,7 @@ class Profiles:
         yield from self.places_of(nodes)
 
     def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
-        """Adds the node, or takes over its changes."""
+        """Adds the node, or moves it to the groups that fit its new state."""
         place = self.places.get(state.name)
         kind = place.kind if place is not None and place.state is state else self._kind(state)
         profile = kind.profiles.get(used) or self._profile(kind, used)
@@ -318,7 +318,7 @@ class Profiles:
         return _Kind(key, NodeState(name="", topology=state.topology, naming=state.naming, gpus=gpus), seen)
 
     def _profile(self, kind: _Kind, used: Used) -> Profile:
-        """A GPU with MIG devices does not count as full, since it may have places for more of them."""
+        """The new profile, with its `idle` profile and its rooms. A GPU with MIG devices does not count as full: more may fit."""
         full = [
             Amounts(CORES_PER_GPU, gpu.memory_mebibytes) if held.cores and not gpu.mig else held
             for gpu, held in zip(kind.gpus, used, strict=True)

@@ -97,7 +97,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
-    """All `limits` hold. `labels`, `pools`: the only values of the nodes' labels that are allowed; None: any."""
+    """The namespace must stay within all `limits`. `labels`, `pools`: the only values of the nodes' labels that are allowed; None: any."""
 
     limits: tuple[Limit, ...] = ()
     labels: frozenset[str] | None = None
@@ -132,7 +132,7 @@ class Quotas:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
         self.problem: str | None = None
         self._used: dict[str, dict[GpuKind, Held]] = {}
-        #: Namespace with limits -> the number of its pods that have ended.
+        #: Namespace with limits -> how often what one of its pods held was subtracted.
         self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
         #: The pods in _pods with amounts that their node's agent reports: they may have been resized to more than they request.
@@ -285,7 +285,7 @@ class Quotas:
         return made
 
     def gpus_on(self, node: NodeState) -> frozenset[CountedGpu]:
-        """The different GPUs of a node of the index. A node that only its pods show so far has no class."""
+        """The different GPUs of a node of the index. A node that the index knows only from its pods has no class yet."""
         known = self._class_of.get(node.name)
         return known.gpus if known is not None else frozenset(gpus_of(node))
 
@@ -295,7 +295,7 @@ class Quotas:
 
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
         """What the pod holds on this node: what it requests, and more if it was resized to more. On a node with different GPUs, a pod with
-        unknown GPUs counts on the first ones."""
+        unknown GPUs counts as if it had the first ones."""
         requested, gpus = self._requested(pod, node), gpus_of(node)
         reported = added_holdings(
             {gpus[gpu][0]: Held(each.cores, each.memory_mebibytes)}

@@ -97,7 +97,7 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def without_cpu(self) -> "PodRequest":
-        """CPU decides which of the nodes that fit is the best, not whether a node fits: kube-scheduler checks that."""
+        """The request for the question whether a node fits: kube-scheduler checks the CPU. Here CPU only decides which node is the best."""
         return replace(self, cpu_milli=0) if self.cpu_milli else self
 
     @cached_property
@@ -158,7 +158,7 @@ class PodUse:
             self.reusable[gpu] = pool + fresh if kind == "init" else pool - again
 
     def held(self, gpu: int) -> Amounts:
-        """What later containers of the pod cannot have."""
+        """What the pod takes of the GPU, without what its later containers can reuse."""
         return self.taken.get(gpu, NOTHING) - self.reusable.get(gpu, NOTHING)
 
 
@@ -171,9 +171,9 @@ def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amou
 
 
 def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> PodRequest:
-    """From (name, kind, cores, memory blocks) of containers that want GPUs. Raises Refusal for what the agents of all nodes refuse."""
+    """The request of a pod. `containers`: (name, kind, cores, memory blocks). Raises Refusal for what every agent refuses."""
     made = []
-    for name, kind, cores, blocks in _counted(containers):
+    for name, kind, cores, blocks in _not_too_many(containers):
         try:
             check_request(cores, blocks)
         except Refusal as error:
@@ -188,9 +188,9 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
 
 
 def replica_request(containers: Iterable[tuple[str, ContainerKind, ReplicaRequest]]) -> PodRequest:
-    """From (name, kind, request) of containers that request GPUs by HAMi's resources. Raises Refusal, as `vcuda_request`."""
+    """The request of a pod with HAMi's resources. `containers`: (name, kind, request). Raises Refusal, as `vcuda_request`."""
     made = []
-    for name, kind, each in _counted(containers):
+    for name, kind, each in _not_too_many(containers):
         if each.problem:
             raise Refusal("invalid_request", f"container {name}: {each.problem}")
         _check_gpus(name, each.count)
@@ -205,7 +205,7 @@ def too_many(containers: int) -> str | None:
     return f"pod with {containers} containers that request GPUs, at most {MAX_GPU_CONTAINERS} are supported; use several pods"
 
 
-def _counted(containers: Iterable[_Container]) -> list[_Container]:
+def _not_too_many(containers: Iterable[_Container]) -> list[_Container]:
     counted = list(containers)
     if (text := too_many(len(counted))) is not None:
         raise Refusal("invalid_request", text)

@@ -234,18 +234,18 @@ class Shape:
         return self._profiles.there(offered, idle=self._whole)
 
     def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
-        """The profiles for which a rejection has the reason, and the others, which have less free. A profile that was examined before
-        belongs to the first."""
+        """The profiles that a rejection gives the reasons of, with all that were examined before; and the other profiles, which have less
+        free."""
         profiles = self._there(offered)
         if len(profiles) <= self._enough:
             return profiles, []
-        nearest = set(nlargest(self._enough, profiles, key=self._room_of))
+        nearest = set(nlargest(self._enough, profiles, key=self._free_in))
         parts: tuple[list[Profile], list[Profile]] = [], []
         for each in profiles:
             parts[each not in nearest and self._kept(each) is None].append(each)
         return parts
 
-    def _room_of(self, profile: Profile) -> tuple[int, int, int]:
+    def _free_in(self, profile: Profile) -> tuple[int, int, int]:
         return profile.idle_gpus if self._whole_gpus else 0, profile.cores.free, profile.memory_free
 
     def _in_profiles(self, offered: int, best: _Best, enough: int | None) -> None:

@@ -12,8 +12,8 @@ from gpumgr.placement.evaluators.mig import has_place
 #: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
 Totals = Counter[tuple[str, str, str]]
 
-#: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on GPUs that have nothing left of the other
-#: amount, so no pod can get it. "closed": free on GPUs that are unhealthy or cordoned.
+#: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on full GPUs (see GPU_PARTS), so no pod can get it.
+#: "closed": free on GPUs that are unhealthy or cordoned.
 PARTS: Final = ("used", "free", "partial", "stranded", "closed")
 #: States of whole GPUs; "full": it has no free cores, or no free memory, or no place for a MIG device.
 GPU_PARTS: Final = ("free", "partial", "full", "closed")

@@ -67,7 +67,7 @@ def find_eviction(
     ending: Set[str] = frozenset(),
     proposed: frozenset[str] = frozenset(),
 ) -> Eviction | None:
-    """The best set of victims among `pods` of this node; it is empty if the pod fits without. None if no set helps.
+    """The best set of victims among `pods` of this node; it is empty if the pod fits without an eviction. None if no set helps.
 
     `unbound` pods can't be evicted. If their priority is lower, what they hold (an earlier preemption freed it for them) counts as free for
     the preemptor. `ending` pods end anyway. `proposed`: the pods that kube-scheduler evicts, also pods without GPUs. They stay

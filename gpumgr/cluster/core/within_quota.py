@@ -34,13 +34,13 @@ _Answer = TypeVar("_Answer")
 _Value = TypeVar("_Value", bound=Hashable)
 
 
-#: Nodes of one profile: those with the same labels. The name is empty, unless the request names GPUs.
+#: Groups the nodes of one profile: by their GPUs as limits count them and, if the request names GPUs, by name (otherwise "").
 _Alike = tuple[frozenset[CountedGpu], str]
 
 
 class _Examined(NamedTuple):
-    """What is valid for every use of the quota. `having`: the GPUs that have room for a container of the pod. `tried`: see Quotas.choose;
-    None: nothing was tried, since the quota allowed none of `having`."""
+    """What does not depend on how much of the quota is used. `having`: the GPUs that have room for a container of the pod. `tried`: see
+    Quotas.choose; None: nothing was tried, since the quota allowed none of `having`."""
 
     having: frozenset[CountedGpu]
     tried: tuple[Trial, ...] | None = None
@@ -112,7 +112,7 @@ class RankWithinQuota:
 
     def rank(self) -> list[tuple[str, NodeChoice]] | Rejection:
         offered = self.index.node_set(self.names)
-        if (known := self._kept(offered)) is not None:
+        if (known := self._known(offered)) is not None:
             return known
         found = self._rank(offered) if self._limited else self._within_index(offered)
         if self.kept is not None and isinstance(found, Rejection):
@@ -120,7 +120,7 @@ class RankWithinQuota:
         return found
 
     def examine(self) -> Iterator[None]:
-        if self._kept(self.index.node_set(self.names)) is not None:
+        if self._known(self.index.node_set(self.names)) is not None:
             return
         yield from self.index.examine(self.shape, self.names, self.most)
         if not self._limited:
@@ -149,7 +149,7 @@ class RankWithinQuota:
         """All that an answer about these nodes depends on, besides `_key` and `most`. Each change of a quota's use is one of the index."""
         return self.index.version, self.quotas.limits.get(self.namespace), nodes
 
-    def _kept(self, offered: NodeSet) -> Rejection | None:
+    def _known(self, offered: NodeSet) -> Rejection | None:
         """The last answer to this question, if it was given at this state."""
         known = self.kept.rejections.find(self._key) if self.kept is not None else None
         return known[1] if known is not None and known[0] == self._state(offered) else None
@@ -234,8 +234,8 @@ class RankWithinQuota:
         closed: Callable[[frozenset[CountedGpu]], Mapping[CountedGpu, str]],
         denial: Callable[[tuple[Trial, ...]], str | None],
     ) -> str:
-        """Why the quota denies the pod every GPU of the node that has room for it, or "". The choices that were tried before are compared
-        with the quota of now, and others are tried only if these no longer decide."""
+        """Why the quota denies the pod every GPU of the node that has room for it, or "". The choices that were tried before are checked
+        against the present quota. Other choices are tried only if these no longer decide."""
         gpus, used = self.quotas.gpus_on(node), self.index.used(node.name)
         examined = self.denied.examined.setdefault(self.index.profile(node.name), {})
         alike = gpus, node.name if self.request.constraints.uuids else ""
@@ -262,7 +262,7 @@ def _shared(value: _Value) -> _Value:
 
 
 def _rejection(excluded: dict[str, int], offered: NodeSet, others: int, text: str) -> Rejection:
-    """`text`: why the `others` do not fit."""
+    """`excluded`: reason -> nodes. `others`: how many other nodes were offered. `text`: why the other nodes do not fit."""
     reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered.nodes))
     count = len(offered) - others
     rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""

@@ -40,7 +40,7 @@ WRITE_SECONDS: Final = LeaseTimes().bind_seconds
 
 
 class BindingError(GpumgrError):
-    """The pod was not bound. `uncertain`: there was no answer, or a server error, so the pod may be bound all the same. `conflict`: the
+    """The pod was not bound. `uncertain`: there was no answer, or a server error, so the pod may be bound. `conflict`: the
     pod has changed in the API server, so an earlier request may have bound it."""
 
     def __init__(self, message: str, *, uncertain: bool = False, conflict: bool = False) -> None:
@@ -49,8 +49,8 @@ class BindingError(GpumgrError):
 
 
 def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, now_nanoseconds: int) -> dict[str, str]:
-    """The annotations of gpumgr, gpu-manager and HAMi. Raises BindingError if all the pod's annotations would be too long: the API server
-    would accept them in a Binding, but refuse every later update of the pod."""
+    """The annotations of gpumgr, gpu-manager and HAMi. Raises BindingError if the pod's annotations together would be too long: the API
+    server would accept them in a Binding, but refuse every later update of the pod."""
     made = {
         PLACEMENT_ANNOTATION: encode(_placement(pod, placed, node)),
         ASSIGNED: "false",

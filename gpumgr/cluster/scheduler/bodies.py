@@ -12,7 +12,7 @@ from aiohttp import web
 
 _log = structlog.get_logger(__name__)
 
-#: A request with whole Node objects has up to 128 MB.
+#: How long a body may take to arrive. A request with whole Node objects can have more than 100 MiB.
 BODY_SECONDS: Final = 30.0
 _LOG_SECONDS: Final = 60.0
 #: Added to the age of a body, so that the size decides among bodies that arrive at the same time.
@@ -30,8 +30,8 @@ class Bodies:
     """Each body may have up to `most_bytes`, and all bodies in memory up to `total_bytes` together.
 
     If the bodies exceed `total_bytes`, the connection of the unfinished body with the largest product of size and age is closed.
-    kube-scheduler and the API server send a body without a pause, so they keep their connections even if others send many large or many
-    slow bodies. `clock` is monotonic, in seconds.
+    kube-scheduler and the API server send a body without a pause, so they keep their connections even if other clients send many large
+    or many slow bodies. `clock` is monotonic, in seconds.
     """
 
     def __init__(self, most_bytes: int, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -94,7 +94,7 @@ class Extender:
 
     @property
     def answers(self) -> bool:
-        """False: another replica leads."""
+        """False: this replica does not lead, or does not have all objects yet."""
         return self._leadership is None or self._leadership.answers
 
     @property
@@ -122,7 +122,7 @@ class Extender:
                 await in_slices(self._question(pod, offered).examine(), gone)
         if not self.answers:
             return FilterResult(error=NOT_LEADING)
-        if self._index.node_set(offered).numbering != offered.numbering:  # nodes have got other numbers
+        if self._index.node_set(offered).numbering != offered.numbering:  # the nodes were numbered again
             offered = self._index.node_set(names)
         result = self.filter(pod, names, offered)
         whole_nodes = args.node_names is None
@@ -200,8 +200,8 @@ class Extender:
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     async def prioritize(self, args: FilterArgs, gone: Callable[[], bool] | None = None) -> list[HostPriority]:
-        """The best node gets MAX_SCORE, the others less by their rank. After an error, or for a pod without GPUs, all nodes get 0. `gone`
-        as for `answer_filter`."""
+        """The best node gets MAX_SCORE, the other fitting nodes less by their rank. If none fits, or for a pod without GPUs, all get 0.
+        A request that can't be read gets an empty list. `gone` as for `answer_filter`."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE:
@@ -218,7 +218,7 @@ class Extender:
         return list(map(HostPriority, scores, scores.values()))
 
     async def bind(self, args: BindArgs) -> BindResult:
-        """Validates the assumed GPUs again, or chooses others of this node, and binds the pod."""
+        """Binds the pod to the node, on its assumed GPUs if they are still free, else on other GPUs of this node."""
         if (problem := self.problem) is not None:
             return BindResult(problem)
         try:

@@ -60,7 +60,7 @@ class Leadership:
         return self._refreshed == self._term.value != 0 and self._candidate.leads(self._clock())
 
     def outlives(self, seconds: float) -> bool:
-        """Whether this replica answers, and certainly leads for so long."""
+        """Whether this replica answers, and certainly leads for this time from now on."""
         return self.answers and self._candidate.leads(self._clock(), for_seconds=seconds)
 
     async def run(self) -> NoReturn:
@@ -83,7 +83,7 @@ class Leadership:
                     _log.info("lease_released", lease=self._replica.lease)
                 await self._label(leads=False)
         except _FAILED as error:
-            _log.warning("lease_not_released", error=_text(error), consequence="another replica leads when it has expired")
+            _log.warning("lease_not_released", error=_text(error), consequence="another replica leads when the Lease has expired")
 
     # -- the Lease ---------------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Leadership:
             await self._server.send("PATCH", f"{pods}/{name}", {"metadata": {"labels": {LEADER_LABEL: value}}}, but=(404,))
 
         await set_label(own, "true" if leads else None)
-        if leads:  # a leader before may have ended without removing its label
+        if leads:  # an earlier leader may have ended without removing its label
             found = await self._server.read("GET", pods, query={"labelSelector": LEADER_LABEL})
             for name in (str(each["metadata"]["name"]) for each in items_of(found)):
                 if name != own:

@@ -53,8 +53,8 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: bool) -> Certificates | None:
-    """The certificates, which clients need, too; None: plain HTTP, for `insecure_loopback` on a loopback address. Raises InputError for
-    any other combination."""
+    """The server's certificates; clients must present one, too. None: plain HTTP, which `insecure_loopback` allows on a loopback address.
+    Raises InputError for any other combination."""
     cert_file, key_file, client_ca_file = settings.tls_cert_file, settings.tls_key_file, settings.client_ca_file
     if insecure_loopback:
         if cert_file is not None:

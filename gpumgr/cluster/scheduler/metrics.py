@@ -1,6 +1,6 @@
 """The scheduler's metrics: calls of the extender (verbs) are counted when they end; all other values are read at each scrape.
 
-Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are those of the cluster's GPUs, up to MAX_MODELS.
+Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are the cluster's, up to MAX_MODELS.
 """
 
 import platform
@@ -176,7 +176,7 @@ def outcome_of(result: object) -> str:
 
 
 def _by_model(totals: Totals, what: str, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[tuple[str, ...], float]:
-    """(Model, part) -> amount. Each model has all parts, if need be at 0, so that the first amount of a part shows as an increase."""
+    """(Model, part) -> amount. Each model has all parts, also parts that are 0, so that the first amount of a part shows as an increase."""
     series: Counter[tuple[str, ...]] = Counter()
     for counted, model, part in totals:
         if counted == what:

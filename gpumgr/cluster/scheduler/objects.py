@@ -357,9 +357,7 @@ def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
     """Raises Refusal for what no new pod may request."""
     replicas = [(each.name, each.kind, each.replicas) for each in wanted if each.replicas is not None]
     if replicas and any(each.cores or each.memory_blocks for each in wanted):
-        text = (
-            f"its containers request {REPLICA_RESOURCE} and vcuda resources; the scheduler supports pods with those of one kind"
-        )
+        text = f"its containers request {REPLICA_RESOURCE} and vcuda resources; the scheduler supports only one of the two kinds in a pod"
         raise Refusal("invalid_request", text)
     if replicas:
         return replica_request(replicas)
@@ -367,8 +365,8 @@ def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """The request of a refused pod that is on a node all the same. The node's agent grants containers one by one, even if they are too
-    many or of both kinds."""
+    """The request of a pod that is on a node although `_request` refuses it. The node's agent grants containers one by one, even if they
+    are too many or of both kinds."""
     try:
         return PodRequest(tuple(_request([each]).containers[0] for each in wanted))
     except Refusal:  # every agent refuses this container, and with it the pod
@@ -397,8 +395,7 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
             if not _fits(container, named[-1]):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} differ from its request")
         return tuple(named)
-    # The agent writes gpu-manager's annotations to every pod, also where it chose the GPUs itself. For a replica they do not have the
-    # amounts.
+    # The agent writes gpu-manager's annotations to every pod, even if it chose the GPUs itself. They lack the amounts of replicas.
     if annotations.get(PREDICATE_NODE) != pod.node or any(each.replica for each in pod.request.containers):
         return None
     found: list[NamedShares] = []

@@ -97,7 +97,7 @@ class ClusterOverview:
 
     @property
     def largest_sums(self) -> tuple[Amounts, ...]:
-        """A request that none of these covers is too large for each node."""
+        """The free sums of single nodes. A request that none of them covers is too large for every node."""
         if self._frontier[0] != self.version:
             self._frontier = self.version, frontier(node.sums for node in self._nodes.values())
         return self._frontier[1]

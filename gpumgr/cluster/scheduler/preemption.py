@@ -113,7 +113,7 @@ class Preemption:
             self._index.assume(kept.pod)
 
     def placed(self, pod: PlacedPod) -> None:
-        """A pod has taken its GPUs: it no longer keeps others, and takes GPUs that were kept for pods of lower priority."""
+        """A pod was placed: GPUs are no longer kept for it, nor for pods of lower priority that no longer fit beside it."""
         self.kept.pop(pod.uid, None)
         for uid in self._lower(pod.priority):
             if self.kept[uid].pod.node == pod.node and not self._index.fits(self.kept[uid].pod):
@@ -147,12 +147,12 @@ class Preemption:
         passed kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; a node that changes in the
         meantime is not taken."""
         found: list[tuple[int, Cost, int, str, Eviction, _NodeView]] = []
-        for name in self._examined(pod, proposed, rejected):
+        for name in self._nodes_to_examine(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))
             there = self._node_view(name)
             eviction = await asyncio.to_thread(self._examination(pod, name, uids))
             if eviction is not None and eviction.victims:
-                # Budgets are known only for the victims that kube-scheduler proposes.
+                # Violations of PodDisruptionBudgets are known only for the victims that kube-scheduler proposes.
                 found.append((violations, eviction.cost, len(eviction.victims - uids), name, eviction, there))
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         for violations, _, _, name, eviction, there in sorted(found, key=lambda each: each[:-2]):
@@ -167,8 +167,10 @@ class Preemption:
     def _node_view(self, name: str) -> _NodeView:
         return self._index.node(name), dict(self._index.pods_on(name))
 
-    def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]) -> list[str]:
-        """The most promising nodes that have pods of a lower priority."""
+    def _nodes_to_examine(
+        self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]
+    ) -> list[str]:
+        """The most promising nodes among the nodes that have pods of a lower priority."""
         lowest = {
             name: min((each.priority for each in self._index.pods_on(name).values()), default=pod.priority)
             for name in {*proposed, *rejected}
@@ -201,7 +203,7 @@ class Preemption:
             held = added_holdings(holdings[uid][1] for uid in uids & freed)
             return quotas.choose(pod.namespace, node, used, pod.request, policy, held)
 
-        # The first does not count on quota that victims would free, only on quota of pods that end anyway.
+        # The first search counts only the quota that ending and unbound pods free; the second also the quota that victims free.
         first = replace(preemptor, within_quota=partial(within_quota, own & (ending | unbound)))
         second = replace(preemptor, within_quota=partial(within_quota, own), evicts=own)
         return lambda: find(first) or find(second)

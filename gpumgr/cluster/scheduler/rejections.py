@@ -1,4 +1,4 @@
-"""The pods that filter has rejected. Pods that fit by now are tried again.
+"""The pods that filter has rejected. kube-scheduler is made to try them again when they fit.
 
 kube-scheduler tries rejected pods again at each event of a pod or a node. Its watch may show an event before the watch of this process
 does: then the pod is rejected again, from the old state. And some changes are no events for it: another quota, an assumed placement that
@@ -36,7 +36,7 @@ RETRIED_ANNOTATION: Final = "gpumgr.io/waiting-pods-retried"
 #: may reject a pod that fits here.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
-#: The longest time of one look; the next look goes on where it stopped.
+#: A look is one call of `Rejections.fitting`. After this time it stops, and the next look goes on from there.
 _LOOK_SECONDS: Final = 0.4
 #: The number of the last looks for which the changed nodes are kept.
 _REMEMBERED: Final = 100
@@ -95,7 +95,7 @@ class Rejections:
         since = [*accumulate((each.nodes for each in reversed(self._changed)), or_)]
         waiting = [each for uid, each in self.pods.items() if each.due <= now and uid in self._watches.pending]
         waiting.sort(key=lambda each: (each.look, -each.pod.priority))
-        #: Most pods were offered the same nodes, so the room on the nodes that have changed is computed once for all of them.
+        #: Most pods were offered the same nodes, so what is free on the changed nodes is computed once for all of them.
         seen, rooms = set[Hashable](), dict[tuple[int, int, bool], tuple[NodeSet, Largest]]()
         began = turn = time.perf_counter()
         for each in waiting:

@@ -75,6 +75,6 @@ class PreemptArgs(msgspec.Struct, rename="pascal", kw_only=True):
 
 
 class PreemptResult(msgspec.Struct):
-    """Names victims by UID in any case. A node without victims would fail the whole preemption."""
+    """Names victims by UID, even without nodeCacheCapable. A node without victims would fail the whole preemption."""
 
     victims: dict[str, Victims] = msgspec.field(name="NodeNameToMetaVictims", default_factory=dict)

@@ -9,7 +9,7 @@ from gpumgr.cluster.simulation.node_filters import short
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 MOST_TRIES: Final = 20_000
-#: So many of the best places are tried for each pod.
+#: The number of best places that are tried for each pod.
 _BRANCHES: Final = 3
 #: Pods with their new places.
 Moves = list[tuple[LivePod, Spot]]
@@ -29,7 +29,7 @@ class Defrag:
         return self.tries >= self._most_tries
 
     def plan(self, pod: LivePod) -> Moves | None:
-        """Moves in an order in which each is possible, then the pod itself and its place."""
+        """Moves in an order in which each is possible, then the pod itself and its place. None: none were found."""
         ways = (way for most in range(self._most_moves + 1) for way in self._ways([pod], most))
         return next((plan for way in ways if (plan := in_order(self._cluster, way)) is not None), None)
 
@@ -104,7 +104,7 @@ class Defrag:
 
 
 def in_order(cluster: LiveCluster, places: Moves) -> Moves | None:
-    """The moves in the order from the last one found to the first; None: a place is not free at its turn."""
+    """The moves in reverse, since a pod is found before the pods that move for it; None: a place is not free at its turn."""
     homes = {pod.home.node for pod, _ in places if pod.home is not None}
     part = cluster.part({spot.node for _, spot in places} | homes)
     for pod, spot in reversed(places):

@@ -54,7 +54,7 @@ class Fragmentation:
         return self.amount(node.spec.model, node.cpu_milli, node.gpu_milli)
 
     def amount(self, model: str, cpu_milli: int, gpu_milli: Iterable[int]) -> float:
-        """GPU-milli that can't be used on a node with this room."""
+        """GPU-milli that can't be used on a node of this model with this much free."""
         return self._table(model, tuple(sorted(gpu_milli)))[bisect_right(self._cpus, cpu_milli)]
 
     def _computed(self, model: str, gpu_milli: tuple[int, ...]) -> list[float]:

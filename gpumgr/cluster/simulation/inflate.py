@@ -19,7 +19,7 @@ DEMAND_PERCENT: Final = 130
 #: Percentages of arrived demand (the GPUs that pods have asked for, of all GPUs) at which something is measured.
 ALLOCATED_AT: Final = (100, 130)
 FRAGMENTED_AT: Final = (50, 80, 90)
-#: Kinds of pods that every result has; others are named by their number of GPUs.
+#: Kinds of pods that every result has; further kinds are named by their number of GPUs.
 KINDS: Final = ("none", "share", "1", "2", "4", "8")
 MAX_PODS: Final = 1_000_000
 

@@ -12,7 +12,7 @@ _MOST_DIGITS: Final = 40
 
 
 def short(text: str, most: int = 40) -> str:
-    """A printable text of at most so many characters, for a message."""
+    """The text for a message: printable, and cut to `most` characters."""
     printed = "".join(each if each.isprintable() else "?" for each in text)
     return printed if len(printed) <= most else printed[: most - 3] + "..."
 

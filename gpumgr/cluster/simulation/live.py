@@ -1,4 +1,4 @@
-"""Models the nodes and pods of a cluster's snapshot: kube-scheduler's own filters first, then the scheduler's index."""
+"""Places pods on the nodes of a cluster's snapshot: by kube-scheduler's own filters first, then by the index of `gpumgr scheduler`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -34,8 +34,8 @@ class Spot(msgspec.Struct, frozen=True):
 
 class LivePod(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """`name` includes the namespace. `rules` is equal for pods with equal demands on nodes. `home`: its place in the snapshot; None: it
-    waits. `policy` None: the setting counts. `why_not_movable`: why it may not be moved, or ""; `unchecked`: its demands that nothing here
-    models."""
+    waits. `policy` None: the setting applies. `why_not_movable`: why it may not be moved, or ""; `unchecked`: its demands that are not
+    modelled here."""
 
     uid: str
     name: str

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 GPU_MILLI: Final = 1000
-#: A policy keeps the state of all nodes only for this many requests, the last used: a trace with many different requests would fill the
+#: A policy keeps the state of all nodes only for the last requests, at most so many: a trace with many different requests would fill the
 #: memory.
 MAX_SHAPES: Final = 512
 
@@ -121,7 +121,7 @@ class Node:
         return len(self.idle_gpus()) >= shape.gpus and shape.gpus * self.spec.memory_blocks >= shape.memory_blocks
 
     def tightest(self, shape: Shape) -> Gpus:
-        """For a share, the GPU with the least room that is enough; for whole GPUs, the first idle ones. The pod must fit."""
+        """For a share, the GPU with the least free that is enough; for whole GPUs, the first idle ones. The pod must fit."""
         if shape.share:
             return (min(self.sharable(shape), key=lambda gpu: (self.gpu_milli[gpu], self.blocks[gpu])),)
         return tuple(self.idle_gpus()[: shape.gpus])

@@ -1,7 +1,4 @@
-"""kube-scheduler's filters of nodes by labels, taints and resources, as of version 1.37, on the fields of the API's objects.
-
-The objects have the structure of the API.
-"""
+"""kube-scheduler's filters of nodes by labels, taints and resources, as of version 1.37. The objects have the structure of the API."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

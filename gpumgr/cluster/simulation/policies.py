@@ -29,7 +29,7 @@ _GPU_SCALE: Final = 8_000
 Score = Callable[[Node, Shape], float]
 #: The GPUs of a node for a request that fits.
 Choice = Callable[[Node, Shape], Gpus]
-#: Makes what orders the nodes on which a request fits, from the score and the position of a node: an integer, or a tuple.
+#: (score and position of a node) -> its sort key among the nodes on which a request fits: an integer, or a tuple.
 _MakeKey = Callable[[float, int], Any]
 
 
@@ -83,8 +83,8 @@ class _FittingPolicy:
 
 
 class ScorePolicy(_FittingPolicy):
-    """The node with the highest score, then the GPUs on it. `order`: the value of each position, which compares nodes of one score; the
-    lowest is the first."""
+    """The node with the highest score, then the GPUs on it. `order`: position of a node -> a number; the lowest decides between nodes of
+    the same score."""
 
     def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> None:
         super().__init__(cluster, score, lambda score, position: (-score, order[position], position))
@@ -323,7 +323,7 @@ class CorePolicy:
 _Make = Callable[[Cluster, int, Fragmentation, Random], Placer]
 
 
-def _fixed(cluster: Cluster, random: Random) -> list[float]:
+def _random_order(cluster: Cluster, random: Random) -> list[float]:
     """Gives the nodes one random order for all decisions. The published simulator takes the first of equal nodes, and its order differs
     from the order of the file. Results that depend on the file's order would not be comparable, because files list equal nodes side by
     side."""
@@ -332,7 +332,7 @@ def _fixed(cluster: Cluster, random: Random) -> list[float]:
 
 def _scored(score: Score) -> _Make:
     return lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: ScorePolicy(
-        cluster, score, Node.tightest, _fixed(cluster, random)
+        cluster, score, Node.tightest, _random_order(cluster, random)
     )
 
 
@@ -342,7 +342,7 @@ def _random(cluster: Cluster, _cpu_per_gpu_milli: int, _fragmentation: Fragmenta
 
 def _fgd(cluster: Cluster, _cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Placer:
     rule = Fgd(fragmentation)
-    return ScorePolicy(cluster, rule.score, rule.choice, _fixed(cluster, random))
+    return ScorePolicy(cluster, rule.score, rule.choice, _random_order(cluster, random))
 
 
 def _core(policy: Policy) -> _Make:

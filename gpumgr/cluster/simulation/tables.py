@@ -70,7 +70,7 @@ class _Row:
 
 
 def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], list[str]]:
-    """The nodes with GPUs, and the names of the others, which are skipped. Raises InputError."""
+    """The nodes with GPUs, and the names of the nodes without, which are skipped. Raises InputError."""
     nodes: dict[str, NodeSpec] = {}
     skipped: list[str] = []
     for row in _rows(file, lines, _NODE_COLUMNS, ("name", "gpus", "cpu_milli", "ram_mebibytes")):

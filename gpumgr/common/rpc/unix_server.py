@@ -1,4 +1,4 @@
-"""Serves gRPC on a unix socket: binds the socket, detects that others removed its file, binds it again, drains, removes the file.
+"""Serves gRPC on a unix socket: binds it, detects that another process removed its file, binds it again, drains, removes the file.
 For unary calls it reads the request as bytes, and answers each failure with a gRPC status and a sentence.
 """
 
@@ -106,7 +106,7 @@ class UnixServer(DrainingServer):
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket file is still the file of this server. Others may have deleted the file; the socket stays open then."""
+        """Whether the socket file is still the file of this server. Another process may have deleted it; the socket then stays open."""
         return self._socket.in_place
 
     async def listen(self) -> None:

@@ -35,7 +35,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_single_gpus(self) -> bool:
-        """Whether some GPUs may satisfy the constraints and others not, independent of their use."""
+        """Whether a GPU's properties (model, UUID, mode) decide if it satisfies the constraints."""
         return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.modes is not None)
 
     @property

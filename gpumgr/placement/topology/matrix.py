@@ -139,7 +139,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
         )
     where = f"line {number}, column"
     gpus, nics, rest = cells[: len(header.gpus)], cells[len(header.gpus) : expected], cells[expected:]
-    # If a value is missing, it is not known to which columns the others belong: the CPU affinity is blank in some containers.
+    # If a value is missing, the columns of the other values are not known: the CPU affinity is blank in some containers.
     affinity = dict(zip(header.affinity, rest, strict=True)) if len(rest) == len(header.affinity) else {}
     return _Row(
         line=number,

@@ -206,7 +206,7 @@ async def test_a_request_that_no_node_can_grant_is_refused_with_the_reason(
 async def test_a_pod_with_resources_of_both_kinds_is_refused(hami: Stage) -> None:
     mixed = hami_pod("mixed", {"gpu": 1, "gpumem": 100}, {"gpu": 1, "gpumem": 100})
     mixed["spec"]["containers"][0]["resources"]["limits"] = {"tencent.com/vcuda-core": "10", "tencent.com/vcuda-memory": "1"}
-    assert "the scheduler supports pods with those of one kind" in str(await hami.filter(mixed))
+    assert "the scheduler supports only one of the two kinds in a pod" in str(await hami.filter(mixed))
 
 
 @pytest.mark.parametrize("other", [
