@@ -20,7 +20,7 @@ from gpumgr.placement.pods import PodView
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
 _NEXT: Final[Mapping[State, Collection[State]]] = {
     "running": {"suspending"},
-    "suspending": {"suspended", "running", "failed"},
+    "suspending": {"suspended", "failed"},
     "suspended": {"resuming"},
     "resuming": {"running", "suspended", "failed"},
     "failed": (),
