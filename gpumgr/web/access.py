@@ -82,7 +82,7 @@ _TOKEN_OR_CERTIFICATE: Final = Denial(
 
 
 def authorize(scope: Scope, caller: HttpClient, policy: AuthPolicy, names: Collection[str] = ()) -> Denial | None:
-    """None: allowed. `names` are the names of this host, besides localhost."""
+    """Why the request is denied; None: it is allowed. `names` are the names of this host, besides localhost."""
     if caller.origin == "unix":
         return None
     if caller.origin == "loopback" and not all(_names_this_host(host, names) for host in caller.hosts):

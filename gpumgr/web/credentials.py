@@ -1,5 +1,4 @@
-"""The credential files of the web server: bearer token, certificate and key, CA of the clients. They are read again when they change,
-never on the event loop.
+"""The credential files of the web server: bearer token, certificate and key, CA of the clients. Changed files are read again, on a thread.
 
 A changed file that can't be used is logged once for each reason, and is read again until it can be used. A token is invalid until then,
 since removing the file revokes the token. Certificates stay in use: they are replaced file by file, so for a moment certificate and key do
@@ -155,7 +154,7 @@ class Certificates:
         return context
 
     def _unusable(self, error: SettingsError, earlier: ssl.SSLContext) -> ssl.SSLContext:
-        _log.error("certificates_unusable", error=str(error), consequence="the earlier ones stay in use")
+        _log.error("certificates_unusable", error=str(error), consequence="the earlier certificates stay in use")
         return earlier
 
 

@@ -59,7 +59,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 class Streams:
     """/api/stream: the state as server-sent events, one per sample period, for every open page. At most MAX_STREAMS streams at once.
 
-    An event is encoded once for all clients. A slow client gets the newest state next and skips those in between.
+    An event is encoded once for all clients. A slow client gets the newest state next and skips the states in between.
     """
 
     def __init__(self, sources: ReadModel, *, heartbeat_seconds: float) -> None:
@@ -128,7 +128,7 @@ class Pages:
         return web.Response(body=body, headers=headers)
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """An answer shows that the event loop runs, and a daemon that ends takes the process with it."""
+        """Always ok: an answer shows that the event loop runs, and the process ends if a daemon ends."""
         return probe_response(request, ())
 
     async def readyz(self, request: web.Request) -> web.Response:
@@ -189,7 +189,7 @@ class Pages:
         return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
 
     async def pods(self, request: web.Request) -> web.Response:
-        """The pods about which something is known; with `?name=` those of that name."""
+        """The pods about which something is known; with `?name=` the pods of this name."""
         name = request.query.get("name")
         known = (key for key in self._sources.pods() if name in (None, key[1]))
         return json_response([{"namespace": namespace, "pod": pod} for namespace, pod in known])

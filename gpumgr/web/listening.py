@@ -30,7 +30,7 @@ _UNIX_REMEDIES: Final = {
 
 
 class ListenError(InputError):
-    """The agent can't listen at the configured address or socket. The message ends with the remedy."""
+    """The process can't listen at the configured address or socket. The message ends with the remedy."""
 
 
 async def listen_tcp(host: str, port: int) -> list[socket.socket]:
@@ -61,7 +61,7 @@ def needs_loopback(addresses: Sequence[str]) -> bool:
 
 
 def _listen_loopback(port: int) -> list[socket.socket]:
-    """Empty if the address can't be used: the pages are still served at the configured address."""
+    """Listens on 127.0.0.1. Empty if that fails: the pages are still served at the configured address."""
     try:
         return [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)]
     except OSError as error:

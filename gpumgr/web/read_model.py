@@ -104,7 +104,7 @@ class ReadModel:
         self._states.set(await asyncio.to_thread(lambda: msgspec.json.encode(node_state(report, history))))
         self._rendered_at = began
 
-    # -- of a request ------------------------------------------------------------------------------------------------------
+    # -- for a request -----------------------------------------------------------------------------------------------------
 
     def report(self) -> NodeReport:
         components, hardware = self._components, self._components.hardware_events
@@ -214,7 +214,7 @@ class ReadModel:
         return self._states.value
 
     def usage(self) -> Mapping[str, Any]:
-        """gpu-manager's /usage."""
+        """The data of gpu-manager's page /usage."""
         return usage_message(self.report(), self._pods)
 
     def history(self) -> Sequence[HistoryEntry]:

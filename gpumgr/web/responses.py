@@ -184,7 +184,7 @@ class IndexPage:
         content = path.read_bytes()
         self.plain, self.packed = content, gzip.compress(content, 9, mtime=0)
         self._tag = hashlib.sha256(content).hexdigest()[:32]
-        self._policy = policy(content.decode())
+        self._policy = page_policy(content.decode())
 
     def response(self, request: web.Request) -> web.Response:
         packed = accepts_gzip(",".join(request.headers.getall("Accept-Encoding", ())))
@@ -202,7 +202,7 @@ class IndexPage:
         return web.Response(body=body, headers=headers, content_type="text/html", charset="utf-8")
 
 
-def policy(html: str) -> str:
+def page_policy(html: str) -> str:
     """The Content-Security-Policy that allows this file's own scripts and styles, data from its own origin, and no frames.
 
     It forbids attributes (`style="..."`, `onclick="..."`); what a script sets through the DOM is allowed.

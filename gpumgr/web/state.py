@@ -3,7 +3,7 @@
 A value that is not known is null. Samples taken before the driver became unavailable are null, too, since they may be outdated.
 
 A pod has its request, its allocations, and what happened to it and to its GPUs. Pods of one name may follow each other: `uid` is the UID
-of the newest, `earlier_uids` are those of earlier pods, and each allocation and entry has the UID of its own pod. A static pod has its
+of the newest, `earlier_uids` are the UIDs of earlier pods, and each allocation and entry has the UID of its own pod. A static pod has its
 mirror pod's UID; the kubelet's own UID means the same pod.
 """
 
@@ -194,7 +194,7 @@ Holder = tuple[PodKey | None, str | None]
 
 
 def pods_with_details(ledger: Ledger, views: Iterable[PodView], history: Sequence[HistoryEntry]) -> list[PodKey]:
-    """The names of the pods with known details, sorted. `views` are the API server's pods; pods that request no GPU are left out."""
+    """The names of the pods with known details, sorted. `views` are the API server's pods; pods without a request for GPUs are left out."""
     holders = _holders(ledger, history)
     recorded = [holder for _, holder in _with_holders(holders, history)]
     return sorted({view.key for view in views if view.containers} | {key for key, _ in (*holders.values(), *recorded) if key})
@@ -205,7 +205,7 @@ def pod_details(
 ) -> PodDetails | None:
     """None if nothing is known. `view` is the API server's pod of this name (None: there is none), `history` is oldest first.
 
-    The history has the entries of all pods of this name, and those of their GPUs from the time of the allocations.
+    The history has the entries of all pods of this name, and the entries of their GPUs during the allocations.
     """
     ledger = report.view.ledger
     holders = _holders(ledger, history)
@@ -248,7 +248,7 @@ def pod_details(
 
 
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
-    """The pod of each allocation by the newest information: some allocations are granted before the name is known, or under a wrong one."""
+    """The pod of each allocation by the newest information: some are granted before the pod's name is known, or with a wrong name."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 

@@ -1,6 +1,7 @@
 """Metrics of containers: what they hold, use and may use. Pure functions of a report. A container that left the ledger has no series.
 
-Only shares have limits; a container with whole GPUs has no series of limits. Turns have series only for containers that the limiter limits.
+Only shares have limits; a container with whole GPUs has no series of limits. The limiter lets containers launch in turns: only containers
+that it limits have series of their turns.
 """
 
 import operator
@@ -30,7 +31,7 @@ def _counter(name: str, about: str) -> Family:
 
 
 def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
-    """A container without a name yet has no value: several have the same labels, and a counter must not drop when one of them ends."""
+    """A container of an unknown pod has no value: several have the same labels, and a counter must not drop when one of them ends."""
     return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
 
 

@@ -44,7 +44,7 @@ class Exposition:
     def __init__(
         self, metrics: Metrics, report: Callable[[], NodeReport | None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`report` returns the report to render; None before the first."""
+        """`report` returns the report to render; None: there is none yet."""
         self._metrics = metrics
         self._report = report
         self._clock = clock
@@ -53,7 +53,7 @@ class Exposition:
         self._scraped_at: dict[_Variant, float] = {}
 
     async def refresh(self) -> None:
-        """Renders the variants that were scraped recently, and drops the others."""
+        """Renders the variants that were scraped recently, and drops the other pages."""
         async with self._lock:
             oldest = self._clock() - WANTED_SECONDS
             self._scraped_at = {variant: at for variant, at in self._scraped_at.items() if at >= oldest}

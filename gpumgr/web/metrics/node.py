@@ -229,8 +229,8 @@ def _api_server(api_queue: ApiQueueState) -> Iterator[RenderedFamily]:
 
 
 def _mechanisms(report: NodeReport) -> Iterator[RenderedFamily]:
-    free = [s for s in current_shares(report.view.ledger) if not s.anonymous and not _enforced(s.mechanisms)]
-    yield render(_UNENFORCED, {"": len(free)})
+    unlimited = [s for s in current_shares(report.view.ledger) if not s.anonymous and not _enforced(s.mechanisms)]
+    yield render(_UNENFORCED, {"": len(unlimited)})
     results = report.vcuda_registrations.items()
     yield render(_REGISTRATIONS, {label_text(_REGISTRATIONS.labels, (result,)): times for result, times in results})
     restarts = report.mps_daemon_restarts.items()

@@ -55,8 +55,8 @@ class Metrics:
     """All metrics of the agent. The methods are for the event loop and do not block, except `render`, which is for a thread.
 
     `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `names` selects the gauges of gpu-manager and HAMi,
-    `process` adds memory, CPU time and file descriptors of this process. `resources` maps the offered
-    resources to their names. `driver` is the name of the DRA driver on a node in mode dra; it then replaces `resources`.
+    `process` adds memory, CPU time and file descriptors of this process. `resources` maps the offered resources to their names.
+    `driver` is the name of the DRA driver on a node in mode dra; it then replaces `resources`.
     `clocks`: monotonic, and unix time, in seconds.
     """
 
@@ -157,7 +157,7 @@ class Metrics:
         return (*self._counted, *_REPORT_FAMILIES)
 
     def apply(self, names: MetricsSettings) -> None:
-        """Sets which other names `render` shows, from its next call on."""
+        """Sets which names of gpu-manager and HAMi `render` shows, from its next call on."""
         self._names = names
 
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
@@ -190,7 +190,7 @@ class Metrics:
         self._counted_registrations[kind] = registrations
 
     def listed(self, kind: str) -> None:
-        """The kubelet is offered another device list."""
+        """The kubelet gets another device list."""
         self._updates.labels(self._resources[kind]).inc()
 
     def xid(self, uuid: str | None, number: int) -> None:
@@ -207,7 +207,7 @@ class Metrics:
         self._moved_bytes.labels(operation).inc(memory_bytes)
 
     def resumed(self, waited_seconds: float) -> None:
-        """A resume has ended, this time after it was asked for."""
+        """A resume has ended, `waited_seconds` after it was demanded."""
         self._resume_waits.observe(waited_seconds)
 
     def evicted(self) -> None:

@@ -149,7 +149,7 @@ async def test_an_unreadable_gpu_is_listed_once(browser: Browser, stage: Stage) 
         broken = page.locator("#problems li.bad")
         await expect(broken).to_have_count(1)
         await expect(broken).to_contain_text(f"GPU {name_of(5)} the driver does not list it")
-        await expect(broken).to_contain_text("perhaps what the driver lists and can't read: index 5 (GPU is lost)")
+        await expect(broken).to_contain_text("perhaps the driver lists it without a UUID: index 5 (GPU is lost)")
         await expect(page).to_have_title("(1) node-1 · gpumgr")
         stage.show(document(unreadable={8: "GPU is lost"}, at=NOW + 1))  # it was never met
         await expect(broken).to_have_text(re.compile("GPU at index 8 GPU is lost$"))

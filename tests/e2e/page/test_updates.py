@@ -72,7 +72,7 @@ async def test_a_lost_stream_is_reported_and_opened_again(browser: Browser) -> N
             page = await loaded(seen)
             await expect(page.locator("#stale")).to_be_hidden()
             await stage.close()
-            await expect(page.locator("#live")).to_contain_text("stale since")
+            await expect(page.locator("#live")).to_contain_text("stale for")
             await expect(page.locator("#stale")).to_contain_text("the agent can't be reached")
             await expect(page.locator("#aloud")).to_contain_text("The connection to the agent is lost")
             stage.show(document(PODS[:3], entries=[refusal()], at=NOW + 9))

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 
-from gpumgr.web.responses import policy
+from gpumgr.web.responses import page_policy
 
 
 def sha(text: str) -> str:
@@ -11,7 +11,7 @@ def sha(text: str) -> str:
 
 
 def rules(html: str) -> dict[str, str]:
-    return {name: value for rule in policy(html).split("; ") for name, _, value in [rule.partition(" ")]}
+    return {name: value for rule in page_policy(html).split("; ") for name, _, value in [rule.partition(" ")]}
 
 
 def test_the_policy_allows_what_stands_in_the_file() -> None:
