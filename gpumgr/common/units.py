@@ -30,6 +30,9 @@ RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 #: resource, that name is translated to this one.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 
+#: The name of gpumgr's driver for Dynamic Resource Allocation (DRA), in claims, ResourceSlices and the kubelet's folders.
+DRA_DRIVER: Final = "gpu.gpumgr.io"
+
 #: The internal name for all resources of MIG devices. The kubelet has one resource for each profile, with the profile appended.
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"

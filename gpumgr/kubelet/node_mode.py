@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpumgr.agent.ports import Pods
-from gpumgr.kubelet.dra import DRIVER
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.placement.pods import is_static_uid
 from gpumgr.settings import Settings
@@ -23,7 +23,7 @@ def make_driver(settings: Settings) -> "DraDriver":
 
 def had_mode_dra(settings: Settings) -> bool:
     """Whether an agent has served ResourceClaims on this node: then the driver's folder exists. False if the folder is not mounted."""
-    return (settings.kubelet.plugins_dir / DRIVER).is_dir()
+    return (settings.kubelet.plugins_dir / DRA_DRIVER).is_dir()
 
 
 def of_existing_pods(entries: "Sequence[CheckpointEntry]", pods: Pods) -> "Sequence[CheckpointEntry]":

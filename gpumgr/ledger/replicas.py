@@ -146,7 +146,7 @@ def _choose(
             GpuCapacity(
                 index=row,
                 cores_free=max(1, left.cores),
-                memory_blocks_free=left.memory_mebibytes,
+                memory_blocks_free=left.memory_mebibytes,  # only the order of the GPUs counts here
                 entirely_free=problem is None,
                 healthy=problem is None,
             )

@@ -28,7 +28,7 @@ from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.common.units import Amounts
+from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver.hardware import Hardware
@@ -41,7 +41,6 @@ from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS
 from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode, make_driver
 from gpumgr.ledger.answer import DriverAccess, HostPaths
 from gpumgr.ledger.checkpoint.tables import Loaded
@@ -170,7 +169,7 @@ class Components:
         return Metrics(
             node=settings.node.name,
             version=__version__,
-            driver=DRIVER if settings.node.mode == "dra" else None,
+            driver=DRA_DRIVER if settings.node.mode == "dra" else None,
             resources={kind: profile.resource_names(settings)[kind] for kind in profile.offered(settings)},
             pods=self._pods.all,
             names=settings.metrics,
@@ -290,7 +289,7 @@ class Components:
                 pod_resources=self.pod_resources,
             ),
             lost=lost,
-            observe=lambda rpc, outcome, seconds: self.metrics.called(rpc, DRIVER, outcome, seconds),
+            observe=lambda rpc, outcome, seconds: self.metrics.called(rpc, DRA_DRIVER, outcome, seconds),
             on_state=self._driver_changed,
         )
 
@@ -380,7 +379,7 @@ class Components:
         self._registrations[kind] = state.registrations
 
     def _driver_changed(self, state: LinkState) -> None:
-        self.metrics.linked(DRIVER, registered=state.registered, registrations=state.registrations)
+        self.metrics.linked(DRA_DRIVER, registered=state.registered, registrations=state.registrations)
 
 
 def _new_id() -> str:

@@ -18,8 +18,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.client import ApiServer
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import ClaimReader
 from gpumgr.ledger.claims import AllocatedClaim
 from tests.bench import figures
@@ -66,7 +66,7 @@ def stored(claim: AllocatedClaim) -> Mapping[str, Any]:
     results = [
         {
             "request": share.request,
-            "driver": DRIVER,
+            "driver": DRA_DRIVER,
             "pool": "bench",
             "device": share.device,
             "shareID": share.share_id,
@@ -74,7 +74,7 @@ def stored(claim: AllocatedClaim) -> Mapping[str, Any]:
         }
         for share in claim.shares
     ]
-    request = {"name": "gpu", "exactly": {"deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": 1}}
+    request = {"name": "gpu", "exactly": {"deviceClassName": DRA_DRIVER, "allocationMode": "ExactCount", "count": 1}}
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",

@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slices import SLICES
 from gpumgr.placement.topology.devices import score_matrix
 from tests.topologies import topology_from_matrix
@@ -230,7 +230,7 @@ class Pods:
         at: list[float] = []
 
         def there() -> bool:
-            lines = [each for each in self.agent.log() if each["event"] == "registered" and each.get("driver") == DRIVER]
+            lines = [each for each in self.agent.log() if each["event"] == "registered" and each.get("driver") == DRA_DRIVER]
             times = [datetime.fromisoformat(each["timestamp"].replace("Z", "+00:00")).timestamp() for each in lines]
             at[:] = [each for each in times if each > since]
             return bool(at)

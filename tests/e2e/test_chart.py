@@ -17,10 +17,10 @@ import yaml
 import gpumgr
 import gpumgr.compat.gpu_manager.vcuda.files
 from gpumgr.cli.examination.api_server import for_drains, for_people, needed
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.compat.gpu_manager.flags import _BOOLEAN as BOOLEAN
 from gpumgr.compat.gpu_manager.flags import _RULES as RULES
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import ShareConfig
 from gpumgr.kubelet.dra.slices import resource_slice, slice_devices
 from gpumgr.settings import Settings, load_settings
@@ -536,7 +536,7 @@ def test_in_mode_dra_the_policy_names_the_releases_account_and_the_class_keeps_i
     binding = found["ValidatingAdmissionPolicyBinding", "ml-gpumgr-resourceslices"]["spec"]
     assert binding == {"policyName": "ml-gpumgr-resourceslices", "validationActions": ["Deny"]}
     shipped = yaml.safe_load((PROJECT / "config" / "dra" / "device-class.yaml").read_text())
-    assert found["DeviceClass", DRIVER]["spec"] == shipped["spec"]
+    assert found["DeviceClass", DRA_DRIVER]["spec"] == shipped["spec"]
     mounted = {each["mountPath"] for each in agent_container(render(values))["volumeMounts"]}
     assert {"/var/lib/kubelet/plugins", "/var/lib/kubelet/plugins_registry", "/var/run/cdi"} <= mounted
 
@@ -585,13 +585,13 @@ def test_the_examples_of_claims_name_the_class_and_what_is_published(name: str) 
     text = (PROJECT / "config" / "examples" / f"{name}.yaml").read_text()
     published = resource_slice("n", "u", slice_devices(snapshot(["X"]), {"GPU-00000000": "0"}, enforcement="", taints={}))
     (device,) = published["spec"]["devices"]
-    named = set(re.findall(rf"{DRIVER}/(\w+)", text)) | set(re.findall(r"resource\.kubernetes\.io/\w+", text))
+    named = set(re.findall(rf"{DRA_DRIVER}/(\w+)", text)) | set(re.findall(r"resource\.kubernetes\.io/\w+", text))
     assert named <= device["attributes"].keys()
     for each in yaml.safe_load_all(text):
         if each["kind"] == "ResourceClaimTemplate":
             for request in each["spec"]["spec"]["devices"]["requests"]:
                 for exact in request.get("firstAvailable", [request.get("exactly")]):
-                    assert exact["deviceClassName"] == DRIVER
+                    assert exact["deviceClassName"] == DRA_DRIVER
                     assert exact.get("capacity", {"requests": {}})["requests"].keys() <= device["capacity"].keys()
         if each["kind"] == "DeviceClass":
             (config,) = each["spec"]["config"]

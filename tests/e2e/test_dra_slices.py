@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from gpumgr.common.rpc.unix_server import LinkState
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.client import ApiServer
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
 from gpumgr.kubelet.dra.slices import (
     SLICES,
@@ -114,7 +114,7 @@ def refused_as(api: Api, method: str, path: str, body: Json | None, sentence: st
 
 
 def test_a_slice_is_stored_whole_and_kept(access: Access) -> None:
-    sick = Taint(key=f"{DRIVER}/xid")
+    sick = Taint(key=f"{DRA_DRIVER}/xid")
     asyncio.run(_kept(access, devices(), devices(sick)))
     assert access.slice() is None
 

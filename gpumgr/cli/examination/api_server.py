@@ -14,10 +14,10 @@ from typing import Any, Final
 from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import GpumgrError
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.common.unix_socket import is_served
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, Right, allowed, unreadable_text
 from gpumgr.kube.pods import parse_quantity
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import find_shares
 from gpumgr.kubelet.dra.registration import socket_patterns
 from gpumgr.kubelet.dra.slices import SLICES, dropped, probe_slice, slice_name
@@ -138,13 +138,13 @@ def _sockets(kubelet: KubeletSettings) -> CheckResult:
         if not os.access(folder, os.W_OK | os.X_OK):
             return error(f"{folder} is not writable", "run gpumgr as root")
     of_driver, of_registration = socket_patterns()
-    places = ((kubelet.plugins_dir / DRIVER, of_driver), (kubelet.plugins_registry_dir, of_registration))
+    places = ((kubelet.plugins_dir / DRA_DRIVER, of_driver), (kubelet.plugins_registry_dir, of_registration))
     served = {
         place: [each for each in sorted(place[0].glob(place[1])) if each.is_socket() and is_served(each)] for place in places
     }
     if away := [f"{folder}/{pattern}" for (folder, pattern), found in served.items() if not found]:
-        return warning(f"the driver {DRIVER} does not listen at {' and '.join(away)}", _START)
-    return ok(f"the driver {DRIVER} listens at {' and '.join(str(path) for found in served.values() for path in found)}")
+        return warning(f"the driver {DRA_DRIVER} does not listen at {' and '.join(away)}", _START)
+    return ok(f"the driver {DRA_DRIVER} listens at {' and '.join(str(path) for found in served.values() for path in found)}")
 
 
 async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:

@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any, Final, Literal
 
 from gpumgr.cli.examination.examine import CheckResult, error, ok, skipped, warning
-from gpumgr.cluster.claims.shapes import DEVICE_CLASS, DRIVER
+from gpumgr.cluster.claims.shapes import DEVICE_CLASS
 from gpumgr.common.foreign_text import UnreadableText, decode_yaml
-from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.common.units import CORE_RESOURCE, DRA_DRIVER, MEMORY_RESOURCE
 from gpumgr.kube.client import ApiServer, Right, items_of
 from gpumgr.settings.hami_resources import ReplicaResources
 
@@ -137,7 +137,7 @@ async def policies_in_force(server: ApiServer, kind: Literal["mutating", "valida
 async def look_at_class(server: ApiServer) -> CheckResult:
     if await server.find(f"/apis/{_GROUP}/v1/deviceclasses/{DEVICE_CLASS}") is not None:
         return ok(f"{DEVICE_CLASS} exists")
-    slices = await server.find(f"/apis/{_GROUP}/v1/resourceslices", query={"fieldSelector": f"spec.driver={DRIVER}"})
+    slices = await server.find(f"/apis/{_GROUP}/v1/resourceslices", query={"fieldSelector": f"spec.driver={DRA_DRIVER}"})
     if slices is None or not items_of(slices):
         return skipped("no node is in mode dra")
     return error(f"no DeviceClass {DEVICE_CLASS}: pods that claim GPUs stay Pending", "apply config/dra/device-class.yaml")

@@ -6,12 +6,12 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from gpumgr.cluster.claims.shapes import DEVICE_CLASS, DRIVER, MANAGED_BY, MAX_DEVICES, TEMPLATE_ANNOTATION
+from gpumgr.cluster.claims.shapes import DEVICE_CLASS, MANAGED_BY, MAX_DEVICES, TEMPLATE_ANNOTATION
 from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import GpuState
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
-from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER, Amounts
 from gpumgr.kube.pods import parse_rounded_up
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
@@ -117,7 +117,7 @@ def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
     owners = (each["uid"] for each in metadata.get("ownerReferences") or () if each.get("kind") == "Pod")
     key, uid = _key(metadata), metadata["uid"]
     results = ((allocation or {}).get("devices") or {}).get("results") or ()
-    counted = [each for each in results if each["driver"] == DRIVER and not each.get("adminAccess")]
+    counted = [each for each in results if each["driver"] == DRA_DRIVER and not each.get("adminAccess")]
     return WatchedClaim(
         uid=uid,
         key=key,

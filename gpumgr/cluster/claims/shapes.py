@@ -11,11 +11,10 @@ from typing import Any, Final
 import msgspec
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER
 from gpumgr.placement.evaluators.select import check_request
 
-DRIVER: Final = "gpu.gpumgr.io"
-DEVICE_CLASS: Final = DRIVER
+DEVICE_CLASS: Final = DRA_DRIVER
 #: The annotation of a claim with the name of its template.
 TEMPLATE_ANNOTATION: Final = "gpumgr.io/claim-template"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "gpumgr")
@@ -30,7 +29,7 @@ MAX_BLOCKS: Final = 1 << 20
 _NUMBER: Final = "(0|[1-9][0-9]{0,6})"
 _REQUEST: Final = re.compile(f"-([ci]){_NUMBER}-{_NUMBER}-{_NUMBER}")
 #: The alternatives for several whole GPUs, the best first: (name, attribute that all the GPUs have in common).
-_TOGETHER: Final = (("island", f"{DRIVER}/island"), ("numa", "resource.kubernetes.io/numaNode"))
+_TOGETHER: Final = (("island", f"{DRA_DRIVER}/island"), ("numa", "resource.kubernetes.io/numaNode"))
 
 
 class ShapeRequest(msgspec.Struct, frozen=True, order=True):
@@ -106,7 +105,7 @@ def _request(wanted: ShapeRequest) -> Mapping[str, Any]:
     asked["count"] = wanted.gpus
     if wanted.blocks:
         least = -(-wanted.blocks // wanted.gpus) * BLOCK_MEBIBYTES
-        expression = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("{least}Mi")) >= 0'
+        expression = f'device.capacity["{DRA_DRIVER}"].memory.compareTo(quantity("{least}Mi")) >= 0'
         asked["selectors"] = [{"cel": {"expression": expression}}]
     if wanted.gpus == 1:
         return {"name": wanted.name, "exactly": asked}

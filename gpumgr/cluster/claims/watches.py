@@ -17,14 +17,13 @@ from msgspec.structs import replace
 from gpumgr.cluster.claims import objects
 from gpumgr.cluster.claims.gates import Demand, kinds_for
 from gpumgr.cluster.claims.objects import Key, UnboundPod, WatchedClaim, WatchedSlice, WatchedTemplate
-from gpumgr.cluster.claims.shapes import DRIVER
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import GpuKind, Quotas
 from gpumgr.cluster.scheduler.objects import CpuPod, QuotaLabels
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.foreign_text import decode_stored
-from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.common.units import CORES_PER_GPU, DRA_DRIVER
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import Keyed, Reflector, Watched, WatchTimes, prompt_watches
 from gpumgr.settings.hami_resources import ReplicaResources
@@ -85,7 +84,7 @@ class ClaimWatches(ClusterWatches):
             ),
             watched(
                 Watched(
-                    path=f"{_API}/resourceslices", query={"fieldSelector": f"spec.driver={DRIVER}"}, parse=objects.parse_slice
+                    path=f"{_API}/resourceslices", query={"fieldSelector": f"spec.driver={DRA_DRIVER}"}, parse=objects.parse_slice
                 ),
                 on_change=self._slice_changed,
             ),

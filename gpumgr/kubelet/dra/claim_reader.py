@@ -25,10 +25,9 @@ import structlog
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.foreign_text import UnreadableText, convert
-from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.common.units import CORES_PER_GPU, DRA_DRIVER
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, items_of, unreadable_text
 from gpumgr.kube.pods import parse_quantity
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.placement.pods import TERMINAL_PHASES, PodKey, PodView
@@ -116,7 +115,7 @@ async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -
 
 
 def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str, Any]]:
-    return [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRIVER, pool)]
+    return [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRA_DRIVER, pool)]
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
@@ -148,7 +147,7 @@ def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> Alloca
         raise _Unusable("is not reserved for any pod")
     devices = allocation["devices"]
     if not (own := _own_results(devices, pool)):
-        raise _Unusable(f"has no device of {DRIVER} on node {pool}")
+        raise _Unusable(f"has no device of {DRA_DRIVER} on node {pool}")
     return AllocatedClaim(
         ref=ref,
         pods=tuple(((ref.namespace, str(each["name"])), str(each["uid"])) for each in consumers),
@@ -188,7 +187,7 @@ def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str
     found: dict[str, set[str]] = {str(each["request"]): set() for each in own if each.get("adminAccess") is not True}
     for config in configs:
         opaque = config.get("opaque") or {}
-        if opaque.get("driver") != DRIVER or (mechanism := _share_config(opaque.get("parameters")).enforcement) is None:
+        if opaque.get("driver") != DRA_DRIVER or (mechanism := _share_config(opaque.get("parameters")).enforcement) is None:
             continue
         if config["source"] != "FromClass":
             raise _Unusable(
@@ -210,7 +209,7 @@ def _share_config(parameters: object) -> ShareConfig:
         return convert(parameters, ShareConfig)
     except UnreadableText as error:
         raise _Unusable(
-            f"has a configuration for {DRIVER} that can't be used ({error}); correct it in the DeviceClass or in the claim: apiVersion "
+            f"has a configuration for {DRA_DRIVER} that can't be used ({error}); correct it in the DeviceClass or in the claim: apiVersion "
             f"gpumgr.io/v1, kind ShareConfig, enforcement {', '.join(get_args(BackendName))}"
         ) from error
 

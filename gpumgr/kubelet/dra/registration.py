@@ -31,8 +31,8 @@ from gpumgr.common.aio import LatestValue, forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.unix_server import LinkState, UnixServer, unary
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.common.unix_socket import is_leftover, is_served, path_problem, remove_leftovers
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.service import DraHealth, DraPlugin, Faults
 
 _log = structlog.get_logger(__name__)
@@ -136,7 +136,7 @@ class DraLink:
         self._asked = True
         self._accepted = self._dra.accepted
         endpoint = str(self._dra.path)
-        return bytes(PluginInfo(type="DRAPlugin", name=DRIVER, endpoint=endpoint, supported_versions=self._versions))
+        return bytes(PluginInfo(type="DRAPlugin", name=DRA_DRIVER, endpoint=endpoint, supported_versions=self._versions))
 
     async def _notified(self, request: bytes) -> bytes:
         status = wire.parse(RegistrationStatus, request)
@@ -146,7 +146,7 @@ class DraLink:
             self._refusal = None
             self._registrations += 1
         else:
-            self._refusal = f"the kubelet refuses the driver {DRIVER}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
+            self._refusal = f"the kubelet refuses the driver {DRA_DRIVER}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
         # The callback is called later: its error must not become the answer to the kubelet, which would undo the registration.
         asyncio.get_running_loop().call_soon(self._report)
         return b""
@@ -210,11 +210,11 @@ class DraLink:
     def _report(self) -> None:
         before, state = self.state, self._observed()
         if state.registered and (not before.registered or state.registrations != before.registrations):
-            _log.info("registered", driver=DRIVER, registrations=state.registrations)
+            _log.info("registered", driver=DRA_DRIVER, registrations=state.registrations)
         elif before.registered and not state.registered:
-            _log.warning("registration_lost", driver=DRIVER, reason=state.error or "the registration socket was removed")
+            _log.warning("registration_lost", driver=DRA_DRIVER, reason=state.error or "the registration socket was removed")
         elif state.error not in (None, before.error):
-            _log.warning("registration_failed", driver=DRIVER, error=state.error)
+            _log.warning("registration_failed", driver=DRA_DRIVER, error=state.error)
         self._become(state)
 
     def _become(self, state: LinkState) -> None:
@@ -228,7 +228,10 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) ->
     it."""
 
     def paths(suffix: str) -> tuple[Path, Path]:
-        return plugins_dir.absolute() / DRIVER / f"dra{suffix}.sock", registry_dir.absolute() / f"{DRIVER}{suffix}-reg.sock"
+        return (
+            plugins_dir.absolute() / DRA_DRIVER / f"dra{suffix}.sock",
+            registry_dir.absolute() / f"{DRA_DRIVER}{suffix}-reg.sock",
+        )
 
     if instance is None:
         return paths("")
@@ -240,7 +243,7 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) ->
 
 def socket_patterns() -> tuple[str, str]:
     """The patterns of the DRA sockets, below the driver's folder, and of the registration sockets of every instance."""
-    return "dra*.sock", f"{DRIVER}-*reg.sock"
+    return "dra*.sock", f"{DRA_DRIVER}-*reg.sock"
 
 
 def _check_folder(folder: Path) -> None:

@@ -18,9 +18,9 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import persistently, wait_at_most
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc.unix_server import LinkState, Observe
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.claim_reader import ClaimReader, WaitingPods, find_shares
 from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import WAIT_SECONDS
@@ -49,8 +49,8 @@ ADOPT_SECONDS: Final = 2.0
 #: Why no claim is prepared in mode plugin.
 _CLOSED: Final = "node.mode of this node is plugin, so it serves no new claims: delete the pod, so that it is scheduled again"
 _LOST: Final = "the ledger was lost, and which GPUs the node's pods have is not known yet"
-UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
-CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
+UNHEALTHY_TAINT: Final = f"{DRA_DRIVER}/unhealthy"
+CORDONED_TAINT: Final = f"{DRA_DRIVER}/cordoned"
 
 
 class ClaimParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class DraSide:
     @property
     def states(self) -> Mapping[str, LinkState]:
         """The state of the registration. Its `error` also says why the driver must not be registered yet."""
-        return {DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
+        return {DRA_DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
 
     def apply(self, settings: Settings) -> None:
         """The settings take effect at the next decision, and in the slice at once."""

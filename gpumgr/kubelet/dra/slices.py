@@ -21,10 +21,9 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
+from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER, GpuName
 from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.pods import parse_quantity
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.ledger.claims import device_name
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology, score_matrix
 from gpumgr.placement.topology.labels import architecture_of, capability_of
@@ -32,7 +31,7 @@ from gpumgr.placement.topology.tree import build_tree, fragment_order
 
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver no longer lists.
-LOST_TAINT: Final = f"{DRIVER}/lost"
+LOST_TAINT: Final = f"{DRA_DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
 #: Kubernetes' limit for the number of devices in a slice, if a device has taints.
 MAX_DEVICES: Final = 64
@@ -117,8 +116,8 @@ def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tupl
 def slice_name(node: str) -> str:
     """The name of the node's slice. It is fixed, so that a crash leaves no second slice. kube-scheduler reads the slices of a pool in the
     order of their names."""
-    name = f"00000-{DRIVER}-{node}"
-    return name if len(name) <= _MAX_NAME else f"00000-{DRIVER}-{hashlib.sha256(node.encode()).hexdigest()[:32]}"
+    name = f"00000-{DRA_DRIVER}-{node}"
+    return name if len(name) <= _MAX_NAME else f"00000-{DRA_DRIVER}-{hashlib.sha256(node.encode()).hexdigest()[:32]}"
 
 
 def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, generation: int = 1) -> Json:
@@ -129,7 +128,7 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
         "kind": "ResourceSlice",
         "metadata": {"name": slice_name(node), "ownerReferences": [owner]},
         "spec": {
-            "driver": DRIVER,
+            "driver": DRA_DRIVER,
             "nodeName": node,
             "pool": {"name": node, "generation": generation, "resourceSliceCount": 1},
             "devices": [_device(device) for device in devices],

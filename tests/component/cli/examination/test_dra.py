@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from gpumgr.cli.doctor import checks_for
 from gpumgr.cli.examination.api_server import look_at_claims, look_at_mode, look_at_slice, look_at_sockets, needed
-from gpumgr.common.units import Amounts
+from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.client import Right
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
@@ -142,17 +141,17 @@ async def test_the_sockets(folder: Path) -> None:
     found = await look_at_sockets(kubelet)
     assert (found.state, found.message) == ("error", f"{folder}/r is no folder")
     kubelet.plugins_registry_dir.mkdir()
-    (folder / "p" / DRIVER).mkdir()
-    dra, registration = folder / "p" / DRIVER / "dra.sock", folder / "r" / f"{DRIVER}-reg.sock"
+    (folder / "p" / DRA_DRIVER).mkdir()
+    dra, registration = folder / "p" / DRA_DRIVER / "dra.sock", folder / "r" / f"{DRA_DRIVER}-reg.sock"
     with listening(dra):
         found = await look_at_sockets(kubelet)
         assert (found.state, found.message) == (
             "warning",
-            f"the driver {DRIVER} does not listen at {folder}/r/{DRIVER}-*reg.sock",
+            f"the driver {DRA_DRIVER} does not listen at {folder}/r/{DRA_DRIVER}-*reg.sock",
         )
         with listening(registration):
             found = await look_at_sockets(kubelet)
-    assert (found.state, found.message) == ("ok", f"the driver {DRIVER} listens at {dra} and {registration}")
+    assert (found.state, found.message) == ("ok", f"the driver {DRA_DRIVER} listens at {dra} and {registration}")
 
 
 def test_checks_of_the_mode() -> None:

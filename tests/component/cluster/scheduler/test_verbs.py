@@ -76,7 +76,8 @@ async def test_a_rejection_has_one_text_with_all_counts(stage: Stage) -> None:
     answer = await stage.filter(pod("one", ("app", 500, 0)), ["a", "b", "unknown"])
     assert answer["FailedNodes"] == {}
     assert answer["FailedAndUnresolvableNodes"] == {
-        "a": "for the 3 nodes with enough in total: 2 have fewer than 5 entirely free GPUs (closest: b, 4 free), 1 has no GPUs that gpumgr can use"
+        "a": "for the 3 nodes with enough in total: 2 have fewer than 5 entirely free GPUs (closest: b, 4 free), "
+        "1 has no GPUs that gpumgr can use"
     }
 
 

@@ -14,10 +14,9 @@ from structlog.testing import capture_logs
 from gpumgr.agent.inventory import EMPTY, HardwareHealth, Inventory
 from gpumgr.common.errors import KubeletError, Refusal
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.common.units import Amounts
+from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry
-from gpumgr.kubelet.dra import DRIVER
 from gpumgr.kubelet.dra import side as dra_side
 from gpumgr.kubelet.dra.claim_reader import find_shares
 from gpumgr.kubelet.dra.registration import DraDriver
@@ -125,7 +124,7 @@ class ClaimServer:
     def add(self, world: World, name: str, gpu: int, *, node: str = "node-1", results: Sequence[Any] | None = None) -> None:
         device = device_name(world.ledger.gpu_registry.gpus[gpu].name)
         amounts = {"shareID": "s", "consumedCapacity": {"cores": "30", "memory": "256Mi"}}
-        given = [{"request": "gpu", "driver": DRIVER, "pool": node, "device": device, **amounts}]
+        given = [{"request": "gpu", "driver": DRA_DRIVER, "pool": node, "device": device, **amounts}]
         status = {
             "allocation": {"devices": {"results": given if results is None else results}},
             "reservedFor": [{"resource": "pods", "name": name, "uid": f"pod-{name}"}],
@@ -223,13 +222,13 @@ async def test_while_claims_can_not_be_adopted_the_reason_is_shown(
     async with after_a_lost_ledger(world, server, tmp_path) as side:
         for _ in range(5):
             await asyncio.sleep(0)
-        assert "has not listed the pods" in (side.states[DRIVER].error or "")
+        assert "has not listed the pods" in (side.states[DRA_DRIVER].error or "")
         server.add(world, "a", 0)
         server.failures["a"] = [failure] * 5
         world.pods.synced = True
         for _ in range(5):
             await asyncio.sleep(0)
-        assert shown in (side.states[DRIVER].error or "")
+        assert shown in (side.states[DRA_DRIVER].error or "")
     assert held(world) == {"a"}
 
 
@@ -244,7 +243,7 @@ async def test_running_claims_are_adopted_once_a_driver_that_is_up_late_lists_th
     async with after_a_lost_ledger(world, server, tmp_path) as side:
         for _ in range(9):
             await asyncio.sleep(0)
-        assert "the driver has not listed the GPUs" in (side.states[DRIVER].error or "")
+        assert "the driver has not listed the GPUs" in (side.states[DRA_DRIVER].error or "")
         await world.agent_state.set_snapshot(world.node)
     assert held(world) == {"a"}
 
@@ -276,7 +275,7 @@ async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is
     server.add(world, "a", 0)
     server.failures["a"] = [AnswerError("HTTP 503: no leader", status=503)] * 3
     world.pods.synced = False
-    (folder / "plugins" / DRIVER).mkdir(parents=True)
+    (folder / "plugins" / DRA_DRIVER).mkdir(parents=True)
     async with ending_side(world, server, folder, lost=True) as (side, kubelet):
         assert side.held_back
         await soon(lambda: "has not listed the pods" in (side.held_back or ""))
@@ -328,7 +327,7 @@ async def test_mode_plugin_deletes_no_slice_where_the_node_never_had_one(
 ) -> None:
     world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
     if was_in_mode_dra:
-        (folder / "plugins" / DRIVER).mkdir(parents=True)
+        (folder / "plugins" / DRA_DRIVER).mkdir(parents=True)
     async with ending_side(world, server, folder, lost=False) as (side, _):
         await soon(lambda: side.held_back is None)
         await asyncio.sleep(0.1)
@@ -447,13 +446,13 @@ async def test_a_driver_that_may_not_be_registered_yet_is_registered_anew_later(
     else:
         world.pods.synced = False
     async with running_side(world, folder, lost=reason == "lost") as (side, kubelet):
-        await soon(lambda: f"{DRIVER}-reg.sock" not in kubelet.sockets())
-        assert not side.states[DRIVER].registered
-        assert side.states[DRIVER].error
+        await soon(lambda: f"{DRA_DRIVER}-reg.sock" not in kubelet.sockets())
+        assert not side.states[DRA_DRIVER].registered
+        assert side.states[DRA_DRIVER].error
         world.agent_state.ledger, world.pods.synced = world.ledger.free(["a"]), True
         await kubelet.register()
-        await soon(lambda: side.states[DRIVER].registered)
-        assert side.states[DRIVER].error is None
+        await soon(lambda: side.states[DRA_DRIVER].registered)
+        assert side.states[DRA_DRIVER].error is None
 
 
 async def prepared(world: World, folder: Path) -> Path:

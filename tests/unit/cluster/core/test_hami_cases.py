@@ -100,7 +100,8 @@ TWO = (node_state("node1", 2, **other({0: (25, 4096)})), node_state("node2", 2, 
         # HAMi never uses NUMA node 0.
         pytest.param([EIGHT], [constrained(WHOLE[3], same_numa_node=True)] * 3, "spread",
                      ["n:0,1,2", "n:4,5,6", "has fewer than 3 entirely free GPUs on one NUMA node (1 free)"], id="38"),
-        pytest.param([EIGHT], [WHOLE[4]] * 3, "topology", ["n:0,1,2,3", "n:4,5,6,7", "has fewer than 4 entirely free GPUs (0 free)"], id="39"),
+        pytest.param([EIGHT], [WHOLE[4]] * 3, "topology",
+                     ["n:0,1,2,3", "n:4,5,6,7", "has fewer than 4 entirely free GPUs (0 free)"], id="39"),
     ],
 )  # fmt: skip
 def test_the_same_choice_or_a_stated_difference(

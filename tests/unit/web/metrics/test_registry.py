@@ -6,8 +6,7 @@ import pytest
 
 import gpumgr
 from gpumgr.agent.ports import Meter
-from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
-from gpumgr.kubelet.dra import DRIVER
+from gpumgr.common.units import CORE_RESOURCE, DRA_DRIVER, MEMORY_RESOURCE, Resource
 from gpumgr.runtime.memory_limit_watcher import LimitMeter as AccountingMeter
 from gpumgr.web.metrics.registry import OUTCOMES, Drift, Metrics, catalogue
 
@@ -88,17 +87,17 @@ def test_registrations_never_count_back(metrics: Metrics) -> None:
 
 
 def test_in_mode_dra_the_driver_has_the_series_and_the_resources_have_none() -> None:
-    metrics = Metrics(node="node-1", version="1", driver=DRIVER, process=False)
-    metrics.linked(DRIVER, registered=True, registrations=2)
-    metrics.called("NodePrepareResources", DRIVER, "ok", 0.002)
-    metrics.called("NodeUnprepareResources", DRIVER, "surprise", 0.002)
-    assert value(metrics, "kubelet_registered", resource=DRIVER) == 1
-    assert value(metrics, "kubelet_registrations_total", resource=DRIVER) == 2
-    assert value(metrics, "prepare_requests_total", resource=DRIVER, outcome="ok") == 1
-    assert value(metrics, "prepare_duration_seconds_count", resource=DRIVER) == 1
-    assert value(metrics, "unprepare_requests_total", resource=DRIVER, outcome="internal") == 1
+    metrics = Metrics(node="node-1", version="1", driver=DRA_DRIVER, process=False)
+    metrics.linked(DRA_DRIVER, registered=True, registrations=2)
+    metrics.called("NodePrepareResources", DRA_DRIVER, "ok", 0.002)
+    metrics.called("NodeUnprepareResources", DRA_DRIVER, "surprise", 0.002)
+    assert value(metrics, "kubelet_registered", resource=DRA_DRIVER) == 1
+    assert value(metrics, "kubelet_registrations_total", resource=DRA_DRIVER) == 2
+    assert value(metrics, "prepare_requests_total", resource=DRA_DRIVER, outcome="ok") == 1
+    assert value(metrics, "prepare_duration_seconds_count", resource=DRA_DRIVER) == 1
+    assert value(metrics, "unprepare_requests_total", resource=DRA_DRIVER, outcome="internal") == 1
     found = {s.labels["resource"] for family in families(metrics).values() for s in family.samples if "resource" in s.labels}
-    assert found == {DRIVER}
+    assert found == {DRA_DRIVER}
 
 
 @pytest.mark.parametrize("kind", ["core", "memory"])
@@ -170,7 +169,7 @@ def test_names_keep_the_rules_of_promtool() -> None:
 
 def test_the_catalogue_has_what_a_page_has() -> None:
     found = []
-    of_claims = families(Metrics(node="node-1", version="1", driver=DRIVER, process=False))
+    of_claims = families(Metrics(node="node-1", version="1", driver=DRA_DRIVER, process=False))
     for name, plain in families(full_metrics()).items():
         family = of_claims[name] if "prepare_" in name else plain  # these have series in mode dra alone
         assert family.samples, family.name
