@@ -200,8 +200,8 @@ class Admission:
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
-        """Call it when GetPreferredAllocation or Allocate is refused: the kubelet then fails this pod, and its next call is for another
-        one."""
+        """Call it when GetPreferredAllocation or Allocate is refused: the kubelet then rejects this pod, and its next call is for another
+        pod."""
         self.current, self._granted_at = UNKNOWN_CALLER, float("-inf")
         uids = {*self._refused, *([caller.uid] if caller.uid is not None and not caller.unconfirmed else [])}
         self._refused = frozenset(uid for uid in uids if (view := self._pods.by_uid(uid)) is not None and not view.ended)

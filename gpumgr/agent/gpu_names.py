@@ -25,8 +25,8 @@ class KnownGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]) -> GpuName:
-    """The GPU with this index ("3", "GPU3"), this name in device ids, or this UUID or beginning of it ("GPU-0fe1", "0fe1") of MIN_DIGITS
-    digits or more. A number is an index, unless it is the whole name of a GPU.
+    """The GPU with this index ("3", "GPU3"), this name in device ids, this UUID, or a UUID that begins so ("GPU-0fe1", "0fe1"; MIN_DIGITS
+    digits or more). A number is an index, unless it is the whole name of a GPU.
 
     `unreadable`: index -> reason, of GPUs that the driver lists and can't describe. Raises InputError with a list of the known GPUs.
     """

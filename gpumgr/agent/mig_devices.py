@@ -50,7 +50,7 @@ class MigDevices:
     """Creates and destroys MIG devices one after another, under `changes`: the driver makes their UUIDs from the place, so a UUID recurs,
     and a device must not be destroyed while a container gets a new one of the same UUID.
 
-    The driver may take 30 s, so these calls are never made under the agent state's lock, which may be taken under `changes`.
+    The driver may take 30 s, so it is never called under the agent state's lock. That lock may be taken under `changes`.
     """
 
     def __init__(self, agent_state: AgentState, driver: MigDriver, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,7 +106,7 @@ class MigDevices:
             async with self._agent_state.lock:
                 current = self._allocation(allocation.id)
                 ledger = self._agent_state.ledger
-                for each in ledger.of(current.pod, current.uid):  # an init container may have passed the device on to this one
+                for each in ledger.of(current.pod, current.uid):  # an init container and a later one may share a device
                     devices = tuple(made.get(device.uuid, device) for device in each.mig_devices)
                     if devices != each.mig_devices:
                         ledger = ledger.occupy(replace(each, mig_devices=devices, why=_why(each.why, devices)))
@@ -130,7 +130,7 @@ class MigDevices:
         gpus = _gpus(ledger, inventory)
         found: dict[str, str] = {}
         for name, gpu in gpus.items():
-            # Where MIG mode is off, no container of a MIG device runs: its MIG device is gone, too.
+            # While MIG mode is off, no MIG device exists, so no container that was granted one runs.
             idle = all(a.mig_devices for a in ledger.on(name)) and name not in inventory.quarantine.held
             if not gpu.mig_enabled and idle and gpu.uuid not in {*inventory.health.cordoned, *inventory.health.failed}:
                 found |= await self._enable(gpu.uuid)

@@ -50,8 +50,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: the reasons why the node can't
     accept pods with GPUs now. `warnings`: other faults of what it offers. Both have sentences. `cordons` are by UUID. `api_queue` None:
-    there is no API server. `connections` counts the web server's open connections, `connections_refused` those over its limit since the
-    start of the process, `disconnects` requests that their client ended before the response was complete.
+    there is no API server. `connections` counts the web server's open connections, `connections_refused` the connections over its
+    limit since the start of the process, `disconnects` requests that the client ended before the response was complete.
     """
 
     view: AgentView

@@ -105,7 +105,7 @@ class PodEnds:
         if view is not None:
             return False
         later = self._pods.get(a.pod) if a.pod else None
-        # A pod with such a name may be a static one: its mirror pod was deleted, and is not created again yet.
+        # A pod with this suffix may be a static pod: its mirror pod was deleted, and is not created again yet.
         named_so = later is None and a.pod is not None and a.pod[1].endswith(self._static_end)
         static = is_static_uid(a.uid) or named_so or (later is not None and later.runtime_uid is not None)
         return None if static else True

@@ -51,7 +51,7 @@ class Pods(Protocol):
     def all(self) -> Iterable[PodView]: ...
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """Returns the pod of this name once the cache has it (with `uid`: only that incarnation), or None after the timeout."""
+        """Returns the pod of this name once the cache has it (with `uid`: only with this UID), or None after the timeout."""
         ...
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
@@ -101,7 +101,7 @@ class Enforcement(Protocol):
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """An eviction to request: one incarnation of a pod, and the reason."""
+    """An eviction to request: the pod with this UID, and the reason."""
 
     uid: str
     pod: PodKey

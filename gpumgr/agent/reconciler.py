@@ -159,10 +159,10 @@ class Reconciler:
         return view is not None and not view.ended and next_container(self._agent_state.ledger, view) is not None
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint).
+        """Adds to the ledger the allocations that only the kubelet has (at start, after a lost checkpoint).
 
-        `entries` are from the kubelet's checkpoint. If the ledger has all of them, with their pods, `List` would add nothing. Then the
-        offer does not wait for `List`, and the next sweep calls it.
+        `entries` are from the kubelet's checkpoint. If the ledger has all of them, with their pods, `List` adds nothing, so it is not
+        called: GPUs are offered without waiting for it.
         """
         entries = tuple(entries)
         async with self._agent_state.lock:
@@ -199,7 +199,7 @@ class Reconciler:
             # This sweep only sets names: with this patience it frees nothing.
             ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger
         rebuilt = adopt(ledger, entries, listing, self._find_uid, new_id=self.new_id, now=self._wall_clock())
-        await self._settle(rebuilt)
+        await self._commit(rebuilt)
         return rebuilt
 
     async def migrate(self, plan: Callable[[Ledger, Mapping[int, GpuName]], Rebuilt]) -> Rebuilt:
@@ -207,7 +207,7 @@ class Reconciler:
         holds the agent state's lock."""
         gpus = self._agent_state.inventory.gpus(self._agent_state.ledger.gpu_registry)
         rebuilt = plan(self._agent_state.ledger, {gpu.minor: name for name, gpu in gpus.items() if gpu.minor is not None})
-        await self._settle(rebuilt)
+        await self._commit(rebuilt)
         self._agent_state.publish()
         return rebuilt
 
@@ -219,7 +219,7 @@ class Reconciler:
                 ledger = ledger.occupy(replace(a, pod=pods[a.uid]))
         await self._agent_state.commit(ledger)
 
-    async def _settle(self, rebuilt: Rebuilt) -> None:
+    async def _commit(self, rebuilt: Rebuilt) -> None:
         for a in rebuilt.added:
             log.warning(
                 "allocation_adopted", allocation=a.id, holder=a.describe(), gpus=tuple(a.gpus), cores=a.cores, reason=a.why

@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 #: The memory call of a container follows its core call within this time, or not at all.
 OPEN_SECONDS = 5.0
-#: The kubelet reads a ListAndWatch message within milliseconds. Only a pod that would be refused waits for it.
+#: How long a pod that must otherwise be refused waits until the kubelet has read a ListAndWatch message, which takes milliseconds.
 PUBLISH_SECONDS = 0.1
 QUARANTINE_NOTE = "quarantine"
 SUSPENSIONS_NOTE = "suspensions"
@@ -64,9 +64,10 @@ class AgentState:
         self.suspensions: SuspensionsById = {}
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
+        #: The allocation of a whole-GPU container that may still request memory, and until when it may.
         self._open: tuple[AllocationId, float] | None = None
         self._noted = ""
-        #: GPU -> when it went into quarantine, in monotonic seconds; None: that was logged.
+        #: GPU -> when it went into quarantine, in monotonic seconds; None: the quarantine was logged.
         self._held_since: dict[GpuName, float | None] = {}
         self._on_freed, self._before_offer = on_freed, before_offer
 

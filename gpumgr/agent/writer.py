@@ -80,7 +80,7 @@ class Agent:
         return AgentView(ledger=state.ledger, inventory=state.inventory, node=state.node(), suspensions=state.suspensions)
 
     async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        """GetPreferredAllocation: `size` ids to allocate. Raises Refusal, which fails the pod with its message."""
+        """GetPreferredAllocation: `size` ids to allocate. Raises Refusal: the kubelet rejects the pod with its message."""
         with self._recording("prefer", resource, size) as record:
             self.admission.pending = None
             return await self._until_listed(lambda: self._prefer(record, available, must_include))

@@ -223,7 +223,7 @@ def decode_register(text: str) -> Sequence[RegisteredGpu]:
 
 
 def encode_scores(uuids: Sequence[str], scores: Scores) -> str:
-    """The scores of each GPU's links to the others."""
+    """The scores of each GPU's links to the other GPUs."""
     rows = [
         {"uuid": uuid, "score": {other: row[place] for place, other in enumerate(uuids) if other != uuid}}
         for uuid, row in zip(uuids, scores, strict=True)

@@ -37,12 +37,12 @@ _FACTORS: Final = {
 _MAX_QUANTITY: Final = 1 << 63
 #: Annotation of a static pod's mirror pod, which only the kubelet can create: the UID that the kubelet gives the static pod.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
-#: The annotation and the variable for two further fields of gpu-manager's /usage; tenants may write any text there.
+#: The annotation and the variable for two further fields of gpu-manager's /usage; users may write any text there.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
 _DURATION: Final = re.compile("([1-9][0-9]{0,5})([smh])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
-#: Limits in characters for a tenant's text and for a kubelet's sentence.
+#: Limits in characters for a user's text and for a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
 _RESIZE_EXAMPLE: Final = '{"main": {"cores": 40, "memoryMiB": 4096}}'

@@ -7,7 +7,7 @@ Invariants:
    or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch without events does not prove that nothing has
    changed: with `list_seconds` a list follows.
 3. Only the result of `parse` is kept. Each object is decoded on its own: an object that can't be read is named in the log and in an event,
-   keeps its last result, and never counts as deleted. The others are not affected.
+   keeps its last result, and never counts as deleted. Other objects are not affected.
 
 The API has no option to leave out `metadata.managedFields`; the decoders skip them.
 """

@@ -163,8 +163,8 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
     """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does
-    not search LOADER_PATHS; otherwise the image keeps its own value. If the files are mounted, NVIDIA_VISIBLE_DEVICES keeps the toolkit
-    from adding them again."""
+    not search LOADER_PATHS; otherwise the image keeps its own value. If the files are mounted and the node may have NVIDIA's toolkit,
+    NVIDIA_VISIBLE_DEVICES keeps it from adding them again."""
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit

@@ -46,7 +46,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chain(self) -> tuple[ContainerSpec, ...]:
-        """This container and the pod's later ones, in the kubelet's order."""
+        """This container and the pod's later containers, in the kubelet's order."""
         if self.view is None or self.spec is None:
             return ()
         return self.view.containers[self.view.containers.index(self.spec) :]

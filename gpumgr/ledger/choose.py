@@ -133,7 +133,7 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
     held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
-    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # others can't get the memory blocks of these GPUs
+    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # other pods have these GPUs whole
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
@@ -221,7 +221,7 @@ def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
 
 
 def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
-    """What each registered GPU has available, in the order of registration. A GPU that one container has as a whole has no free blocks."""
+    """What each registered GPU has available, in the order of registration. A GPU that a container has whole has nothing available."""
     return tuple(
         Candidate(
             gpu=gpu.name,

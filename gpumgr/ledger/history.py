@@ -44,7 +44,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     `id` is the same in the log, in the pod's events and annotations and here: the allocation's id, or for a refusal the id that the
     allocation would have had. `size` counts the ids of the resource `kind` in the kubelet's call. `amounts`: what the container has after a
     grant. `why` is the evaluator's reason, the refusal's sentence or the event's message; `code` is the refusal's code, the event's reason,
-    or the new state of the GPU.
+    the new state of the GPU, or what became of the settings file.
     """
 
     number: int = 0

@@ -117,10 +117,10 @@ def instance_amounts(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why no MIG device on this GPU can serve all requests in `follow`; None if one can. They are the request of the container and the
-    requests of later containers that take over its replica.
+    """Why no MIG device on this GPU can serve all requests in `follow`; None if one can.
 
-    `mask`: the replicas on the GPU that the container takes over.
+    `follow`: the request of the container, and the requests of later containers that take over its replica. `mask`: the replicas on the GPU
+    that the container itself takes over.
     """
     profiles, taken = node.mig_profiles[gpu], ledger.used(gpu).slices
     if _left(ledger, caller, gpu, mask, profiles, follow) or find_place(profiles, taken, *follow) is not None:

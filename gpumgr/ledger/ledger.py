@@ -79,7 +79,7 @@ class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
 class Resize(msgspec.Struct, frozen=True, kw_only=True):
     """The last request to resize a container, which was decided once. `amounts`: what it may use on each of its GPUs now; empty: what it
     was granted. `refused`: why the request was refused; empty if it was not. `lent_mebibytes`: the part of `amounts` that suspended
-    containers hold. It is used like a burst, and given back when they are resumed."""
+    containers hold. It is used like a burst, and given back when those containers are resumed."""
 
     asked: ResizeRequest
     amounts: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)

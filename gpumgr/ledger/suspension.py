@@ -34,7 +34,7 @@ _MACHINE: Final = "x86_64"
 #: The host needs more than the GPU had: 4.8 GiB for 4 GiB and a context of 0.5 GiB (H200, driver 580).
 _HOST_FACTOR, _HOST_EXTRA_BYTES = 1.05, 256 << 20
 #: The shortest idle time before a suspension, so that memory is not moved again and again. The first suspension that gpumgr.io/suspend
-#: demands does not wait for it; the ones after a resume do.
+#: demands does not wait for it; a suspension after a resume does.
 AGAIN_SECONDS: Final = 60.0
 _RESUMED: Final = f"it was resumed less than {AGAIN_SECONDS:g} s ago; it is suspended after that"
 #: The longest pause after a suspension that failed.
@@ -256,7 +256,7 @@ def missing_bytes(need_bytes: int, guaranteed_bytes: int, *, free_bytes: int, un
 
 
 def waits_for(missing: int, gpu: GpuName, holders: Mapping[str, int]) -> str:
-    """The reason of a resume that waits for memory. `holders`: the names of the others on the GPU, and what they use in bytes."""
+    """The reason of a resume that waits for memory. `holders`: the names of the other containers on the GPU, and what they use in bytes."""
     return f"it waits for {-(-missing >> 20)} MiB of GPU {gpu}, used by {used_by(holders)}"
 
 

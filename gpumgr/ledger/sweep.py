@@ -200,7 +200,7 @@ def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
 def _joined(ledger: Ledger, named: Allocation) -> Ledger:
     """The ledger in which `named` and the allocation of the same container's other resource are one allocation. It has the id of the
     allocation with the cores, because the container's folder has that name. Without a UID nothing is joined: the other allocation may
-    belong to an earlier incarnation."""
+    belong to an earlier pod of that name."""
     mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
     cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
     if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
@@ -231,7 +231,7 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
 def _ended(a: Allocation, find_pod: FindPod) -> bool:
     """Whether the pod's phase is Succeeded or Failed: such a pod holds nothing, even if an older kubelet still lists it.
 
-    Without a UID the name proves nothing: the ended pod may be an earlier incarnation.
+    Without a UID the name proves nothing: the ended pod may be an earlier one of that name.
     """
     view = find_pod(a.pod) if a.pod else None
     return view is not None and view.ended and a.uid == view.uid
@@ -239,7 +239,7 @@ def _ended(a: Allocation, find_pod: FindPod) -> bool:
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
     """Whether `List` shows its container with other ids. The kubelet never changes a container's ids, so the allocation's ids never were
-    the container's, or belonged to an earlier incarnation."""
+    the container's, or belonged to an earlier pod of that name."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})

@@ -118,7 +118,7 @@ class DecisionReporter:
                 if due < self._next_report:
                     self._granted.set()
             case "refused" | "event":
-                if entry.call in ("prefer", "allocate"):  # the kubelet fails the pod
+                if entry.call in ("prefer", "allocate"):  # the kubelet rejects the pod
                     self._hami.decided(entry)
                     self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
                 if entry.code != NOT_ENFORCED:  # the event of the placement says so

@@ -123,15 +123,15 @@ class HamiBindings:
                 self._end(before)
         elif after.bound_by_hami and before is None and self._pods.annotations(after.uid).get(HAMI_PHASE) not in _FINAL:
             self._waiting.add(after.uid)
-            self._look(after)
+            self._end_if_decided(after)
         elif after.uid in self._waiting:
-            self._look(after)
+            self._end_if_decided(after)
 
     def ledger_changed(self) -> None:
         for view in filter(None, map(self._pods.by_uid, tuple(self._waiting))):
-            self._look(view)
+            self._end_if_decided(view)
 
-    def _look(self, view: PodView) -> None:
+    def _end_if_decided(self, view: PodView) -> None:
         if view.ended or self._has_devices(view):
             self._end(view, failed=view.phase == "Failed")
 

@@ -182,7 +182,7 @@ _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
 class NodeReports:
-    """The daemon: calls each of the reporters with the current state once a second. A bug of one of them does not stop the others."""
+    """The daemon: calls each of the reporters with the current state once a second. A bug of one reporter does not stop the other ones."""
 
     def __init__(self, report: Callable[[], NodeReport], reporters: Mapping[str, Callable[[NodeReport], None]]) -> None:
         self._report, self._reporters = report, reporters

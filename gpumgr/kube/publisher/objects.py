@@ -42,7 +42,7 @@ _BY_HAND: Final = (
 
 @dataclass(eq=False, slots=True)
 class PodAnnotations(Desired):
-    """Annotations of one incarnation of a pod; None removes one."""
+    """Annotations of the pod with this UID; None removes one."""
 
     what = "pod"
     rights = "patch on pods"
@@ -59,7 +59,7 @@ class PodAnnotations(Desired):
 
 @dataclass(eq=False, slots=True)
 class PodDeletion(Desired):
-    """The deletion of one incarnation of a pod. A refusal is retried, since the right to delete pods may be granted later."""
+    """The deletion of the pod with this UID. A refusal is retried, since the right to delete pods may be granted later."""
 
     what = "pod"
     rights = "delete on pods"
@@ -83,7 +83,7 @@ def waits_for_deletion(view: PodView | None) -> bool:
 
 @dataclass(eq=False, slots=True)
 class PodEviction(Desired):
-    """The eviction of one incarnation of a pod. `reasons` has the reason of each requester: a drain and the memory limit may both want the
+    """The eviction of the pod with this UID. `reasons` has the reason of each requester: a drain and the memory limit may both want the
     pod evicted. `wanted_at` is infinity once the pod is gone."""
 
     what = "eviction"

@@ -46,7 +46,7 @@ _REQUESTS_PER_SECOND: Final = 50.0
 _PAUSES_SECONDS: Final = (0.5, 30.0)
 #: Statuses below 500 that a retry may change. 401: the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
-#: A conflict that lasts means that another incarnation of the pod has the name.
+#: A conflict that lasts means that another pod has the name now.
 _MAX_CONFLICTS: Final = 5
 #: The first pause of a failed write is this many times the first pause of the queue, so that the other writes are sent first.
 _FAILED_FACTOR: Final = 4.0
@@ -182,13 +182,13 @@ class Publisher:
             self._put(series)
 
     def annotate_pod(self, pod: PodKey, uid: str, values: Mapping[str, str | None]) -> None:
-        """Sets annotations of this incarnation of the pod; None removes one. Replaces what is not written yet."""
+        """Sets annotations of the pod with this UID; None removes one. Replaces what is not written yet."""
         desired = self._pods.setdefault(uid, PodAnnotations(pod, uid))
         desired.values = dict(values)
         self._put(desired)
 
     def delete_pod(self, pod: PodKey, uid: str) -> None:
-        """Deletes this incarnation of the pod; tries until the pod is gone."""
+        """Deletes the pod with this UID; tries until the pod is gone."""
         self._put(self._deletions.setdefault(uid, PodDeletion(pod, uid)))
 
     def forget_pod(self, uid: str) -> None:
@@ -303,7 +303,7 @@ class Publisher:
                 self._try_later(desired)
                 return None
             return 0.0
-        except Exception:  # a bug: the others are written without this one, and the supervisor logs it
+        except Exception:  # a bug, which the supervisor logs; the other writes continue
             self._queue.retry(desired, self._clock() + self._backoff(desired))
             raise
         self._queue.done(desired)

@@ -14,11 +14,11 @@ AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
 class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How a container used its turns on one GPU, as the limiter has counted since the agent knows the container. `held_seconds`: the GPU
-    time that was charged to it. `waited_seconds`: how long it had no turn while at least one of its threads waited for one. `overruns`: how
-    many of its turns the arbiter ended while its work still ran. `memory_bytes_by_kind`: kind of CUDA allocation -> what its processes
-    hold, without kinds with nothing. `held_ratio` and `waited_ratio`: the part of the last ten seconds in which it held the GPU, and in
-    which it waited, 0..1; None: not known yet, or launches need no turn."""
+    """How a container used its turns on one GPU (the times in which the arbiter lets it run kernels), as the limiter has counted since the
+    agent knows the container. `held_seconds`: the GPU time that was charged to it. `waited_seconds`: how long it had no turn while at least
+    one of its threads waited for one. `overruns`: how many of its turns the arbiter ended while its work still ran. `memory_bytes_by_kind`:
+    kind of CUDA allocation -> what its processes hold, without kinds with nothing. `held_ratio` and `waited_ratio`: the part of the last
+    ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or launches need no turn."""
 
     held_seconds: float
     waited_seconds: float
@@ -32,9 +32,10 @@ class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
 class ContainerUse(msgspec.Struct, frozen=True, kw_only=True):
     """A container's grant on one GPU, and the use of the GPU by its processes.
 
-    `cores` are hundredths of this GPU. `memory_request_bytes` was granted; `memory_limit_bytes` is the most that the container may use,
-    which is more with a burst. Both are None for whole GPUs. `processes` maps the host's pid of each process with a context there to its
-    bytes (None = not reported). `memory_bytes` is their sum; None = unknown, and then the processes may be unknown, too.
+    `cores` are hundredths of this GPU. `memory_request_bytes` is guaranteed: what was granted, or the size after a resize.
+    `memory_limit_bytes` is the most that the container may use, which is more with a burst. Both are None for whole GPUs. `processes` maps
+    the host's pid of each process with a context there to its bytes (None = not reported). `memory_bytes` is their sum; None = unknown, and
+    then the processes may be unknown, too.
     """
 
     allocation: AllocationId

@@ -1,10 +1,11 @@
-"""A volume on disk. A version is made under a temporary name. It is complete and durable before a link points to it, and never changes.
+"""A volume on disk. Each content of a volume is a version, which is made under a temporary name. It is complete and durable before a link
+points to it, and never changes.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
     <base>/<link> -> .versions/<version>/<volume>
 
 A container's mount follows the link when the container starts, so the container keeps that version until it ends. The modification time
-of a version's folder is the last time at which it was in use. One agent per node, one call at a time.
+of a version's folder is the last time at which it was in use. The functions must not run at the same time.
 """
 
 import errno

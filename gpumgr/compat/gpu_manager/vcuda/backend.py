@@ -44,10 +44,10 @@ def newer_cuda(environment: bytes) -> str | None:
 
 class ImageCheck:
     """Finds containers with an image that has a newer CUDA than the library supports. The image declares its CUDA in its environment:
-    NVIDIA's images set CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`). The tenant can change
-    the environment, so it may have any size and content.
+    NVIDIA's images set CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`). A container can
+    change its environment, so that may have any size and content.
 
-    `environment_of` returns the environment of a process. A tenant can make this call hang, so it runs on a thread of its own."""
+    `environment_of` returns the environment of a process. A container can make this call hang, so it runs on a thread of its own."""
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:
         self._environment_of, self._calls = environment_of, DaemonCalls("vcuda_environment")
@@ -163,14 +163,14 @@ class VcudaBackend(Backend):
         slot = self._slots.pop(allocation, None)
         self._service.forget(allocation)
         if slot is not None:
-            await slot.hang_up(0)
+            await slot.stop_listening(0)
         await asyncio.to_thread(files.remove, self._allocation_dir / allocation)
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         await self._for_each([(slot, slot.take_over) for slot in map(self._slot, tenants)])
 
     async def close(self) -> None:
-        await asyncio.gather(*(slot.hang_up(_CLOSE_GRACE_SECONDS) for slot in self._slots.values()))
+        await asyncio.gather(*(slot.stop_listening(_CLOSE_GRACE_SECONDS) for slot in self._slots.values()))
 
     def _slot(self, tenant: GpuShare) -> ContainerSlot:
         slot = self._slots.get(tenant.allocation)

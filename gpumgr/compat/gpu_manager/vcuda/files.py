@@ -36,7 +36,7 @@ BUS_ID_BYTES: Final = 15
 MOST_PIDS: Final = 1024
 _PID_BYTES: Final = 4
 
-#: The only pid in the file before the container has a process: the host's init never uses a GPU and never ends, so its pid is never reused.
+#: The only pid in pids.config before the container has a process: the host's init never uses a GPU and never ends, so its pid never recurs.
 INIT_PID: Final = 1
 
 

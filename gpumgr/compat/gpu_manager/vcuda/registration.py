@@ -156,8 +156,8 @@ class RegistrationService:
 
 def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unclear"]:
     """Whether this is the tenant's container, by the pod's uid (or the pod's name, if the kubelet gave only that) and the container's
-    name. "unclear": nothing contradicts it, but a name that would decide is missing. For a static pod the runtime and the API server have
-    different uids.
+    name. "unclear": nothing contradicts it, but a name or uid that is needed for "yes" is missing. For a static pod the runtime and the API
+    server have different uids.
     """
     uids = {uid for uid in (tenant.pod_uid, tenant.runtime_uid) if uid}
     if uids:

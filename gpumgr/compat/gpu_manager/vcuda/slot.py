@@ -120,11 +120,11 @@ class ContainerSlot:
         """Serves the socket, unless it is served already and its file is in place. Raises OSError."""
         if self._listener is not None and self._listener.in_place:
             return
-        await self.hang_up(0)
+        await self.stop_listening(0)
         self._listener = RegistrationListener(self.folder / files.SOCKET, service)
         await self._listener.listen()
 
-    async def hang_up(self, grace_seconds: float) -> None:
+    async def stop_listening(self, grace_seconds: float) -> None:
         if self._listener is not None:
             await self._listener.drain(grace_seconds)
 
