@@ -92,7 +92,7 @@ NodeData = AgentData | CheckpointData
 
 
 async def find_pod(data: NodeData, name: PodName) -> PodKey:
-    """The pod of this name. Raises InputError if several pods have the name."""
+    """The pod of this name. Raises InputError as `PodName.among`."""
     return name.among(await data.pods() if name.namespace is None else ())
 
 

@@ -65,7 +65,7 @@ kubeconfig_option = click.option(
 
 class AgentLocation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Where commands find the agent, by --config and --socket. The settings are read when they are first needed, so that a mistake in them
-    does not fail a command that only asks another process. The properties raise InputError, which names every mistake in the settings."""
+    does not fail a command that needs no settings. The properties raise InputError, which names every mistake in the settings."""
 
     file: Path | None
     given_socket: Path | None
@@ -188,7 +188,8 @@ class PodName(msgspec.Struct, frozen=True, kw_only=True):
         return cls(namespace=namespace if slash else None, name=name)
 
     def among(self, known: Collection[PodKey]) -> PodKey:
-        """The one known pod of this name, else the one in the default namespace. Raises InputError if several pods have the name."""
+        """The one known pod of this name, else the pod in the namespace "default". Raises InputError if several known pods have the name,
+        but none in this namespace."""
         if self.namespace is not None:
             return self.namespace, self.name
         default = (DEFAULT_NAMESPACE, self.name)

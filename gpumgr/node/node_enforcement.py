@@ -255,7 +255,7 @@ class NodeEnforcement:
         return None if started is None else await self.containers.container_of(pid, started)
 
     async def _idle_gpu(self) -> str | None:
-        """A GPU without allocations and processes, for a trial of MPS. Raises NvmlError."""
+        """The UUID of a GPU without MIG, allocations and processes, for a trial of MPS. Raises NvmlError."""
         ledger = self.agent_state.ledger
         used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
         for gpu in self._snapshot.gpus:

@@ -1,7 +1,8 @@
 """Faults and scripted load of a simulated node, written to its control file while other processes read it.
 
-The file is a set of facts, one per line: a verb, its subject, its value. A fact holds until it is removed; the library reads the file
-again when it is replaced. Each change replaces the file atomically (rename), under a lock, so that several processes may write.
+The file is a set of facts, one per line: a verb, its subject, its value. A fact holds until it is removed. The simulated NVML (nvml.c,
+the library) reads the file again when it is replaced. Each change replaces the file atomically (rename), under a lock, so that several
+processes may write.
 
     generation N           grows when the driver is unloaded: older NVML sessions are stale then
     loaded 0|1             whether the driver is loaded         driver VERSION      its version, if not the node's own
@@ -52,6 +53,7 @@ _SUBJECT_WORDS: Final = {
     **dict.fromkeys(("generation", "loaded", "driver"), 0),
     **dict.fromkeys(("hang", "result", "process", "mpsserver", "mpsclient", "instance", "memorylimit"), 2),
 }
+#: Verbs of the facts that programs (callers of NVML) set.
 _SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit", "migmode", "migpending"})
 _UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 

@@ -38,9 +38,9 @@ __all__ = ["PodStatus", "ResourceStatus", "SimCall", "SimContainer", "SimKubelet
 class SimKubelet:
     """A kubelet in this event loop. `async with SimKubelet(folder)` starts and kills it; `folder` must have a short path.
 
-    `register_error`: Register fails with this text. `register_hangs`: Register never answers. `notices_ends`: while it is not set, the end
-    of a plugin's stream has no effect, as on a busy machine. `statuses`: UID -> status, for each pod that `admit` got and that was not
-    deleted. `calls`: the calls to plugins for containers.
+    `shape`: the simulated version. `register_error`: Register fails with this text. `register_hangs`: Register never answers.
+    `notices_ends`: while it is not set, the end of a plugin's stream has no effect, as on a busy machine. `statuses`: UID -> status, for
+    each pod that `admit` got and that was not deleted. `calls`: the calls to plugins for containers.
     """
 
     def __init__(

@@ -220,7 +220,7 @@ class Endpoints:
 
 
 class Registration(RegistrationBase):
-    """The service on kubelet.sock. `accept` gets the request, and returns when the plugin is connected."""
+    """The service on kubelet.sock. `accept` gets the request, and returns when the answer may be sent."""
 
     def __init__(self, accept: Callable[[RegisterRequest], Any]) -> None:
         self._accept = accept

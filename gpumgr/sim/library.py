@@ -1,4 +1,4 @@
-"""Prepares a simulated node: compiles the library once, renders the node's files, creates its /sys, and simulates processes.
+"""Prepares a simulated node: compiles the simulated NVML once, renders the node's files, creates its /sys, and simulates processes.
 
 A prepared folder contains `libnvidia-ml.so.1` (its own copy: the library finds its files beside itself), `node.txt`, `control.txt` after
 the first fault, and `sys/`; also `proc/` and `cgroup/` if processes are simulated. A process that loads this library, by `library_path` or

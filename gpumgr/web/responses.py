@@ -48,7 +48,7 @@ def add_common_headers(response: web.StreamResponse) -> None:
 
 
 def ranked(header: str) -> list[tuple[str, float, dict[str, str]]]:
-    """Entries of the header (RFC 9110, 12.4.2): name in lower case, weight 0..1, other parameters. Malformed entries get the weight 0."""
+    """Entries of the header (RFC 9110, 12.4.2): name in lower case, weight 0..1, other parameters. A malformed weight counts as 0."""
     entries = []
     for entry in header.split(","):
         name, *words = (word.strip() for word in entry.split(";"))

@@ -95,7 +95,7 @@ def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> lis
 
 
 def gpu_rows(report: NodeReport) -> list[GpuRow]:
-    """A row for each GPU that the node ever had."""
+    """A row for each registered GPU. A GPU stays registered after its removal from the node, until it is forgotten."""
     view, unschedulable = report.view, report.unschedulable()
     samples = report.sample.gpus if report.sample and report.nvml_up else {}
     rows = []
