@@ -18,7 +18,8 @@ Kinds = Set[tuple[GpuKind, int]]
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The requests of the claims that are not allocated yet, by UID of the claim. A claim of several pods is in the demand of each pod."""
+    """What a pod may still get. `claims`: the requests of its claims that are not allocated yet, by UID of the claim; a claim of several
+    pods is in the demand of each. `kinds`: the GPUs that the pod may get."""
 
     namespace: str
     claims: Mapping[str, tuple[ContainerRequest, ...]]

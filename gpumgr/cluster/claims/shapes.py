@@ -63,7 +63,7 @@ def parse(name: str) -> Shape:
     shape = tuple(ShapeRequest(each[1] == "i", int(each[2]), int(each[3]), int(each[4])) for each in found)
     places = [(each.init, each.place) for each in shape]
     if places != sorted(set(places)):
-        raise ValueError("each container is named once, app containers before init containers, in their order")
+        raise ValueError("each container must be named once, app containers before init containers, in their order")
     for each in shape:
         try:
             check_request(each.cores, each.blocks)

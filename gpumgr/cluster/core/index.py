@@ -135,7 +135,7 @@ class ClusterIndex:
     # -- changes -----------------------------------------------------------------------------------------------------------
 
     def set_node(self, state: NodeState) -> None:
-        """The node is new or has changed."""
+        """Adds a node, or replaces its state."""
         node = self._node(state.name)
         if node.state != state:
             for uuid in {gpu.uuid for gpu in node.state.gpus} & self._nodes_of_gpu.keys():
@@ -156,18 +156,18 @@ class ClusterIndex:
             self._drop(name)
 
     def bind(self, pod: PlacedPod) -> None:
-        """The API server shows the pod on its node; this replaces what was assumed."""
+        """Records a pod that the API server shows on its node; this replaces what was assumed."""
         if self.placement(pod.uid) != pod:
             self._put(pod)
         self._assumed.discard(pod.uid)
 
     def assume(self, pod: PlacedPod) -> None:
-        """The pod is expected on its node."""
+        """Records a pod that is expected on its node."""
         self._put(pod)
         self._assumed.add(pod.uid)
 
     def remove(self, uid: str) -> None:
-        """The pod has ended, or what was assumed has failed."""
+        """Removes a pod that has ended, or a failed assumption. A pod that is not in the index is no error."""
         self._assumed.discard(uid)
         name = self._node_of.pop(uid, None)
         if name is None:
@@ -181,14 +181,14 @@ class ClusterIndex:
             self._drop(name)
 
     def use_cpu(self, uid: str, node: str, cpu_milli: int) -> None:
-        """A pod without GPUs is on the node."""
+        """Counts the CPU of a pod without GPUs on its node."""
         if self._cpu_pods.get(uid) != (node, cpu_milli):
             self.free_cpu(uid)
             self._cpu_pods[uid] = (node, cpu_milli)
             self._count_cpu(node, cpu_milli)
 
     def free_cpu(self, uid: str) -> None:
-        """The pod has ended. A pod that `use_cpu` has not counted is no error."""
+        """Frees what `use_cpu` has counted for the pod, if anything."""
         if (known := self._cpu_pods.pop(uid, None)) is not None:
             node, cpu_milli = known
             self._count_cpu(node, -cpu_milli)

@@ -25,7 +25,7 @@ _MAX_IMPROVED: Final = 4
 _MAX_TRIES: Final = 32
 #: The most GPUs from which a search starts: the GPUs with the cheapest pods.
 _MAX_FIRST: Final = 16
-#: The lowest highest priority, the number of pods, the sum of their priorities.
+#: The cost of a set of victims: their highest priority, their number, the sum of their priorities.
 Cost = tuple[int, int, int]
 _NO_PRIORITY: Final = -(1 << 31)
 
@@ -49,7 +49,7 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
 
 class Preemptor(msgspec.Struct, frozen=True, kw_only=True):
     """The pod that needs room. `within_quota` returns its choice within the quota, given the node's use and the pods that will have ended;
-    None: it has no quota. `evicts`: the pods that it may evict, and pods that end anyway; None: all pods."""
+    None: it has no quota. `evicts`: only these pods may be victims; None: all pods."""
 
     request: PodRequest
     priority: int
@@ -70,7 +70,7 @@ def find_eviction(
     """The best set of victims among `pods` of this node; it is empty if the pod fits without an eviction. None if no set helps.
 
     `unbound` pods can't be evicted. If their priority is lower, what they hold (an earlier preemption freed it for them) counts as free for
-    the preemptor. `ending` pods end anyway. `proposed`: the pods that kube-scheduler evicts, also pods without GPUs. They stay
+    the preemptor. `ending` pods end anyway. `proposed`: the pods that kube-scheduler proposes, also pods without GPUs. They stay
     victims; only if kube-scheduler chose them because the node has too few cores in total, a better set may replace them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
@@ -114,7 +114,7 @@ def find_eviction(
 
 
 def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...] | None:
-    """The best of `pods` to evict: () if the preemptor fits without evictions, None if it does not fit even without all of them."""
+    """The best pods to evict: () if the preemptor fits without evictions, None if it does not fit even without all of them."""
     if fits(frozenset()):
         return ()
     pool = next(

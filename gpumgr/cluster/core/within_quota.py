@@ -146,11 +146,11 @@ class RankWithinQuota:
         return self.namespace if self._limited else None, self.request.gpu_digest, self.policy
 
     def _state(self, nodes: NodeSet) -> Hashable:
-        """All that an answer about these nodes depends on, besides `_key` and `most`. Each change of a quota's use is one of the index."""
+        """All that an answer about these nodes depends on, besides `_key` and `most`. If what a namespace holds changes, the index does."""
         return self.index.version, self.quotas.limits.get(self.namespace), nodes
 
     def _known(self, offered: NodeSet) -> Rejection | None:
-        """The last answer to this question, if it was given at this state."""
+        """The kept rejection, if nothing has changed on which it depends."""
         known = self.kept.rejections.find(self._key) if self.kept is not None else None
         return known[1] if known is not None and known[0] == self._state(offered) else None
 

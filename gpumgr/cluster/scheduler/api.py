@@ -12,7 +12,7 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
 class NodeGroup(msgspec.Struct, kw_only=True):
-    """Nodes with the same reason. `closest`: the node that lacks least, and what it has. `nodes`: (name, what it has), if asked for."""
+    """Nodes with the same reason. `closest`: the node that lacks least, and what it has. `nodes`: (name, what it has), if requested."""
 
     reason: str
     count: int
@@ -31,7 +31,8 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`gpus` of a bound pod: container -> (GPU's UUID, or its index; cores; MiB). `condition`: the text of the pod's condition
-    PodScheduled. `waiting`: only for a pod that is not bound."""
+    PodScheduled. `problem`: why an annotation of the pod is not used, or why gpumgr does not place the pod. `waiting`: only for a pod that
+    is not bound."""
 
     namespace: str
     pod: str

@@ -84,7 +84,7 @@ class Extender:
         self._leadership = leadership
         self._kept = KeptAnswers()
         self._rejections = Rejections(index, quotas, watches, self._kept, clock=clock)
-        #: UIDs of the pods that are being written.
+        #: UIDs of the pods for which a Binding is being sent.
         self._sending: set[str] = set()
         #: UIDs of the pods that a Binding has bound, or may have bound, and that the watch does not show as bound yet.
         self._unsettled: set[str] = set()
@@ -107,7 +107,7 @@ class Extender:
         return self.problem is None
 
     async def answer_filter(self, args: FilterArgs, gone: Callable[[], bool] | None = None) -> FilterResult:
-        """Decodes the request, lets the index compute what is new in it without holding the event loop for long, and calls `filter`.
+        """Decodes the request, computes what the index has no results for, in short slices of the event loop, and calls `filter`.
         Raises ConnectionResetError if the client is `gone` in the meantime."""
         try:
             pod, names = await self._parsed(args.pod), args.names()

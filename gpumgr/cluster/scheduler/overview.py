@@ -1,5 +1,4 @@
-"""The cluster at a glance, for the page and for metrics: a row and sums for each node, which are computed again only for nodes that have
-changed.
+"""A row and sums for each node, for the page and for metrics. They are computed again only for nodes that have changed.
 
 A refresh runs in slices, so that a verb never waits for all nodes.
 """

@@ -166,7 +166,7 @@ class ClusterPages:
             why.condition = " ".join(str(each.get("message") or each.get("reason") or "") for each in scheduled)
             why.waiting = await self._reasons.of(pod, each_node=request.query.get("nodes") == "1")
         elif why.phase == "Pending":
-            why.problem = "it requests no GPU, so gpumgr has no part in where it runs"
+            why.problem = "it requests no GPU, so gpumgr does not place it"
         return await _packed(request, json_response(why))
 
 

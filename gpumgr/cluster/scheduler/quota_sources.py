@@ -204,7 +204,7 @@ class QuotaSources:
         if not self._known:
             where = f"ConfigMap {self._configmap} can't be used, so the quotas are not known"
             self._quotas.problem = f"{where}: {found.problem}; correct it or delete it"
-        used = "the quotas before" if self._known else "nothing; no pod is placed"
+        used = "the earlier quotas" if self._known else "nothing; no pod is placed"
         _log.error("quotas_unusable", configmap=self._configmap, reason=found.problem, used_instead=used)
 
     def resource_quota_changed(self, before: WatchedResourceQuota | None, after: WatchedResourceQuota | None) -> None:

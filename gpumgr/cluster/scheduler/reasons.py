@@ -37,8 +37,8 @@ class Reasons:
         self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
-        """Returns the kind of reason, and the obstacle on every node, or "". Refresh the overview before. `known` stores the results that
-        do not depend on the namespace, for the next pods."""
+        """Returns the kind of reason, and the obstacle that does not depend on the node, or "". Refresh the overview before. `known` stores
+        the results that do not depend on the namespace, for the next pods."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:
@@ -62,7 +62,7 @@ class Reasons:
         wanted = request.in_total
         if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
             return "resources"
-        # With a shape of its own, what the index keeps for the verbs does not change.
+        # Results that the index keeps for the verbs are not displaced.
         names, shape = list(self._overview.names), self._index.shape(request, policy, keep=False)
         await in_slices(self._index.examine(shape, names))
         if not isinstance(self._index.rank(shape, names), Rejection):

@@ -105,7 +105,7 @@ async def _answer(
     failed: Callable[[str], _Result],
     request: web.Request,
 ) -> web.Response:
-    """The second argument of `verb`: whether the client has gone."""
+    """The second argument of `verb` is a function that returns whether the client has disconnected."""
     try:
         return _json(await verb(await _read(bodies, request, kind), lambda: request.transport is None))
     except _RequestError as error:
@@ -118,7 +118,7 @@ async def _answer(
 
 
 async def _read(bodies: Bodies, request: web.Request, kind: type[_Args]) -> _Args:
-    """Raises _RequestError, and ConnectionError if the client has gone."""
+    """Reads the body. Raises _RequestError, and ConnectionError if the client has disconnected."""
     try:
         async with bodies.of(request) as body:
             return await decode_answer(body, kind)

@@ -26,7 +26,7 @@ class LiveNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spot(msgspec.Struct, frozen=True):
-    """`shares`: the GPUs of each container of the request; None: not known."""
+    """A place for a pod. `shares`: the GPUs of each container of the request; None: not known."""
 
     node: str
     shares: tuple[NamedShares, ...] | None = None

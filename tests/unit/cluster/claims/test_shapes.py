@@ -54,9 +54,9 @@ def test_a_name_that_is_parsed_is_spelled_the_same(name: str) -> None:
     ("vcuda-c0-0-4", "request c0: "),
     ("vcuda-c0-30-20-i1-0-0", "request i1: "),
     ("vcuda-c0-30-1048577", "more than 1048576"),
-    ("vcuda-c1-30-20-c0-30-20", "each container is named once"),
-    ("vcuda-c0-30-20-c0-30-20", "each container is named once"),
-    ("vcuda-i0-30-20-c0-30-20", "each container is named once"),
+    ("vcuda-c1-30-20-c0-30-20", "each container must be named once"),
+    ("vcuda-c0-30-20-c0-30-20", "each container must be named once"),
+    ("vcuda-i0-30-20-c0-30-20", "each container must be named once"),
     ("vcuda-c0-3300-0", "at most 32 requests and 32 GPUs"),
     ("vcuda" + "-c0-30-20" * 30, "at most 253 characters"),
 ])  # fmt: skip
