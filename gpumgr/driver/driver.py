@@ -91,8 +91,8 @@ _BUSY_SECONDS: Final = 1.0
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """`sample` lacks a GPU while another call about it takes long. `health`: UUID -> health; None: another call about the GPU takes long.
-    `health` has all GPUs that the driver lists now, even if the last snapshot lacks them."""
+    """`health` maps UUIDs to health, also of GPUs that the last snapshot lacks. While an earlier call about a GPU takes long, its health
+    is None and `sample` lacks it."""
 
     sample: NodeSample
     health: Mapping[str, Observation | None]
@@ -223,7 +223,7 @@ class Nvml(Session):
         return readings
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """The processes with a context on the GPU now; None if the driver does not list them, or if the GPU does not answer."""
+        """The processes with a context on the GPU now; None if the driver does not list them, or if the call fails or hangs."""
         try:
             return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu))
         except (CallError, GpuHangs):

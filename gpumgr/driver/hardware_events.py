@@ -65,7 +65,7 @@ class HardwareEvents:
         self._nodeless: Mapping[str, str] = {}
         #: UUID -> code of the latest entry of each unhealthy GPU; None: the history has not been read yet.
         self._reported: dict[str, str] | None = None
-        #: Indices of the GPUs without a name that were reported; None before the first check.
+        #: Indices of the reported GPUs that the driver can't describe; None before the first check.
         self._nameless: frozenset[int] | None = None
         #: The last logged reason why MIG devices can't be offered.
         self._mig_obstacle: str | None = None
@@ -130,8 +130,7 @@ class HardwareEvents:
 
     def _add_to_history(self) -> None:
         """Adds an entry when a GPU becomes lost or unhealthy, or is back. MIG mode is a setting and gets no entry. Maintenance adds the
-        entries of a cordoned GPU, which counts as back only after it is uncordoned. A GPU that was never offered has no name, so it has no
-        entry."""
+        entries of a cordoned GPU, which counts as back only after it is uncordoned. Only GPUs in the ledger's registry get entries."""
         agent_state = self._agent_state
         if self._reported is None:
             self._reported = _reported_before(agent_state.history.entries(), agent_state.ledger.gpu_registry)
@@ -146,9 +145,7 @@ class HardwareEvents:
                 code, why = "unhealthy", self._nodeless[uuid]
             elif health is not None and health.cordon_reason is not None:
                 continue
-            elif (
-                before is not None and uuid in shown
-            ):  # the state of a GPU that the driver has not listed since the start is not known
+            elif before is not None and uuid in shown:  # the driver has listed it since the start, so its state is known
                 code, why = "back", "it is healthy again and takes pods"
             else:
                 continue
@@ -185,7 +182,7 @@ class HardwareEvents:
             if (self._simulated and gpu.minor is not None) or os.path.exists(path):
                 continue
             missing[gpu.uuid] = (
-                f"the driver reports no minor number for it, and {path} does not exist, which GPUs of WSL2 use"
+                f"the driver reports no minor number for it, and {path}, the device node of WSL2's GPUs, does not exist"
                 if gpu.minor is None
                 else f"its device node {path} is missing: run `nvidia-modprobe -c {gpu.minor}` or restart nvidia-persistenced"
             )

@@ -9,8 +9,8 @@
     probation  --anything else-------> unhealthy
 
 A cordoned GPU is not offered until it is uncordoned, in any state; readings still change its state. When it is uncordoned, a healthy or
-suspect GPU starts in probation. Not every XID is a fault of the GPU. XIDs that applications cause are ignored (the list of NVIDIA's device
-plugin). After some others (DOUBTFUL_XIDS: the GPU may still work) it becomes suspect, and the next readings decide.
+suspect GPU starts in probation. XIDs that applications cause are ignored (the list of NVIDIA's device plugin). After DOUBTFUL_XIDS a GPU
+may still work, so these XIDs count as doubtful; all other XIDs are certain faults.
 """
 
 from typing import Final, Literal

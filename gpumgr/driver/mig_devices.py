@@ -42,7 +42,7 @@ def enable_mig(nvml: Binding, uuid: str) -> None:
     status = nvml.on_gpu(uuid, lambda gpu: nvml.call("nvmlDeviceSetMigMode", gpu, _ENABLE))
     if not nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu)):  # a new handle, since the driver may have detached the GPU
         raise NvmlError(
-            f"MIG mode of {uuid} is not on yet ({nvml.call('nvmlErrorString', status)}): it will be after a reset of the GPU. "
+            f"MIG mode of {uuid} is not on yet ({nvml.call('nvmlErrorString', status)}): it needs a reset of the GPU. "
             "Drain it with `gpumgr gpu drain`, then reset it with `gpumgr gpu reset`"
         )
 

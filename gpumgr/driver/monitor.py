@@ -2,7 +2,7 @@
 reloads of the driver.
 
 Invariants:
-* Without a driver it waits, since one may be installed later. It logs this once for each outage.
+* Without a driver it waits, since a driver may be installed later. It logs this once for each outage.
 * An error of one GPU affects only that GPU. All GPUs are unhealthy only while NVML as a whole is down.
 * While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
 * A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
@@ -48,8 +48,8 @@ class NodeListener(Protocol):
     """Receives what the monitor reads. The monitor awaits each call before it goes on."""
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
-        """Called at the start, and whenever the node's GPUs may have changed. Before it, `health_changed` is called with their health,
-        and with the health of earlier GPUs that the snapshot lacks."""
+        """Called at the start, and whenever the node's GPUs may have changed. By then `health_changed` was called with the health of these
+        GPUs, and of earlier GPUs that the snapshot lacks."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
         """Called with the health of all GPUs, by UUID, whenever a state, a reason or a message has changed. `health` has a new GPU before
@@ -127,7 +127,7 @@ class Monitor:
 
     @contextmanager
     def sampling_soon(self) -> Iterator[None]:
-        """While it is open, the sample period is at most one second."""
+        """A context manager: while its block runs, the sample period is at most one second."""
         self._awaited += 1
         if self._sample_period_seconds > _AWAITED_PERIOD_SECONDS:
             self._wake.set()
@@ -159,9 +159,8 @@ class Monitor:
         ]
         if changed:
             for uuid in changed:
-                _log_change(
-                    uuid, before.get(uuid), health.get(uuid) or new_health(time.time())
-                )  # a MIG device without fault is gone
+                # A MIG device that has lost its fault is not in `health`.
+                _log_change(uuid, before.get(uuid), health.get(uuid) or new_health(time.time()))
             self._published = health
             await self._listener.health_changed(health)
 
@@ -238,9 +237,8 @@ class Monitor:
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
             self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
-            if (
-                self._stale and not self._nvml.busy
-            ):  # a change of MIG takes up to half a minute; samples and health are read in the meantime
+            # A snapshot would wait for a change of MIG (up to half a minute); samples and health are read in the meantime.
+            if self._stale and not self._nvml.busy:
                 snapshot = await self._take_snapshot()
             else:
                 self._judge(readings)

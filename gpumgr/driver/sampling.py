@@ -102,7 +102,7 @@ Listed = dict[int, int | None]
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read of a GPU, or the error with which the driver answered. `sample` None: only the health was read."""
+    """What was read from a GPU, or the error with which the driver answered. `sample` None: only the health was read."""
 
     uuid: str
     health: HealthReading | CallError
@@ -110,13 +110,13 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_gpu(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuReading:
-    """The health of the GPU and one sample. `utilization` None: the utilization of processes is not read. Raises CallError if the GPU
-    fails."""
+    """The health of the GPU and one sample. `utilization` None: the utilization of processes is not read. Raises CallError if the driver
+    gives no handle or UUID; later errors are in the result."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     uuid = nvml.call("nvmlDeviceGetUUID", handle)
     return GpuReading(
         uuid=uuid,
-        health=_or_error(lambda: _read_one(nvml, handle)),
+        health=_or_error(lambda: _read_handle_health(nvml, handle)),
         sample=_or_error(lambda: _read_gpu_sample(nvml, uuid, handle, utilization)),
     )
 
@@ -218,10 +218,10 @@ def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Lis
 def read_health(nvml: Binding, index: int) -> GpuReading:
     """The health of the GPU. Raises CallError if the GPU fails."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-    return GpuReading(uuid=nvml.call("nvmlDeviceGetUUID", handle), health=_read_one(nvml, handle))
+    return GpuReading(uuid=nvml.call("nvmlDeviceGetUUID", handle), health=_read_handle_health(nvml, handle))
 
 
-def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
+def _read_handle_health(nvml: Binding, handle: Handle) -> HealthReading:
     nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, even if it does not support this call
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(

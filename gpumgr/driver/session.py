@@ -106,7 +106,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How long the end of a session may take. It is short, so that a process that stops keeps its own deadline.
+#: How long the event thread, and then NVML's shutdown, may take to end: short, so that a process that stops keeps its own deadline.
 _STOP_SECONDS: Final = 1.5
 _SHUTDOWN_SECONDS: Final = 2.0
 
@@ -201,8 +201,9 @@ class Session:
         return frozenset(uuids.values()) - monitored
 
     async def _start_events(self, uuids: Mapping[int, str], on_event: OnEvent) -> EventThread | None:
-        """Waits for the events of the GPUs with these indices; None if the driver has no events. If a GPU can't be registered, the event
-        set is unusable, and a new one without that GPU is made. While a call with the set hangs, the set is not freed."""
+        """Starts a thread that waits for the events of the GPUs with these indices; None if the driver has no events. If a GPU can't be
+        registered, the event set is unusable, and a new one without that GPU is made. While a call with the set hangs, the set is not
+        freed."""
         wanted = uuids.keys() - self._worker.stuck.keys()
         while True:
             handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))

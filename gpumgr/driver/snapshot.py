@@ -1,7 +1,7 @@
 """Reads the GPUs of the node and their topology. The functions are synchronous, for the worker's threads. None = the driver does not
 report the value.
 
-A GPU that can't be described becomes a GpuFailure and is left out of the matrix; errors of the driver as a whole are raised.
+A GPU that can't be described becomes a GpuFailure and is left out of the topology; errors of the driver as a whole are raised.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -124,8 +124,8 @@ def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
 def with_gpus(
     node: NodeSnapshot, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
 ) -> NodeSnapshot:
-    """The snapshot with the GPUs, without the `failures` (by index). `levels` maps pairs of indices to levels; a missing pair
-    counts as SYS."""
+    """Adds to the snapshot the GPUs without a failure, their topology, and the `failures` (by index). `levels` maps pairs of indices to
+    levels; a missing pair counts as SYS."""
     kept = [each for each in gpus if each.gpu.index not in failures]
 
     def level(one: DescribedGpu, other: DescribedGpu) -> Level:

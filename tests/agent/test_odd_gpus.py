@@ -15,7 +15,7 @@ async def test_gpus_of_wsl_are_offered_with_their_device_and_closed_without_it(f
     sim.write_text(FOUR_GPUS.replace("mig: disabled", "unsupported: [nvmlDeviceGetMinorNumber]"))
     dev.mkdir()
     settings: dict[str, dict[str, object]] = {"container": {"device_root": str(dev)}}
-    why = f"the driver reports no minor number for it, and {dev}/dxg does not exist, which GPUs of WSL2 use"
+    why = f"the driver reports no minor number for it, and {dev}/dxg, the device node of WSL2's GPUs, does not exist"
     async with stage(folder, sim=str(sim), settings=settings) as node:
         await node.agent.start()
         await node.agent.while_running(node.agent_log.until("ready"))

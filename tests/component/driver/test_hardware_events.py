@@ -163,7 +163,7 @@ async def test_a_gpu_without_a_minor_number_needs_the_device_of_wsl(tmp_path: Pa
     wsl = replace(NODE, gpus=(NODE.gpus[0], replace(NODE.gpus[1], minor=None)))
     node = EventNode(tmp_path, node=wsl)
     await node.hardware_events.snapshot_taken(wsl)
-    why = f"the driver reports no minor number for it, and {tmp_path}/dxg does not exist, which GPUs of WSL2 use"
+    why = f"the driver reports no minor number for it, and {tmp_path}/dxg, the device node of WSL2's GPUs, does not exist"
     assert node.told == [("unhealthy", ("00000001",), why)]
     agent_state = node.world.agent_state
     assert agent_state.inventory.failures(agent_state.ledger.gpu_registry) == {"00000001": why}

@@ -145,7 +145,7 @@ async def test_a_mode_that_needs_a_reset_is_an_error_until_then(busy: bool, reas
     else:
         sim.control.require_reset_for_mig(0)
     async with opened(sim) as nvml:
-        said = f"MIG mode of {uuid} is not on yet ({reason}): it will be after a reset of the GPU."
+        said = f"MIG mode of {uuid} is not on yet ({reason}): it needs a reset of the GPU."
         for _ in range(2):
             with pytest.raises(NvmlError, match=re.escape(said)):
                 await nvml.enable_mig(uuid)
