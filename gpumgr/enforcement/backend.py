@@ -62,7 +62,7 @@ class Backend:
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
         """The backend's part of the answer to Allocate for this resource. The answer for cores has everything that does not depend on the
-        amount of memory. Pure: it depends on the tenant alone. Raises Refusal."""
+        amount of memory. It depends on the tenant, the settings and the libraries alone. Raises Refusal."""
         return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
@@ -88,7 +88,7 @@ class Backend:
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
         """Restores limits that differ from what was granted. Returns why the memory limit of a container could not be set; its former
-        limit may be in force. A backend without `bursts` may leave containers out."""
+        limit may be in force. A backend with `running_keep_limits` may leave containers out."""
         return {}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
@@ -183,7 +183,7 @@ NO_MECHANISM: Mechanisms = ("none",)
 
 
 class MechanismChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The mechanisms of this node. `obstacles`: name of another mechanism -> why the node can't use it. `strengths`: the limits of all
+    """The mechanisms of this node. `obstacles`: name of any mechanism -> why the node can't use it. `strengths`: the limits of all
     mechanisms."""
 
     mechanisms: Mechanisms = NO_MECHANISM

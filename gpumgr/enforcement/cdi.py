@@ -18,10 +18,10 @@ VERSION: Final = "0.6.0"
 
 def device_name(allocation: AllocationId, gpu: GpuName | None = None) -> str:
     """The fully qualified name of a device, as the kubelet passes it to the runtime. `gpu`: the GPU of a ResourceClaim's device."""
-    return f"{KIND}={_inner(allocation, gpu)}"
+    return f"{KIND}={_short_name(allocation, gpu)}"
 
 
-def _inner(allocation: AllocationId, gpu: GpuName | None) -> str:
+def _short_name(allocation: AllocationId, gpu: GpuName | None) -> str:
     return allocation if gpu is None else f"{allocation}-gpu-{gpu}"
 
 
@@ -58,7 +58,9 @@ def spec(allocation: Allocation, response: ContainerResponse) -> bytes:
         ],
     }
     contents = {key: value for key, value in edits.items() if value}
-    names = [_inner(allocation.id, gpu) for gpu in allocation.gpus] if allocation.claim else [_inner(allocation.id, None)]
+    names = (
+        [_short_name(allocation.id, gpu) for gpu in allocation.gpus] if allocation.claim else [_short_name(allocation.id, None)]
+    )
     devices = [{"name": name, "containerEdits": contents} for name in names]
     document = {"cdiVersion": VERSION, "kind": KIND, "devices": devices}
     return json.dumps(document, indent=1).encode() + b"\n"

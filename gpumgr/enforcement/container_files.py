@@ -127,9 +127,11 @@ class BoundedFolders:
         self._logged = False
 
     def renew(self, folder: Path) -> None:
-        """Mounts an empty tmpfs at the folder, which has the allocation's name. The former tmpfs stays while its container has the file.
+        """Mounts an empty tmpfs at the folder, which has the allocation's name. The former tmpfs stays while its container has the file. If
+        no mount is possible, the folder stays plain, which is logged once.
 
-        The name of the mount's source is in the mount table of each process with a file of the tmpfs. Raises OSError.
+        The mount's source has the allocation's name too, so that `mounted_names` finds it for each process with a file of the tmpfs.
+        Raises OSError.
         """
         self.remove(folder)
         source = f"gpumgr-{folder.name}"
@@ -151,7 +153,7 @@ class BoundedFolders:
 
     def remove(self, folder: Path) -> None:
         """Unmounts what `renew` mounted. Raises OSError."""
-        if not folder.exists():  # another mechanism's folder may have the same name
+        if not folder.exists():  # `_on_host` may find another mechanism's folder of this name
             return
         for _ in range(_MOST_MOUNTS):
             if not folder.is_mount():

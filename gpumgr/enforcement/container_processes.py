@@ -1,7 +1,7 @@
 """The processes of a container: their pids on the host and in the container, and the folders of allocations that they have mounted.
 
-The pid namespace and the pid in it identify a process; the limiter's library writes both into the process's slot. A container that has
-the folder of an allocation mounted is alive.
+The pid namespace and the pid in it identify a process; the limiter's library writes both into the process's record. While any process
+has an allocation's folder mounted, the allocation's container is alive.
 """
 
 import os
@@ -19,7 +19,7 @@ HostsOf = Callable[[int], Sequence[int]]
 
 
 class PidMap:
-    """/proc is read once for each process."""
+    """Translates pids of the host into pids in the container, and back. Reads /proc once for each process."""
 
     def __init__(self, pid_in_container_of: PidInContainerOf) -> None:
         self._pid_in_container_of = pid_in_container_of

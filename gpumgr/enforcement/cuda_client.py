@@ -1,7 +1,7 @@
-"""A program that makes one CUDA context and ends; with a second argument `wait` it first says READY and waits for the end of its input. Its
-first argument is the name or path of libcuda. It imports nothing of gpumgr.
+"""A program that makes one CUDA context and ends. It imports nothing of gpumgr.
 
-It waits for ever if an MPS server is blocked. Exit status: 0 if it got a context, 2 if CUDA refused, 3 if the library is missing.
+Its first argument is the name or path of libcuda. With the second argument `wait` it prints READY when it has the context, and ends at the
+end of its input. If an MPS server is blocked, it hangs. Exit status: 0: it got a context; 2: CUDA refused; 3: the library can't be loaded.
 """
 
 import ctypes

@@ -192,7 +192,7 @@ class DriverMemory(Backend):
 
     async def _overdue(self, here: Collection[AllocationId]) -> list[GpuShare]:
         """The running containers that were never listed; each is returned once. A container that does not run may have ended, or be slow
-        to start: it is checked again once twice the time has passed."""
+        to start: it is checked again when twice the time since its start has passed."""
         now = self._clock()
         due = [name for name, unlisted in self._unlisted.items() if now >= unlisted.due and name not in here]
         if not due:

@@ -64,7 +64,7 @@ class Enforcer:
         self.choice = MechanismChoice()
         #: UUID -> the limits of new shares on this GPU, without the operator's overrides.
         self.gpu_limits: Mapping[str, GpuLimits] = {}
-        #: One text about all of them.
+        #: The limits of all GPUs as one text.
         self.described = self.choice.describe(())
         self._settings = settings
         self._cdi_dir, self._inject_by_cdi = settings.cdi_dir, settings.injection == "cdi"
@@ -81,8 +81,8 @@ class Enforcer:
     async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
         """Determines the mechanisms of new containers on these GPUs; allocations keep their mechanisms. Logs a changed result."""
         self._gpus = gpus
-        asked = await asyncio.gather(*(backend.unavailable() for backend in self.backends.values()))
-        obstacles = dict(zip(self.backends, asked, strict=True))
+        answers = await asyncio.gather(*(backend.unavailable() for backend in self.backends.values()))
+        obstacles = dict(zip(self.backends, answers, strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
         self.choice = choice = choose_mechanisms(self._settings.backend, obstacles, strengths)
         self.gpu_limits = {gpu.uuid: choice.limits(gpu) for gpu in gpus}

@@ -28,7 +28,7 @@ PRELOAD: Final = "ld.so.preload"
 
 
 class LibraryError(GpumgrError):
-    """The operator's library can't be used. The text says which file, why, and what to do."""
+    """A library can't be used or installed. The text says which file, why, and what to do."""
 
 
 class CheckedLibrary(msgspec.Struct, frozen=True, kw_only=True):

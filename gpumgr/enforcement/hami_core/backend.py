@@ -30,7 +30,7 @@ from gpumgr.ledger.ledger import AllocationId
 
 #: The region's path in the container, as the container's environment names it.
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
-#: The region's path that is the library's default.
+#: Where the library looks for the region by default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 #: The backend's folder in run_dir, with a folder for each allocation.
 FOLDER: Final = "hami-core"

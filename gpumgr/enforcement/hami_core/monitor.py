@@ -136,8 +136,8 @@ class RegionMonitor(Monitor):
             yield self._tampered(tenant, [each.message for each in drift])
 
     def _changed(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """The repairs of what the container changed. Empty if its share or the order of its GPUs is unknown, so that wrong limits are never
-        written."""
+        """The repairs of what the container changed. Empty if the right limits can't be determined (see `content.limits`), so that wrong
+        limits are never written."""
         expected = self._written
         try:
             if expected is None:
@@ -187,7 +187,7 @@ class RegionMonitor(Monitor):
         now = self._clock()
         abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, hosts_of)}
         self._stuck_since = {key: self._stuck_since.get(key, now) for key in abandoned}
-        yield from self._wrong(running, repairs.wrong_hosts(seen, hosts_of))
+        yield from self._host_repairs(running, repairs.wrong_hosts(seen, hosts_of))
         for key, slot in abandoned.items():
             if now - self._stuck_since[key] > repairs.STUCK_SECONDS:
                 yield repairs.unstuck(slot)
@@ -199,7 +199,7 @@ class RegionMonitor(Monitor):
             self._held = None
             yield repairs.released()
 
-    def _wrong(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
+    def _host_repairs(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
         """Returns the repairs that write the right host pids. A slot that must be left alone for now (see `wrong_hosts`) waits for at most
         CHECKS_WRONG_HOST checks."""
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})

@@ -43,8 +43,8 @@ def refusal(library: CheckedLibrary) -> str | None:
 
 def _probe(path: Path, folder: Path) -> str | None:
     """Raises subprocess.TimeoutExpired, OSError."""
-    # Some builds need libcuda.so.1 to be loaded, though they call it by dlsym; a real driver's file could add functions that the tested
-    # library lacks.
+    # Some builds need a libcuda.so.1, though they call it by dlsym. The library itself takes its place: a real driver could add functions
+    # that the tested library lacks.
     (folder / "libcuda.so.1").symlink_to(path.absolute())
     environment = {
         "LD_LIBRARY_PATH": str(folder),

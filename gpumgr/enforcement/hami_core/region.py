@@ -18,7 +18,7 @@ _FUTEX_WAKE: Final = 1
 
 
 class RegionFile(SharedFile):
-    """The library ends every CUDA process that can't write the file."""
+    """All users may write the file, since the library ends every CUDA process that can't."""
 
     @classmethod
     def create_in(cls, folder: Path, data: bytes) -> Self:

@@ -100,7 +100,7 @@ def holder_may_run(seen: RegionView, hosts_of: HostsOf) -> bool:
 
 def released() -> Repair:
     """Frees the semaphore `postinit` after the end of its holder. Its waiters must be woken."""
-    message = "a process that was killed in cuInit left the others waiting"
+    message = "a process that was killed in cuInit left other processes waiting"
     return Repair("postinit", layout.SEM_POSTINIT, struct.pack("<I", 1), message)
 
 
@@ -122,11 +122,11 @@ def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
         return {share: 0 for share, word in found.items() if word < 0}
     active = [share for share, word in aged.items() if word > 0]
     wanted = {
-        share: _BLOCKED if any(each.priority < share.priority and _meet(each, share) for each in active) else max(word, 0)
+        share: _BLOCKED if any(each.priority < share.priority and _share_a_gpu(each, share) for each in active) else max(word, 0)
         for share, word in aged.items()
     }
     return {share: word for share, word in wanted.items() if word != found[share]}
 
 
-def _meet(one: GpuShare, other: GpuShare) -> bool:
+def _share_a_gpu(one: GpuShare, other: GpuShare) -> bool:
     return not {gpu.uuid for gpu in one.gpus}.isdisjoint(gpu.uuid for gpu in other.gpus)

@@ -3,8 +3,8 @@ launches until the arbiter gives the container its turn.
 
 The library, an ld.so.preload that loads it, and the pages (small files through which agent, arbiter and library communicate) are mounted in
 the container as single files below /etc. A container that is restarted gets the same copy of the library again, since the kubelet reuses
-the mounts of the first answer. The names of the pages include a version, so an updated agent can serve it. Without an agent the library
-limits the container by itself.
+the mounts of the first answer. The names of the pages include a version, so an updated agent can serve a container with an older library.
+Without an agent the library limits the container by itself.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Monitors the pages of one start of a container: restores what the container changed, frees the slots of ended processes, and writes for
-the library what the driver uses beyond the library's count. Blocks: call it on a thread.
+"""Monitors the pages of one start of a container: restores what the container changed, frees the slots (records) of ended processes, and
+writes for the library what the driver uses beyond the library's count. Blocks: call it on a thread.
 """
 
 import threading
@@ -51,7 +51,7 @@ class PageMonitor(Monitor):
         """Owns the files, and adds the container to the arbiter. Raises ArbiterError."""
         super().__init__("gpumgr's pages", "new pages")
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
-        #: `check` holds `_lock` for milliseconds, so the event loop takes only this one.
+        #: Held while the files are closed, or used on the event loop, which can't wait for `_lock`: `check` holds that for milliseconds.
         self._files_lock = threading.Lock()
         self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []
@@ -233,7 +233,7 @@ class PageMonitor(Monitor):
             if self._overruns[page][1] == _CHECKS_OVERRUN and self._first(f"overrun {page}"):
                 message = (
                     f"{tenant.describe()} keeps GPU {name} beyond its turns: its kernels run for longer than two turns, or it claims work "
-                    "that does not end; it is charged for that time, and the driver shares the GPU between it and the others until then"
+                    "that does not end; it is charged for that time, in which the driver shares the GPU between it and other containers"
                 )
                 yield finding(tenant, "broken", message)
 

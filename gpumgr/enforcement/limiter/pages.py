@@ -88,7 +88,7 @@ class _UseHead(ctypes.LittleEndianStructure):
 
 
 _HEAD_BYTES: Final = 64
-#: The size of what precedes, in `turn`, the words of the processes on one GPU.
+#: In `turn`, the size of each GPU's head, which the words of its processes follow.
 _TURN_GPU_HEAD_BYTES: Final = 64
 _TURN_GPU_BYTES: Final = _TURN_GPU_HEAD_BYTES + 4 * SLOTS
 _SLOT_BYTES: Final = ctypes.sizeof(_UseSlot)

@@ -1,6 +1,7 @@
 """Backend "mps": NVIDIA's Multi-Process Service, one control daemon for each shared GPU, supervised by the agent.
 
-Pure: commands, findings, launcher. On disk and in /proc: folders, processes. Programs: control finds and runs NVIDIA's control program,
-also from a pod. limits sets the limits of both protocols. daemon is one GPU's daemon, probe tries one before containers use it,
-supervisor manages all of them, and backend implements the interface, also for containers without limits ("mps-open").
+commands and findings are pure. launcher makes the command lines that start daemons. folders and processes read the disk and /proc.
+control finds and runs NVIDIA's control program, also from a pod. limits sets the limits of both protocols, compute_mode sets the GPU's.
+daemon is one GPU's daemon, probe tries one before containers use it, and supervisor manages all. backend implements the interface, also for
+containers without limits ("mps-open"). grace_periods ends the clients of deleted pods.
 """

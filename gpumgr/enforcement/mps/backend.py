@@ -39,7 +39,7 @@ from gpumgr.settings.schema import MpsSettings
 _CHECKS: Final = 2
 #: The user is read for this many processes of a container: the driver does not list a process that waits for MPS.
 _USERS_OF: Final = 16
-#: The kubelet ends PreStartContainer after 30 s.
+#: The longest wait for a trial. The kubelet ends PreStartContainer after 30 s.
 _SETTLE_SECONDS: Final = 15.0
 #: More than any GPU has, for a GPU of unknown size.
 _ALL_MEMORY_BYTES: Final = 1 << 40
@@ -463,8 +463,8 @@ class UnlimitedMps(Unlimited):
     """On a GPU with MPS, CUDA contexts can be created only through its daemon, so exempt containers use the daemon, without limits of
     their own. The backend `mps` manages the daemons and the files of these containers.
 
-    In protocol 2 the outer bound of a GPU's daemon is its largest share: with an exempt container on the GPU that is the whole GPU, and
-    the other containers are limited by their environment alone.
+    In protocol 2 a daemon's bound for all clients is the largest share on its GPU. With an exempt container that is the whole GPU, so the
+    other containers are limited by their environment alone.
     """
 
     name: BackendName = "mps-open"

@@ -86,7 +86,7 @@ def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: M
 # -- the daemon ------------------------------------------------------------------------------------------------------------
 
 
-def start(protocol: MpsProtocol, multiuser_option: str) -> tuple[str, ...]:
+def start_arguments(protocol: MpsProtocol, multiuser_option: str) -> tuple[str, ...]:
     """The program's arguments to start the daemon."""
     words = ("-d", "-p", "3") if protocol == 3 else ("-d",)
     return (*words, multiuser_option) if multiuser_option else words
@@ -149,14 +149,14 @@ def terminate_client(protocol: MpsProtocol, server_pid: int, client_pid: int) ->
 def set_bound(server: int | None, cores: int, memory_bytes: int) -> tuple[Command, ...]:
     """Limits new clients of a server, independent of their environment. `server` None: the limits are defaults for future servers, and
     have no effect on a running server."""
-    which, default = _place(server)
+    which, default = _server_words(server)
     return (
         Command(text=f"set_{default}active_thread_percentage{which} {cores}\n"),
         Command(text=f"set_{default}device_pinned_mem_limit{which} 0 {_megabytes(memory_bytes)}\n"),
     )
 
 
-def _place(server: int | None) -> tuple[str, str]:
+def _server_words(server: int | None) -> tuple[str, str]:
     """Returns the argument that selects the server, and a part of the command's name: "default_" if the command is for future servers."""
     return (f" {server}", "") if server is not None else ("", "default_")
 
@@ -165,7 +165,7 @@ def bounds_of(servers: Sequence[int | None]) -> Command:
     """Queries the two limits of each of these servers (None: the defaults for future servers), a line for each limit."""
     lines: list[str] = []
     for server in servers:
-        which, default = _place(server)
+        which, default = _server_words(server)
         lines += f"get_{default}active_thread_percentage{which}\n", f"get_{default}device_pinned_mem_limit{which} 0\n"
     return Command(text="".join(lines))
 

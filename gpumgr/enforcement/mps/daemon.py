@@ -191,7 +191,7 @@ class Daemon:
         """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped in any case."""
         self.folder.drop(allocation)
         if processes.find_daemon(self.folder.pipe, self.process) is not None:
-            await self._limits.drop(self._client, self.folder.shares(), allocation)
+            await self._limits.drop(self._daemon_client, self.folder.shares(), allocation)
 
     async def vacate(self) -> None:
         """Ends the daemon. The GPU is no longer shared, so the containers on record have ended. Raises MpsError, OSError."""
@@ -204,11 +204,11 @@ class Daemon:
 
     async def _limit(self, allocations: Collection[AllocationId], *, anew: bool = True) -> None:
         """Sets the limits of these containers in protocol 3, of all clients in protocol 2. `anew`: also limits that were set already."""
-        await self._limits.put(self._client, self.folder.shares(), allocations, anew=anew)
+        await self._limits.put(self._daemon_client, self.folder.shares(), allocations, anew=anew)
 
     async def _restore_limits(self) -> Tampering | None:
         """Corrects limits that a container changed. Raises MpsError, OSError."""
-        found = await self._limits.restore(self._client, await asyncio.to_thread(self.folder.shares), self.servers)
+        found = await self._limits.restore(self._daemon_client, await asyncio.to_thread(self.folder.shares), self.servers)
         if found is not None:
             log.warning("mps_limits_changed", gpu=self.uuid, what=found.what, containers=sorted(found.concerned), put_right=True)
         return found
@@ -284,7 +284,7 @@ class Daemon:
             )
         self.folder.make()
         await self._set_mode()
-        if not any(start_time_ticks(pid) is not None for pid in self.clients):  # otherwise their work would be lost
+        if not any(start_time_ticks(pid) is not None for pid in self.clients):  # running clients would lose their work
             self._end_servers()
         self.folder.clear_pipe()
         await self._mount_shm(mounted=True)
@@ -292,8 +292,8 @@ class Daemon:
         # The daemon finds the server program only in PATH; the server program is beside the control program.
         program = config.control.program
         folder = f"{program.parent}{os.pathsep}" if program.is_absolute() else ""
-        environment = {**self._client.environment, "PATH": f"{folder}{os.environ.get('PATH', os.defpath)}"}
-        argv = [str(config.control.program), *commands.start(config.protocol, config.multiuser_option)]
+        environment = {**self._daemon_client.environment, "PATH": f"{folder}{os.environ.get('PATH', os.defpath)}"}
+        argv = [str(config.control.program), *commands.start_arguments(config.protocol, config.multiuser_option)]
         wrapped = launcher.daemon_command(config.launcher, self.uuid, self.folder.shm, environment, argv)
         await config.control.run(wrapped, environment, self.folder.log / "start.log")
         await self._await_answer()
@@ -317,18 +317,18 @@ class Daemon:
 
     async def _create_server(self) -> None:
         """The daemon creates a server even for a missing GPU, and that server ends at once; so servers are listed afterwards."""
-        await self._client.run(commands.create_server(self.uuid, multiuser=bool(self.config.multiuser_option)))
-        if commands.SERVER not in commands.parse_servers(3, await self._client.run(commands.list_servers(3))):
+        await self._daemon_client.run(commands.create_server(self.uuid, multiuser=bool(self.config.multiuser_option)))
+        if commands.SERVER not in commands.parse_servers(3, await self._daemon_client.run(commands.list_servers(3))):
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")
 
     async def _list(self) -> Collection[str]:
         """Lists servers and clients; returns the servers' names. Raises MpsError."""
         protocol = self.config.protocol
-        named = commands.parse_servers(protocol, await self._client.run(commands.list_servers(protocol)))
+        named = commands.parse_servers(protocol, await self._daemon_client.run(commands.list_servers(protocol)))
         self.servers = tuple(pid for pid in named.values() if pid is not None)
         self._clients_of = {
             pid: commands.parse_clients(
-                protocol, await self._client.run_for_server(pid, commands.list_clients(protocol, pid)) or ""
+                protocol, await self._daemon_client.run_for_server(pid, commands.list_clients(protocol, pid)) or ""
             )
             for pid in self.servers
         }
@@ -398,7 +398,7 @@ class Daemon:
 
     async def _terminate(self, server: int, pid: int) -> None:
         """Raises MpsError."""
-        await self._client.run_for_server(server, commands.terminate_client(self.config.protocol, server, pid))
+        await self._daemon_client.run_for_server(server, commands.terminate_client(self.config.protocol, server, pid))
         log.info("mps_client_terminated", gpu=self.uuid, pid=pid, server=server)
 
     async def stop(self) -> None:
@@ -419,7 +419,7 @@ class Daemon:
         gone = False
         try:
             if not self.silent:
-                await self._client.run(commands.quit_daemon(self.config.protocol, _PATIENCE_SECONDS))
+                await self._daemon_client.run(commands.quit_daemon(self.config.protocol, _PATIENCE_SECONDS))
                 gone = await processes.wait_for_exit(process, _QUIT_SECONDS)
         except MpsError as error:
             log.warning("mps_daemon_does_not_quit", gpu=self.uuid, pid=process[0], reason=str(error))
@@ -450,7 +450,7 @@ class Daemon:
             await self.config.control.run(command, {}, self.folder.log / "mount.log")
 
     @property
-    def _client(self) -> DaemonClient:
+    def _daemon_client(self) -> DaemonClient:
         folder = self.folder
         environment = commands.environment(self.config.protocol, self.uuid, folder.pipe, folder.log)
         return DaemonClient(self.config.control, folder, environment)

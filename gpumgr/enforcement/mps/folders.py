@@ -5,8 +5,8 @@ files end with the boot, as the daemons do. Files are JSON without a version: fi
 file that it can't decode is reported and counts as missing, but its name still counts.
 
 The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the compute mode that the GPU had before. It is not in the daemon's
-folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then take the mode that it
-set for the former one, and start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot
+folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then record its own mode as
+the former one, and start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot
 are ignored.
 """
 

@@ -38,9 +38,9 @@ class GracePeriods:
         self._changed = asyncio.Event()
 
     def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        """The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and lasts `grace_seconds`. The
-        deletion's timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before the agent's start only
-        the timestamp is known. The deletion of a mirror pod does not end its static pod."""
+        """Notes when a deleted pod is due. The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and
+        lasts `grace_seconds`. The deletion's timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before
+        the agent's start only the timestamp is known. The deletion of a mirror pod does not end its static pod."""
         if after is None:
             if before is not None:
                 self._due.pop(before.uid, None)
@@ -72,7 +72,7 @@ class ClientsOfPods:
         self._mps, self._containers, self._ledger = mps, containers, ledger
 
     async def end(self, pods: Sequence[PodView]) -> None:
-        """Asks only the daemons of GPUs that the pods' containers were granted."""
+        """Ends the clients of these pods, at the daemons of the GPUs that their containers were granted."""
         ledger, uids = self._ledger(), {pod.uid for pod in pods}
         index = AllocationIndex(ledger.allocations.values(), pods)
         daemons = {daemon.uuid for daemon in self._mps.daemons()}

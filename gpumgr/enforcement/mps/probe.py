@@ -1,4 +1,4 @@
-"""Tries MPS once: a daemon on an idle GPU is started, limited, asked and ended, before any container depends on it.
+"""Tries MPS once: a daemon on an idle GPU is started, limited and ended, before any container depends on it.
 
 The help text of the control program says what MPS should be able to do. Only a daemon shows whether that works: a library may be missing,
 the driver may have no memory limits, MPS may not support the GPU. The result is on disk and counts for this program and this boot. After a

@@ -36,8 +36,8 @@ class Supervisor:
         self._daemons: dict[str, Daemon] = {}
         #: GPU -> its running check, and its running trial of a new client.
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._clients: dict[str, asyncio.Task[None]] = {}
-        for uuid, folder in gpu_folders(root):  # if it has no record, its former mode is unknown
+        self._trials: dict[str, asyncio.Task[None]] = {}
+        for uuid, folder in gpu_folders(root):  # without a record, the GPU's former mode is unknown
             records.begin(uuid, folder.root, former_mode=DEFAULT)
 
     def reconfigure(self, config: DaemonConfig) -> None:
@@ -67,13 +67,13 @@ class Supervisor:
             if daemon.uuid not in self._tasks:
                 self._begin(self._tasks, daemon, Daemon.guard)
         for daemon in self.daemons():
-            if daemon.client_due and daemon.uuid not in self._clients:
-                self._begin(self._clients, daemon, Daemon.try_client)
+            if daemon.client_due and daemon.uuid not in self._trials:
+                self._begin(self._trials, daemon, Daemon.try_client)
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
 
     def _begin(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
-        """`tasks`: `_clients` for work that must not hold the daemon's lock."""
+        """`tasks`: `_trials` for work that must not hold the daemon's lock."""
         tasks[daemon.uuid] = asyncio.create_task(self._run(tasks, daemon, work), name=f"mps {daemon.uuid}")
 
     async def _run(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
@@ -116,7 +116,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """Stops the checks; the daemons continue."""
-        tasks = [*self._tasks.values(), *self._clients.values()]
+        tasks = [*self._tasks.values(), *self._trials.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

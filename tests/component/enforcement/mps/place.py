@@ -69,9 +69,7 @@ class Unhurried(Mps):
         return due_seconds
 
     async def _looked(self) -> None:
-        while self._supervisor is not None and (
-            looks := [*self._supervisor._tasks.values(), *self._supervisor._clients.values()]
-        ):
+        while self._supervisor is not None and (looks := [*self._supervisor._tasks.values(), *self._supervisor._trials.values()]):
             await asyncio.wait(looks)
 
     def give_up_after(self, seconds: float) -> None:

@@ -111,7 +111,7 @@ async def in_container(place: Place, *words: str, allocation: str = "a1", user: 
 
 async def namespaces(backend: Mps) -> Mapping[str, tuple[str, str]]:
     (daemon,) = backend.daemons()
-    return commands.parse_namespaces(await daemon._client.run(commands.list_namespaces()))
+    return commands.parse_namespaces(await daemon._daemon_client.run(commands.list_namespaces()))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_an_old_program_uses_protocol_2_for_one_user_at_a_time() -> None:
 def test_the_multi_user_option_is_taken_as_the_program_spells_it(option: str) -> None:
     found = commands.parse_help(f" -d\n {option}  one server for all users\n", "")
     assert found == {2: option}
-    assert commands.start(2, option) == ("-d", option)
+    assert commands.start_arguments(2, option) == ("-d", option)
 
 
 def test_help_names_mps_and_how_to_start_it() -> None:
@@ -37,7 +37,7 @@ def test_help_names_mps_and_how_to_start_it() -> None:
 def test_a_new_program_supports_both_protocols() -> None:
     found = commands.parse_help(NEW_HELP, f"{NEW_HELP}\nModules: {MODULES}")
     assert found.keys() == {2, 3}
-    assert commands.start(3, found[3]) == ("-d", "-p", "3", "--multiuser")
+    assert commands.start_arguments(3, found[3]) == ("-d", "-p", "3", "--multiuser")
 
 
 def test_each_protocol_has_its_own_spelling_of_the_multi_user_option() -> None:
