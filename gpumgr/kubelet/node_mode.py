@@ -27,7 +27,7 @@ def had_mode_dra(settings: Settings) -> bool:
 
 
 def of_existing_pods(entries: "Sequence[CheckpointEntry]", pods: Pods) -> "Sequence[CheckpointEntry]":
-    """The entries of the kubelet's checkpoint without those of deleted pods; all entries while the API server can't be reached. Mode dra
+    """The entries of the kubelet's checkpoint, except for deleted pods; all entries while the API server can't be reached. Mode dra
     needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. With these entries, each start
     of the agent would take over ended pods, and hold claims back until a sweep frees the pods' GPUs."""
     if not pods.reachable:

@@ -1,6 +1,6 @@
-"""Encodes and decodes the messages of the device plugin API that have device ids, and the response to Allocate. It replaces generated code:
-a node has up to 13,888 ids, and generated code would take half of the time of an Allocate for the response alone (0.37 ms instead of 0.007
-ms). Every decoder checks bounds, skips unknown fields, and raises gpumgr.common.rpc.wire.WireError."""
+"""Encodes and decodes the messages of the device plugin API that have device ids, and the response to Allocate. It replaces generated code,
+which is slow: a node has up to 13,888 ids, and for the response to Allocate alone generated code takes 0.37 ms instead of 0.007 ms. Every
+decoder checks bounds, skips unknown fields, and raises gpumgr.common.rpc.wire.WireError."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache

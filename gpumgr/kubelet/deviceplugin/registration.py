@@ -182,7 +182,7 @@ class _ResourceLink:
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
-        #: The server of the present registration is the last one. Before it: servers of former ones that have not ended yet.
+        #: The last one serves the present registration. Before it: servers of former registrations that have not ended yet.
         self.servers: list[PluginServer] = []
         self._log = _log.bind(resource=name)
         self.state = LinkState()

@@ -39,7 +39,8 @@ _CONNECTIONS: Final = 8
 #: The timeout of one try; the first and the longest pause between two tries.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: Statuses from 300 to 499 that are final; all others are transient (200: the answer is not JSON).
+#: The statuses from 300 to 499 after which a request is repeated; the others are final. All other statuses are transient, too (200: the
+#: answer is not JSON).
 _TRANSIENT: Final = (401, 408, 429)
 
 

@@ -94,9 +94,8 @@ class DraLink:
         self._asked = self._confirmed = False  # GetInfo was called, and Notify reported success, for this registration socket
         self._since = 0.0
         self._accepted = 0  # how many connections to the DRA socket were counted at the last check
-        self._last_connected: float | None = (
-            None  # the last time at which the kubelet had a connection, once it has called GetInfo
-        )
+        # The last time at which the kubelet had a connection to the DRA socket, once it has confirmed the registration.
+        self._last_connected: float | None = None
         self.state = LinkState()
         self._remove_leftovers()
 

@@ -120,7 +120,7 @@ class SlicePublisher:
             self.state = replace(self.state, error=text)
             return False
 
-    # -- what happens ------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------------
 
     def offer(self, devices: tuple[SliceDevice, ...]) -> None:
         """Sets the devices to publish."""

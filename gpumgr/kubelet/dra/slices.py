@@ -146,7 +146,7 @@ def probe_slice(node: str) -> Json:
 
 
 class StoredSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """A slice in the API server. `content` is what `same` compares; None: it has values that can't be read, and must be replaced."""
+    """A slice in the API server. `content`: its `comparable` form; None: it has values that can't be read, and must be replaced."""
 
     uid: str
     version: str
