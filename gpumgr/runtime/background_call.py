@@ -28,9 +28,8 @@ class BackgroundCall:
     async def start(self, work: Callable[[], Coroutine[Any, Any, None]], *, timeout_seconds: float) -> bool:
         """Starts `work` unless an earlier call still runs, and waits up to `timeout_seconds` for the end of `work`.
 
-        True: `work` has ended. False: `work` or the earlier call still runs; in the latter case `work` was not started. Raises what
-        `work` raised. If `work` fails after this method returned, the next `start` raises its
-        exception.
+        True: `work` has ended. False: `work` still runs, or was not started since the earlier call still runs. Raises what `work` raised.
+        If `work` fails after this method returned, the next `start` raises its exception.
         """
         if self._task is not None and not self._ended(self._task):
             self._log_if_long()

@@ -23,8 +23,8 @@ _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 
 
 class BurstDemands:
-    """`obstacle` returns why these mechanisms can't change a limit of a running container; None: they can. `allowed`: the setting
-    enforcement.memory_burst."""
+    """`obstacle` returns why these mechanisms can't change a limit at once, also for running programs; None: they can. `allowed`: the
+    setting enforcement.memory_burst."""
 
     def __init__(
         self, pods: Pods, events: ContainerEvents, *, obstacle: Callable[[tuple[str, ...], Resource], str | None]
@@ -32,7 +32,7 @@ class BurstDemands:
         self._pods, self._events, self._obstacle, self.allowed = pods, events, obstacle, False
         #: How much memory a pod may have above its requests, also by resizes (enforcement.max_growth_memory_mebibytes); 0: no maximum.
         self.most_mebibytes = 0
-        #: Allocation and user -> the reported reason. The first user is None; a claim can have others.
+        #: Allocation and user -> the reported reason. User None: the allocation's own container; a claim can have more users.
         self._ignored: dict[tuple[AllocationId, User | None], str] = {}
 
     def find(

@@ -48,7 +48,7 @@ class Bursts:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     def begin(self, ledger: Ledger, use: NodeUse) -> None:
-        """Call it first in each evaluation: a new sample was read, with this use."""
+        """Call it first in each evaluation. `use`: what the containers use by the new sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
             if not self.begun and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
@@ -192,7 +192,7 @@ class Bursts:
 
     @contextlib.contextmanager
     def kept_free(self, gpus: Collection[GpuName]) -> Iterator[None]:
-        """While it is open, no container on these GPUs may take more memory for a burst."""
+        """A context manager: while its block runs, no container on these GPUs may take more memory for a burst."""
         key = object()
         self._starting[key] = gpus
         try:
@@ -201,7 +201,7 @@ class Bursts:
             del self._starting[key]
 
     async def measured(self) -> None:
-        """Returns once the next evaluation of a sample has begun."""
+        """Returns when the next evaluation of a sample has computed the limits of bursts."""
         begun = self.begun
         while self.begun <= begun:
             await self._news.wait()
@@ -224,7 +224,7 @@ class Bursts:
         known = self._records.ledger.allocations
         return next(((known[name].describe(), why) for name, why in self.obstacles.items() if name in reach), None)
 
-    def _of(self, allocation: Allocation, gpu: GpuName) -> tuple[ContainerMemory, Mapping[AllocationId, ContainerMemory]]:
+    def _memory_of(self, allocation: Allocation, gpu: GpuName) -> tuple[ContainerMemory, Mapping[AllocationId, ContainerMemory]]:
         """The memory of the container, and of the others on the GPU that are in the ledger now."""
         found = {name: each for name, each in self._memories.get(gpu, {}).items() if name in self._records.ledger.allocations}
         request_bytes = allocation.guaranteed_on(gpu).memory_mebibytes << 20
@@ -233,7 +233,11 @@ class Bursts:
 
     def _may_lack_memory(self, allocation: Allocation, gpu: GpuName) -> bool:
         """Whether others may still take memory that the starting container needs."""
-        (own, others), reach, free_bytes = self._of(allocation, gpu), self._reach(allocation, gpu), self._free_bytes.get(gpu)
+        (own, others), reach, free_bytes = (
+            self._memory_of(allocation, gpu),
+            self._reach(allocation, gpu),
+            self._free_bytes.get(gpu),
+        )
         if not reach or free_bytes is None:
             return bool(reach)
         unused = unused_bytes(others.values(), self._granted_bytes(self._records.ledger, gpu) - own.request_bytes)
@@ -254,7 +258,7 @@ class Bursts:
             oversubscribed = gpu in allocation.limits
             granted = allocation.gpus[gpu] if oversubscribed else allocation.guaranteed_on(gpu)
             guaranteed_bytes = max(granted.memory_mebibytes << 20, 0 if oversubscribed else need_bytes)
-            unused = unused_bytes(self._of(allocation, gpu)[1].values(), self._granted_bytes(self._records.ledger, gpu))
+            unused = unused_bytes(self._memory_of(allocation, gpu)[1].values(), self._granted_bytes(self._records.ledger, gpu))
             reach = self._reach(allocation, gpu) if lowers else {}
             for reach_bytes in (sum(reach.values()), 0):
                 missing = missing_bytes(need_bytes, guaranteed_bytes, free_bytes=free_bytes, unused_bytes=unused + reach_bytes)
@@ -268,7 +272,7 @@ class Bursts:
     def others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
         """What the other containers on the GPU use, by their names, in bytes."""
         known = self._records.ledger.allocations
-        return {known[name].describe(): each.used_bytes or 0 for name, each in self._of(allocation, gpu)[1].items()}
+        return {known[name].describe(): each.used_bytes or 0 for name, each in self._memory_of(allocation, gpu)[1].items()}
 
     def _granted_bytes(self, ledger: Ledger, gpu: GpuName) -> int:
         """What all containers on the GPU may use, without suspended containers."""
@@ -278,7 +282,7 @@ class Bursts:
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
         if (free_bytes := self._free_bytes.get(gpu)) is None:
             return
-        own, others = self._of(allocation, gpu)
+        own, others = self._memory_of(allocation, gpu)
         granted_bytes = self._granted_bytes(self._records.ledger, gpu)
         found = obstacle_to_start(others, own, free_bytes=free_bytes, granted_bytes=granted_bytes, slack_bytes=self.slack_bytes)
         if found:

@@ -1,4 +1,4 @@
-"""Reads the host's cgroups, and from /proc the cgroups of processes: the container and the pod that they belong to.
+"""Reads the host's cgroups, and finds the container and the pod of a process by its cgroup.
 
 Needs the host's pid and cgroup namespaces (a service of the host has both). Sources: cgroups(7), proc(5), and the kernel's
 Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
@@ -62,8 +62,8 @@ def memory_path(text: str) -> str | None:
 
 
 def container_cgroup_in(path: str) -> ContainerCgroup | None:
-    """The outermost of the kubelet's containers in `path`: a nested container (of Docker, systemd, a whole
-    cluster) belongs to it. None also for paths with "..", which are relative to a cgroup namespace that is not the host's."""
+    """The outermost of the kubelet's containers in `path`; nested containers (of Docker, systemd, a whole cluster) belong to it. None if
+    there is none, and for paths with "..", which are relative to a cgroup namespace that is not the host's."""
     segments = path.strip("/").split("/")
     if ".." in segments:
         return None
@@ -239,8 +239,8 @@ class Cgroups:
             ) from error
 
     def memory_left(self, cgroup: str) -> int | None:
-        """How many bytes the limits of the cgroup and of those above it leave, without the page cache that the kernel can drop; None: there
-        is no limit. Raises CriError if there is no hierarchy."""
+        """How many bytes the limits of the cgroup and of the cgroups above it leave. Page cache that the kernel can drop counts as free.
+        None: there is no limit. Raises CriError if there is no hierarchy."""
         hierarchy, left = self.hierarchy(), list[int]()
         limit, usage, cache = _MEMORY_FILES["v2" if hierarchy.mode == "v2" else "v1"]
         folder = hierarchy.root / cgroup.lstrip("/")

@@ -27,7 +27,8 @@ class Checkpoints:
         self._library, self._proc_root, self._lock_file = library, proc_root, lock_file
 
     async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved:
-        """`verb`: suspend or resume. In `held`, all processes are named if it is not known what the program did."""
+        """Moves the container's GPU memory to the host (suspend) or back (resume). If it is not known what the program did, `held` has all
+        processes."""
         seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (suspension.size_bytes / (1 << 30))
         all_of_them = [pid for pid, _ in suspension.processes]
         try:
@@ -49,10 +50,10 @@ class Checkpoints:
         except OSError as error:
             why = f"the program that moves its memory can't be started: {error}"
             return Moved(held=all_of_them, error=why, untouched=True)
-        asked = json.dumps({"processes": suspension.processes, "required": suspension.required}).encode()
+        request = json.dumps({"processes": suspension.processes, "required": suspension.required}).encode()
         try:
             async with asyncio.timeout(seconds):
-                said, errors = await program.communicate(asked)
+                said, errors = await program.communicate(request)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 program.kill()

@@ -32,7 +32,7 @@ class RuntimeVersion(msgspec.Struct, frozen=True, kw_only=True):
 class FirstProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A container's first process, from the verbose status. CRI does not define the content of that verbose part. None = not reported.
 
-    `cgroups_path` is `linux.cgroupsPath` of the OCI runtime spec, which may not be a path yet: see `cgroup_path.expand_cgroups_path`.
+    `cgroups_path` is `linux.cgroupsPath` of the OCI runtime spec, which may not be a path yet: see `cgroups.expand_cgroups_path`.
     """
 
     pid: int | None = None

@@ -60,7 +60,7 @@ class ContainerEvents:
         self._records.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
-        """As `add`, unless the same was added shortly before. `user`: the event is about this user of the allocation, not the first."""
+        """As `add`, unless the history's newest entries have the same. `user`: this user of the allocation is meant, not the first."""
         entry = self._entry(allocation, reason, message, gpus)
         if user is not None:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])

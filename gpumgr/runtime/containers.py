@@ -153,7 +153,7 @@ class Containers:
         self._polled_at = self._clock()
         before = self._states()
         try:
-            await self._take(await self._client.list())
+            await self._update_table(await self._client.list())
         except CriError as error:
             if self._unavailable is None:
                 _log.warning("cri_unavailable", reason=str(error))
@@ -174,7 +174,7 @@ class Containers:
         self._processes = {process: place for process, place in self._processes.items() if self.runs(process)}
         self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
 
-    async def _take(self, listed: Sequence[Container]) -> None:
+    async def _update_table(self, listed: Sequence[Container]) -> None:
         """Updates the table, then requests the locations of running containers without one."""
         self._locations = {each.id: self._locations[each.id] for each in listed if each.id in self._locations}
         self._table = {each.id: self._located(each) for each in listed}

@@ -1,6 +1,7 @@
 """A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
 
-Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a file, a name, the seconds that submitted work may take.
+Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a lock file, a lock's name, the seconds that submitted work may
+take.
 Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the driver must
 report a state while they run. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the ones that do not run, or have an
 unknown state; `failed`: the ones that can't go on; `error` if something failed, with `out_of_memory` if the GPU lacked memory;
@@ -39,9 +40,9 @@ class _CudaError(Exception):
 
 
 class _Processes:
-    def __init__(self, proc: Path, asked: dict[str, list[Any]], work_seconds: float) -> None:
+    def __init__(self, proc: Path, request: dict[str, list[Any]], work_seconds: float) -> None:
         self._proc, self._milliseconds = proc, round(work_seconds * 1000)
-        self._started, self._required = {int(pid): int(started) for pid, started in asked["processes"]}, asked["required"]
+        self._started, self._required = {int(pid): int(started) for pid, started in request["processes"]}, request["required"]
 
     def load(self, library: str) -> None:
         """Raises OSError if the library can't be loaded, _CudaError."""

@@ -1,7 +1,7 @@
 """Reports GPUs on which memory is granted more than once (hami.device_memory_scaling), and the active containers do not fit.
 
-A container is active unless its memory is in the host's memory. The report is about what containers may use, since an allocation of any of
-them can fail then, even if it is within its limit.
+A container is active unless it is suspended. What counts is how much the active containers may use, not how much they use: beyond the GPU's
+memory, an allocation of any of them can fail although it is within the container's limit.
 """
 
 from gpumgr.common.units import GpuName
@@ -29,13 +29,13 @@ class Overcommitment:
             if active and not self._was(name):
                 together = sum(each.limits_on(name).memory_mebibytes for each in active)
                 text = (
-                    f"the containers that are not suspended may use {together} MiB of memory together, and it has {gpu.memory_mebibytes}: "
-                    "allocations can fail until idle ones are suspended (annotation gpumgr.io/suspend-when-idle)"
+                    f"the containers that are not suspended may use {together} MiB of memory together, and the GPU has "
+                    f"{gpu.memory_mebibytes}: allocations can fail until idle ones are suspended (annotation gpumgr.io/suspend-when-idle)"
                 )
                 self._records.history.add_unless_repeated(HistoryEntry(what="gpu", code="overcommitted", gpus=(name,), why=text))
             for each in (one for one in active if (name, one.id) not in self._reported):
                 others = {a.describe(): a.limits_on(name).memory_mebibytes << 20 for a in active if a is not each}
-                why = f"its allocations can fail though they are within its limit: GPU {name} is shared with more than fits, "
+                why = f"allocations within the container's limit can fail: GPU {name} has too little memory for it and for "
                 self._events.add_once(each.id, OVERCOMMITTED, f"{why}{used_by(others)}", name)
         self._reported = found
 

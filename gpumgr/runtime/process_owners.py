@@ -56,8 +56,8 @@ class RunningContainers(Protocol):
 class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):
     """`owners`: pid -> its container, None if it is in no container; a pid that is not known yet is missing.
 
-    `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all
-    processes of these containers, ascending.
+    `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all processes of these
+    containers, ascending; missing if a container's cgroup can't be read.
     """
 
     owners: Mapping[int, Container | None] = msgspec.field(default_factory=dict)
@@ -122,7 +122,7 @@ class ProcessOwners:
     def _read_pids(self, containers: Iterable[Container]) -> dict[str, tuple[int, ...]]:
         """Container's id -> its processes. Runs on a thread.
 
-        A container with an unreadable cgroup has no processes here; the reason is logged once."""
+        A container with an unreadable cgroup is left out; the reason is logged once."""
         pids: dict[str, tuple[int, ...]] = {}
         reason = ""
         for container in containers:

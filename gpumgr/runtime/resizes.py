@@ -81,7 +81,11 @@ class Resizes:
         try:
             await self._records.change(decided)
         except CheckpointError as error:
-            log.error("resize_not_saved", error=str(error), consequence="the limits stay; it is tried again with the next sample")
+            log.error(
+                "resize_not_saved",
+                error=str(error),
+                consequence="the limits stay; the resize is tried again with the next sample",
+            )
             return False
         self._waiting = waiting
         for entry in entries:

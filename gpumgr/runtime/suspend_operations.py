@@ -108,7 +108,7 @@ class SuspendMeter(Protocol):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """`sampling_soon`: while it is open, the driver is sampled each second."""
+    """`sampling_soon` makes a context manager: while its block runs, the driver is sampled at least once a second."""
 
     host: Host
     mover: Mover
@@ -170,7 +170,8 @@ class SuspendOperations:
             await self._give_up(allocation, begun, moved.error or "no process of it was stopped")
 
     async def _measured(self, under_hold: UnderHold) -> Mapping[GpuName, int] | str:
-        """The sample of the next evaluation may have been read before the calls were held, the one after that was not."""
+        """Waits for a sample that was read after the calls were held, and returns what `under_hold` returns. The sample of the next
+        evaluation may be older, so the one after it counts."""
         try:
             async with asyncio.timeout(_SAMPLES_SECONDS):
                 for _ in range(2):
@@ -180,7 +181,7 @@ class SuspendOperations:
         return await under_hold()
 
     async def _give_up(self, allocation: Allocation, begun: Suspension, why: str) -> None:
-        """The container runs on."""
+        """Ends a suspension that has stopped no process: the container runs on."""
         name = allocation.id
         self._pages.hold_calls(name, hold=False)
         self.pauses[name] = self.pauses.get(name, Pause(0.0)).failed(self._clock())
@@ -226,7 +227,7 @@ class SuspendOperations:
         self._events.add(name, RESUMED, "the container is resumed: its memory is on the GPU again")
 
     async def _pause(self, allocation: Allocation, known: Suspension, moved: Moved, until: float, said: set[str]) -> None:
-        """The pause after a resume that failed, with its reason."""
+        """Reports why a resume failed, and waits before the next try."""
         await self._bursts.measured()
         why = moved.error or ""
         if moved.out_of_memory:

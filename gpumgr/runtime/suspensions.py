@@ -99,7 +99,7 @@ class Suspensions:
             away = [(name, known) for name, known in self._records.suspensions.items() if known.away]
             for name, known in away:
                 if name not in self._tasks and self._pages.asks_for_resume(name):
-                    self._ask(name, known)
+                    self._begin_resume(name, known)
             await wait_at_most(self._operations.changed, POLL_SECONDS if away else None)
 
     async def close(self) -> None:
@@ -123,7 +123,7 @@ class Suspensions:
             await self._operations.save_once(name, None)
 
     async def _decide(self, name: AllocationId) -> str | None:
-        """Begins what is to be done with the container. Returns why it is not suspended, if its pod demands that."""
+        """Begins the next step for the container, if any. Returns why the container is not suspended, if its pod demands that."""
         allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         pause = self._operations.pauses.get(name, Pause(0.0))
@@ -131,7 +131,9 @@ class Suspensions:
         step, why = next_step(view, known, uses, worked, pause, now=self._clock(), default_seconds=self.when_idle_seconds)
         if step == "suspend":
             assert view is not None
-            if not self._one_is_suspended_now() and (found := await self._begin(allocation, demanded=bool(view.suspend))):
+            if not self._one_is_suspended_now() and (
+                found := await self._begin_suspension(allocation, demanded=bool(view.suspend))
+            ):
                 why = found if view.suspend or view.suspend_when_idle_seconds is not None else why
         elif step == "forget":
             await self._operations.save_once(name, None)
@@ -140,7 +142,7 @@ class Suspensions:
         elif known is not None and step == "continue":
             self._start(name, lambda: self._operations.resume(allocation, known))
         elif known is not None and step == "resume":
-            self._ask(name, known)
+            self._begin_resume(name, known)
         return why
 
     def _one_is_suspended_now(self) -> bool:
@@ -148,7 +150,7 @@ class Suspensions:
         suspending = any(each.state == "suspending" for each in self._records.suspensions.values())
         return suspending or any(task.get_name() == "suspend" for task in self._tasks.values())
 
-    async def _begin(self, allocation: Allocation, *, demanded: bool) -> str | None:
+    async def _begin_suspension(self, allocation: Allocation, *, demanded: bool) -> str | None:
         """Starts the suspension, or returns the reason why it is not possible."""
         if (why := await self._obstacle(allocation)) is not None:
             return why
@@ -192,7 +194,7 @@ class Suspensions:
 
         self._start(allocation.id, work, "suspend")
 
-    def _ask(self, name: AllocationId, known: Suspension) -> None:
+    def _begin_resume(self, name: AllocationId, known: Suspension) -> None:
         if allocation := self._records.ledger.allocations.get(name):
             asked = known.asked(self._records.history.now())
             self._start(name, lambda: self._operations.resume(allocation, asked))

@@ -545,8 +545,8 @@ async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_s
     await node.sampled(uses(a=1500, t=100))
     (first,) = [entry for entry in node.told if entry.code == "overcommitted"]
     assert (first.what, first.gpus) == ("gpu", (GPU,))
-    assert "may use 4096 MiB of memory together, and it has 2048" in first.why
-    said = [(entry.id, entry.why.rpartition(", ")[2]) for entry in node.told if entry.code == "GpuOvercommitted"]
+    assert "may use 4096 MiB of memory together, and the GPU has 2048" in first.why
+    said = [(entry.id, entry.why.rpartition(" and for ")[2]) for entry in node.told if entry.code == "GpuOvercommitted"]
     assert said == [("a", "team/train (main) (2048 MiB)"), ("t", "team/web (main) (2048 MiB)")]
     await sampled(node, uses(a=1500, t=100))
     assert state(node) == "suspended"
