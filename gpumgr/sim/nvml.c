@@ -1,7 +1,7 @@
 /* A simulated libnvidia-ml.so.1: the NVML ABI over two text files in the folder of this library.
  *
  *   node.txt     the hardware of the node; read at nvmlInit (a node changes only when its driver is loaded again)
- *   control.txt  the present faults and load, and the settings of callers; read again when it was changed
+ *   control.txt  the present faults and load, and what callers have set; read again when it was changed
  *   control.lock  held with flock for each change of control.txt; its first 8 bytes count the changes
  *   sessions.lock  held with a shared flock by each process that has NVML initialised
  *
@@ -70,11 +70,11 @@ typedef struct { link_kind_t kind; char bus_id[32]; } link_t;
 
 typedef struct { unsigned multiprocessors, copy, decoder, encoder, jpeg, ofa, gpu_slices, compute_slices; unsigned long long memory_mib; } attributes_t;
 
-/* A MIG device. Without a UUID the index is unused; with the UUID "-" it is a GPU instance without compute instance, which is no device.
- * memory_slices: slice n as bit n; 0 = the driver does not report the place. */
+/* A MIG device. Without a UUID the index is unused. With the UUID "-" it is a GPU instance without a compute instance, which is no MIG
+ * device. memory_slices: slice n as bit n; 0 = the driver does not report them. */
 typedef struct { char uuid[96], profile[32]; unsigned gpu_instance, compute_instance, memory_slices; attributes_t attributes; } instance_t;
 
-/* A GPU instance profile; starts: memory slice n as bit n. */
+/* A GPU instance profile; starts: the memory slices at which it may begin, slice n as bit n. */
 typedef struct { char name[32]; unsigned number, id, slices, size, starts, instances; unsigned long long memory_mib; } profile_t;
 
 typedef struct {
@@ -89,17 +89,17 @@ typedef struct {
     int profiles;
 } gpu_t;
 
-/* mig: the hash of its MIG device's UUID, 0 = none; server: the pid of its MPS server, 0 = it is no client of one */
+/* A process. mig: the hash of its MIG device's UUID, 0 = none; server: the pid of its MPS server, 0 = it is not an MPS client. */
 typedef struct { unsigned pid; long long used; unsigned sm, mig, server; } running_t;
 
 typedef struct {
-    int lost, mig, mig_set, mig_pending, mig_needs_reset, recovery, grow, compute_mode; /* the first three of MIG: -1 = not set */
+    int lost, mig, mig_set, mig_pending, mig_needs_reset, recovery, grow, compute_mode; /* mig, mig_set, mig_pending: -1 = not set */
     long long used; /* -1 = the sum of the processes */
     unsigned celsius, milliwatts, busy, memory_busy;
     unsigned long long double_bit_errors;
     running_t running[MAX_PROCESSES], mps[MAX_MPS]; /* mps: servers and their clients as the file declares them */
     int processes, mps_processes;
-    int remade; /* whether `instance` replaces that of the node */
+    int remade; /* whether `instance` replaces the node's list */
     instance_t instance[MAX_INSTANCES];
 } state_t;
 
@@ -130,10 +130,10 @@ static struct {
 static struct { int open; unsigned long long seen; unsigned long long types[MAX_GPUS]; } sets[MAX_SETS];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int initialised;            /* nvmlInit calls not yet undone */
-static unsigned long session;      /* the control's generation at nvmlInit; a reload makes the session stale */
+static int initialised;            /* calls of nvmlInit minus calls of nvmlShutdown */
+static unsigned long session;      /* the generation in control.txt at nvmlInit; a reload of the driver makes the session stale */
 static int presence = -1;          /* sessions.lock, locked for sharing while initialised: a program that resets GPUs finds this process there */
-static char native_version[64];    /* the driver that this library belongs to: that of the first session */
+static char native_version[64];    /* the driver's version in the first session: this library belongs to it */
 static int asked_for_size[MAX_GPUS];
 
 static double now(void) {
@@ -367,7 +367,7 @@ static void refresh(void) {
     for (int i = 0; i < MAX_GPUS; i++) join_mps(&control.gpu[i]);
 }
 
-/* Takes the lock that control.py takes for its changes, and reads the file, so that it does not change until the lock is closed. */
+/* Takes the lock that control.py takes for its changes, and reads the file. The file does not change until end_turn. */
 static int take_turn(void) {
     char path[PATH_MAX + 32];
     snprintf(path, sizeof path, "%s/control.lock", folder());
@@ -378,7 +378,8 @@ static int take_turn(void) {
     return turn;
 }
 
-/* Ends the turn. The lines that begin with one of the subjects (up to NULL) are replaced by `text`, atomically, if `result` is OK. */
+/* Releases the lock of take_turn. If `result` is OK, first replaces the lines that begin with one of the subjects (up to NULL) by `text`,
+ * atomically. */
 static result_t end_turn(int turn, result_t result, const char *const *subjects, const char *text) {
     char path[PATH_MAX + 32], fresh_path[PATH_MAX + 32], line[MAX_LINE];
     if (turn < 0) return OPERATING_SYSTEM;
@@ -412,7 +413,7 @@ static result_t keep_fact(const char *subject, const char *value) {
 
 static int concerns(const char *rule, const char *function) { return !strcmp(rule, "*") || !strcmp(rule, function); }
 
-/* The GPU that this thread's call is about; -1 = none, EVERY_GPU = all that are found on the way. */
+/* The GPU that this thread's call is about; -1 = none, EVERY_GPU = all: the call hangs if calls about one of them do. */
 enum { EVERY_GPU = -2 };
 static __thread int subject;
 
@@ -436,7 +437,7 @@ static result_t refused(const char *function, int gpu) {
     return OK;
 }
 
-/* Takes the lock, reads the control file, and applies its faults, except for those of the driver itself. */
+/* Takes the lock, reads control.txt, and applies its faults, except for faults of the driver as a whole (driver_state). */
 static result_t arrive(const char *function, int gpu) {
     pthread_mutex_lock(&lock);
     refresh();
@@ -481,14 +482,14 @@ static int mig_of(int i) {
 static instance_t *instances_of(int i) { return control.gpu[i].remade ? control.gpu[i].instance : node.gpu[i].instance; }
 static int is_device(const instance_t *m) { return *m->uuid && strcmp(m->uuid, "-"); }
 
-/* The GPU instance with this number of a handle, or NULL. */
+/* The GPU instance at this index of the handles, or NULL. */
 static instance_t *gpu_instance_at(int slot) {
     if (slot < 0 || mig_of(slot / MAX_INSTANCES) != 1) return NULL;
     instance_t *m = instances_of(slot / MAX_INSTANCES) + slot % MAX_INSTANCES;
     return *m->uuid ? m : NULL;
 }
 
-/* The MIG device with this number of a handle, or NULL. */
+/* The MIG device at this index of the handles, or NULL. */
 static instance_t *instance_at(int slot) {
     instance_t *m = gpu_instance_at(slot);
     return m && is_device(m) ? m : NULL;
@@ -505,7 +506,7 @@ static instance_t *instance_at(int slot) {
         if (r_) return leave(r_);                                                                                                          \
     } while (0)
 
-/* The same for a MIG device: `m`; with `gpus_too` for a GPU as well, where `m` is NULL. */
+/* The same for a MIG device `m`. With `gpus_too` the handle may be a GPU's; then `m` is NULL. */
 #define ENTER_MIG(device, gpus_too)                                                                                                        \
     int slot = slot_in(mig_handle, device), i = slot >= 0 ? slot / MAX_INSTANCES : index_of(device);                                                   \
     instance_t *m = NULL;                                                                                                                  \
@@ -557,7 +558,7 @@ static result_t init(const char *function) {
     if (*control.driver) strcpy(node.driver, control.driver);
     if (!*native_version) strcpy(native_version, node.driver);
     if (strcmp(native_version, node.driver)) return leave(LIB_RM_VERSION_MISMATCH);
-    r = refused(function, -1); /* what this node lacks is known only after the file was read */
+    r = refused(function, -1); /* again: which functions the node lacks is known only after node.txt was read */
     if (r) return leave(r);
     memset(sets, 0, sizeof sets);
     show_presence();
@@ -777,7 +778,7 @@ EXPORT result_t nvmlDeviceGetGpuInstancePossiblePlacements_v2(void *d, unsigned 
     return leave(OK);
 }
 
-/* The GPU's MIG devices and GPU instances are `list` from now on: what a caller has changed. */
+/* Writes the GPU's MIG devices and GPU instances, as a caller has changed them, to control.txt. */
 static result_t keep_instances(int turn, result_t result, int i, const instance_t *list) {
     char text[MAX_INSTANCES * 320], remade[32], instance[32];
     snprintf(remade, sizeof remade, "remade %d ", i);
@@ -866,7 +867,7 @@ EXPORT result_t nvmlGpuInstanceGetInfo(void *handle, gpu_instance_info_t *info) 
     return leave(OK);
 }
 
-/* NVML's numbers of compute instance profiles, which are the driver's ids of them here. */
+/* The slices of the compute instance profiles by NVML's number, which is also the driver's id here. */
 static const unsigned compute_slices[] = {1, 2, 3, 4, 7, 8, 6};
 
 EXPORT result_t nvmlGpuInstanceGetComputeInstanceProfileInfo(void *handle, unsigned number, unsigned engines, compute_profile_info_t *info) {
@@ -877,7 +878,8 @@ EXPORT result_t nvmlGpuInstanceGetComputeInstanceProfileInfo(void *handle, unsig
     return leave(OK);
 }
 
-/* NVIDIA's UUIDs of MIG devices follow from GPU, GPU instance and compute instance (its MIG guide shows one UUID for two devices). */
+/* The UUID of a MIG device is computed from GPU, GPU instance and compute instance, as by NVIDIA's driver: NVIDIA's MIG guide shows the same
+ * UUID for two such devices. */
 static void put_uuid(int i, instance_t *m) {
     unsigned r[4];
     for (int n = 0; n < 4; n++) {

@@ -1,11 +1,11 @@
-/* The arbiter: decides which tenant of each GPU holds it. A shared library of its own that the agent loads with ctypes; one native
- * thread serves the node.
+/* The arbiter: decides which tenant (a container on one GPU) holds each GPU. It is a shared library that the agent loads with ctypes; one
+ * native thread serves the node.
  *
  * It reads and writes the tenants' pages with pread and pwrite. A mapping of the turn page is only the address of a futex: a tenant may
  * truncate its page at any time.
  *
- * A tenant's virtual time is the time that it held the GPU, divided by its share; the waiting tenant with the lowest one is next. Its
- * bucket fills at the ceiling's rate; without anything in it, the tenant waits although the GPU is free. */
+ * A tenant's virtual time is the time that it held the GPU, divided by its share; the waiting tenant with the lowest one is next. A
+ * tenant's bucket fills at the rate of its ceiling; while the bucket is empty, the tenant waits although the GPU is free. */
 #define _GNU_SOURCE
 #include "pages.h"
 #include <errno.h>
@@ -33,7 +33,7 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
 #define REFRESH_NS (50 * MS)
 #define RECENT_NS (1000 * MS)
 #define AWAY_NS (100 * MS) /* a tenant that wanted nothing for so long has no claim on the time before */
-#define CROSSED_NS (5 * MS) /* more than the work that a program may queue ahead takes */
+#define CROSSED_NS (5 * MS) /* longer than the work takes that a program may queue ahead */
 #define DEBT_NS (2000 * MS)
 
 /* -- what the agent calls ---------------------------------------------------------------------------------------------------------
@@ -43,16 +43,16 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
  *     Ends it. 200 ms later the tenants limit themselves.
  * int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd)
  *     Adds a tenant of one GPU; a container with several GPUs is added once for each. `gpu`: the caller's number of the GPU, 0 to 63;
- *     `page`: the GPU's index in the tenant's pages; the descriptors are open for reading and writing and stay open, as the caller's,
- *     until the tenant is removed. Both pages are complete (sizes: pages.h). Answers a number for the tenant, which may be
- *     a removed one's, or -1. Allowed before and after the start, also with pages that served a former agent.
+ *     `page`: the GPU's index in the tenant's pages; the descriptors are open for reading and writing, belong to the caller, and stay open
+ *     until the tenant is removed. Both pages are complete (sizes: pages.h). Returns the tenant's number, which a removed tenant may have
+ *     had before, or -1. Allowed before and after the start, also with pages that served a former agent.
  * void gm_arbiter_remove(int number)
  *     Forgets a tenant; then its descriptors may be closed. If it still runs, it limits itself 200 ms later.
  * void gm_arbiter_figures(int number, struct gm_arbiter_figures *figures)
  *     What happened to a tenant since it was added; zeros for a number that is not in use. Nothing is charged while launches need no
  *     turn (gm_limits_gpu.pass).
  * int gm_arbiter_overruns(int number)
- *     1: work of a turn that was passed on has not ended yet. 0: all has, or the number is not in use.
+ *     1: the arbiter ended a turn, and work of that turn still runs. 0: no such work runs, or the number is not in use.
  * All but start and stop may be called by any thread at any time; each takes microseconds. Changes of the limits page are seen within
  * 50 ms. */
 struct gm_arbiter_figures {
@@ -64,7 +64,7 @@ struct gm_arbiter_figures {
 static struct tenant {
     struct gpu *gpu; /* NULL: the place is free */
     struct tenant *next; /* of the same GPU */
-    struct tenant *sibling; /* the same container's on another GPU: a ring */
+    struct tenant *sibling; /* the same container on another of its GPUs: a ring */
     int page; /* the GPU's index in the tenant's pages */
     int limits_fd, turn_fd;
     void *mapping; /* of the turn page, never read */
@@ -72,17 +72,17 @@ static struct tenant {
     int64_t virtual_ns, bucket_ns;
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */
-    uint64_t until, since; /* what was written for it */
-    uint32_t flags, grants, pass, away_from; /* away_from: of all siblings the same */
-    bool overran; /* it still has work from a turn that was passed on */
-    uint32_t suspended; /* then what its processes say counts for nothing */
-    bool damaged; /* the page has other values than it should */
+    uint64_t until, since; /* as written to its turn page */
+    uint32_t flags, grants, pass, away_from; /* away_from is the same for all siblings */
+    bool overran; /* work of a turn that the arbiter ended still runs */
+    uint32_t suspended; /* then the flags of its processes are ignored */
+    bool damaged; /* the page has values that the arbiter did not write */
     struct gm_arbiter_figures figures;
 } tenants[TENANTS];
 static struct gpu {
     struct tenant *tenants, *holder;
     int64_t served_at, due; /* the last and the next look at it */
-    int64_t until;
+    int64_t until; /* the end of the holder's turn */
     bool draining; /* its turn is over, its work has not ended */
 } gpus[GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -97,7 +97,7 @@ static int64_t clock_ns(void) {
 static off_t turn_at(const struct tenant *t) { return (off_t)(offsetof(struct gm_turn, gpu) + (size_t)t->page * sizeof(struct gm_turn_gpu)); }
 static off_t limits_at(const struct tenant *t) { return (off_t)(offsetof(struct gm_limits, gpu) + (size_t)t->page * sizeof(struct gm_limits_gpu)); }
 
-/* What the live processes of the tenant say; 0 where the page can't be read. Words with bits that have no meaning are ignored. */
+/* The flags of the tenant's live processes; 0 if the page can't be read. Words with bits that have no meaning are ignored. */
 static uint32_t read_flags(struct tenant *t, int64_t now) {
     struct gm_turn_gpu turn;
     size_t head = offsetof(struct gm_turn_gpu, word), first = head + 64 * sizeof *turn.word;
@@ -116,7 +116,7 @@ static uint32_t read_flags(struct tenant *t, int64_t now) {
     t->damaged |= (bits & GM_MEANINGLESS) != 0;
     return t->suspended ? 0 : flags;
 }
-/* False where the page was truncated; then the tenant's own bucket limits it. */
+/* Returns whether all bytes were written. */
 static bool put(int fd, const void *value, size_t n, off_t at) { return pwrite(fd, value, n, at) == (ssize_t)n; }
 static void write_until(struct tenant *t, int64_t until) {
     t->until = (uint64_t)until;
@@ -134,7 +134,7 @@ static void wake(struct tenant *t) {
     if (t->mapping) syscall(SYS_futex, (char *)t->mapping + at, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
-/* Makes a page whole again that a process of the tenant damaged. The processes write their words again. */
+/* Restores a turn page that a process of the tenant has damaged. The processes write their words again by themselves. */
 static void restore(struct tenant *t) {
     uint32_t head[2] = {0};
     struct stat file;
@@ -142,7 +142,7 @@ static void restore(struct tenant *t) {
     if (whole && !t->damaged && !fstat(t->turn_fd, &file) && file.st_size == (off_t)sizeof(struct gm_turn)) return;
     struct gm_turn_gpu turn = {.granted_until_ns = t->until, .holding_since_ns = t->since, .grants = t->grants};
     head[0] = GM_MAGIC, head[1] = GM_VERSION;
-    /* First the size, which gives back to the tmpfs what a process took of it; then the tmpfs's memory for the whole page. */
+    /* First the size, so that the tmpfs gets back what a process took of it; then the page gets memory for all its bytes. */
     t->damaged = ftruncate(t->turn_fd, sizeof(struct gm_turn)) || fallocate(t->turn_fd, 0, 0, sizeof(struct gm_turn));
     put(t->turn_fd, head, sizeof head, 0);
     put(t->turn_fd, &turn, sizeof turn, turn_at(t));
@@ -161,7 +161,7 @@ static bool part_is_free(const struct tenant *t, int64_t from) {
     while ((s = s->sibling) != t);
     return true;
 }
-/* Next to the parts of the containers that were added before; where no part is free, that of another one, too. */
+/* Places the tenant's part as early as the parts of the tenants that were added before allow. If no part is free, parts overlap. */
 static void plan_absence(struct tenant *t) {
     int64_t from = t->away_from ? t->away_from - 1 : 0;
     while (from && part_is_free(t, from - 1)) from--;
@@ -173,7 +173,7 @@ static void plan_absence(struct tenant *t) {
         put(s->limits_fd, &s->away_from, sizeof s->away_from, limits_at(s) + (off_t)offsetof(struct gm_limits_gpu, away_from));
     } while ((s = s->sibling) != t);
 }
-/* Limits that changed, the heartbeat, and whether launches need a turn at all. */
+/* Reads changed limits, and writes the heartbeat and whether launches need a turn at all. */
 static void refresh(struct tenant *t, int64_t now) {
     struct gm_limits_gpu limits;
     uint64_t beat = (uint64_t)now;
@@ -193,7 +193,7 @@ static void refresh(struct tenant *t, int64_t now) {
     wake(t);
 }
 
-/* The lowest virtual time of the GPU's active tenants beside `but`; `own` without one. */
+/* The lowest virtual time of the GPU's active tenants except `but`; `own` if there is none. */
 static int64_t lowest(const struct gpu *g, const struct tenant *but, int64_t now, int64_t own) {
     bool found = false;
     int64_t least = own;
@@ -212,8 +212,8 @@ static void charge(struct tenant *t, int64_t ns, int64_t now) {
     int64_t most = lowest(t->gpu, t, now, t->virtual_ns) + DEBT_NS * 100 / t->share;
     if (t->virtual_ns > most) t->virtual_ns = most;
 }
-/* The holder's page is read at each look. Another tenant's changes little while it waits, and is read as seldom as that of one that does
- * nothing. */
+/* Whether the tenant's page need not be read now. The holder's page is read at each look. The page of a tenant that only waits changes
+ * little, so it is read as seldom as that of an inactive tenant. */
 static bool rests(const struct tenant *t, int64_t now) {
     int64_t interval = t->flags == GM_WANTS || now - t->active_at > RECENT_NS ? REST_SCAN_NS : SCAN_NS;
     return t->gpu->holder != t && now - t->looked_at < interval - DRAIN_SCAN_NS;
@@ -233,8 +233,8 @@ static void look(struct tenant *t, int64_t now) {
     t->active_at = now;
 }
 
-/* Each of the two containers holds a GPU for which the other one waits: kernels that meet across GPUs would wait until the turns end.
- * True: the holder yields, since it is ahead on both GPUs together, on which both containers see the same sum. */
+/* Whether the holder yields: each of the two containers holds a GPU for which the other one waits, so kernels that communicate across GPUs
+ * would wait until the turns end. The container that is ahead on both GPUs together yields. Both GPUs give the same result. */
 static bool yields(const struct tenant *h, const struct tenant *other) {
     for (const struct tenant *o = other->sibling; o != other; o = o->sibling)
         for (const struct tenant *s = h->sibling; s != h && o->gpu->holder == o; s = s->sibling) {
@@ -253,7 +253,8 @@ static struct tenant *next(const struct gpu *g, const struct tenant *but) {
     }
     return best;
 }
-/* A turn lasts until its bucket is empty, a quantum at most: a process that knows the end looks at once whether its work has ended. */
+/* A turn lasts until the tenant's bucket is empty, but at most a quantum. A process that knows the end checks at once whether its work has
+ * ended. */
 static int64_t turn_ns(const struct tenant *t) {
     int64_t ns = t->ceiling >= 100 ? t->quantum_ns : t->bucket_ns * 100 / (100 - t->ceiling);
     return ns < t->quantum_ns ? ns : t->quantum_ns;
@@ -264,7 +265,7 @@ static void grant(struct gpu *g, struct tenant *t, int64_t now) {
     write_until(t, g->until);
     wake(t);
 }
-/* No launch passes any longer; the turn ends when the work has. */
+/* No launch passes any longer; the GPU is released when the work has ended. */
 static void end_turn(struct gpu *g, struct tenant *t, int64_t now) {
     g->until = now;
     write_until(t, 0);
@@ -290,12 +291,12 @@ static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, 
         h->overran = true;
         release(g, h);
     } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
-    else g->draining = other || now < g->until + 5 * MS; /* more is a long kernel */
+    else g->draining = other || now < g->until + 5 * MS; /* after that it is a long kernel, and frequent looks are of no use */
 }
 static bool has_gpu(const struct tenant *t, const struct tenant *other) {
     return t->gpu->holder == t ? t->flags & GM_BUSY || other : t->overran;
 }
-/* Looks at a GPU; the time until the next look. */
+/* Looks at a GPU; returns the ns until the next look. */
 static int64_t serve(struct gpu *g, int64_t now) {
     int64_t pause = REST_SCAN_NS;
     if (now - g->served_at > GM_AWAY_NS) { /* the arbiter was stopped, and the tenants limited themselves */
@@ -308,7 +309,7 @@ static int64_t serve(struct gpu *g, int64_t now) {
         if (now - t->active_at < RECENT_NS) pause = SCAN_NS;
     }
     struct tenant *h = g->holder, *other = next(g, h);
-    /* Work that overran and the holder's have the driver's time slices. */
+    /* The driver divides the time between work that overran its turn and the holder's work. */
     int parts = 0;
     for (struct tenant *t = g->tenants; t; t = t->next) parts += has_gpu(t, other);
     for (struct tenant *t = g->tenants; t; t = t->next)
@@ -321,7 +322,7 @@ static int64_t serve(struct gpu *g, int64_t now) {
     return g->draining ? DRAIN_SCAN_NS : pause;
 }
 
-/* Looks at each GPU that is due, or nearly; the time until the next one is. */
+/* Looks at each GPU that is due, or nearly; returns the ns until the next one is due. */
 static int64_t scan(int64_t now, bool refreshes) {
     int64_t next_due = now + REST_SCAN_NS;
     for (struct gpu *g = gpus; g < gpus + GPUS; g++) {

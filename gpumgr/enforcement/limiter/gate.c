@@ -1,8 +1,8 @@
-/* The turn: a launch waits for it, the work that was launched is followed by markers (streams.c), and a helper thread gives the turn
- * back once that work has ended.
+/* The turn: a launch waits until the arbiter grants it to the container. Markers (streams.c) show when the launched work has ended; then a
+ * helper thread gives the turn back.
  *
- * A launch that needs no turn costs a load and the count of launches; one that finds the turn granted, two atomic additions and a read of
- * the clock. The helper sleeps while the process has no work on the GPU. */
+ * A launch that needs no turn costs a load and the count of launches. A launch that finds the turn granted costs two atomic additions and a
+ * read of the clock. The helper sleeps while the process has no work on the GPU. */
 #define _GNU_SOURCE
 #include "gate.h"
 #include "old_glibc.h"
@@ -20,14 +20,14 @@
 enum { IDLE_NS = 1000000, DRAIN_POLL_NS = 50000, LOOK_NS = 250000 };
 #define ARBITER_GONE_NS (200 * MS)
 #define DEBT_NS (2000 * (int64_t)MS)
-#define PASS 0x10001ull /* in gm_gate.passes: one more, which is in flight */
+#define PASS 0x10001ull /* added to gm_gate.passes: one more launch, which is inside the driver's call */
 #define INFLIGHT 0xffffull
 
 static struct gm_gate gates[GM_GPUS];
 static atomic_uint wake; /* futex: a gate became busy, or the process ends */
 static atomic_int helper; /* 0: none, 1: runs, 2: shall stop, 3: stopped */
 
-/* A thread that is cancelled here would leave counts and flags behind. */
+/* Not a point of cancellation: a thread that is cancelled here would leave counts and flags behind. */
 void gm_nap(uint64_t ns) {
     struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
     int before;
@@ -92,8 +92,8 @@ static bool alone(const struct gm_process *p, uint64_t now) {
     uint64_t beat = __atomic_load_n(&p->limits->heartbeat_ns, __ATOMIC_RELAXED);
     return now > beat + ARBITER_GONE_NS;
 }
-/* Charges the time since the last call if the process had work then; true: a launch may pass. Where the container's part of the time is
- * known, all of its processes use it, and other containers do not. */
+/* Fills the bucket, and charges the time since the last call if the process has work. True: a launch may pass. If the container's part
+ * of each GM_AWAY_NS is known (away_from), all of its processes may use that part, and other containers may not. */
 static bool bucket(const struct gm_process *p, struct gm_gate *g, uint64_t now) {
     uint32_t share = __atomic_load_n(&limits(p, g)->share, __ATOMIC_RELAXED), processes = !p->slot, slots = turn(p, g)->slots;
     uint64_t from = __atomic_load_n(&limits(p, g)->away_from, __ATOMIC_RELAXED), percent = GM_AWAY_NS / 100;
@@ -124,7 +124,7 @@ static uint64_t sit_out(const struct gm_process *p, struct gm_gate *g, uint64_t 
 }
 
 /* -- the helper ---------------------------------------------------------------------------------------------------------------- */
-/* Adds to the launches in the use page; how many there were. */
+/* Adds to the launches in the use page; returns how many there were before. */
 static uint64_t count(const struct gm_process *p, int gpu, uint64_t launches) {
     return p->slot ? __atomic_fetch_add(&p->slot->gpu[gpu].launches, launches, __ATOMIC_RELAXED) : 0;
 }
@@ -132,8 +132,8 @@ static void publish(const struct gm_process *p, struct gm_gate *g, uint64_t pass
     count(p, gpu_of(g), passes - g->published);
     g->published = passes;
 }
-/* Gives the turn back when the work has ended and the turn is over, or when nothing was launched for a while. Answers when to look
- * again, in ns; 0: the gate is not busy. */
+/* Gives the turn back when the work has ended, and the turn is over or nothing was launched for a while. Returns after how many ns to look
+ * again; 0: the gate is not busy. */
 static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
     if (!atomic_load(&g->busy)) return 0;
     uint64_t now = gm_now(), until = granted_until(p, g), last = atomic_load(&g->last_ns);
@@ -142,7 +142,7 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
     publish(p, g, passes >> 16);
     if (gm_suspended()) return sit_out(p, g, now);
     uint32_t word = __atomic_load_n(word_of(p, g), __ATOMIC_RELAXED);
-    if ((word & ~0xffu) != gm_stamp(now) || !(word & GM_BUSY)) word_set(p, g, GM_BUSY, 0, now); /* it may be another's, or restored */
+    if ((word & ~0xffu) != gm_stamp(now) || !(word & GM_BUSY)) word_set(p, g, GM_BUSY, 0, now); /* the word may be shared or restored */
     if (over && alone(p, now)) bucket(p, g, now);
     if (!over && now < last + IDLE_NS) {
         uint64_t next = until < last + IDLE_NS ? until : last + IDLE_NS;
@@ -166,7 +166,7 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
 }
 static void *help(void *unused) {
     prctl(PR_SET_TIMERSLACK, 1);
-    gm_relax(); /* its queries never end a capture */
+    gm_relax(); /* so that its calls never invalidate a capture */
     while (atomic_load(&helper) == 1) {
         uint32_t seen = atomic_load(&wake);
         uint64_t pause = 0;
@@ -181,7 +181,7 @@ static void *help(void *unused) {
     atomic_store(&helper, 3);
     return unused;
 }
-/* Before the driver's own handlers of the exit run: the helper's next call would find the driver gone. */
+/* Stops the helper before the driver's own exit handlers run: otherwise its next call would find the driver gone. */
 static void stop_at_exit(void) {
     int runs = 1;
     if (!atomic_compare_exchange_strong(&helper, &runs, 2)) return;
@@ -199,7 +199,7 @@ static bool start_helper(void) {
     sigset_t all, old;
     sigfillset(&all);
     pthread_t thread;
-    sigprocmask(SIG_SETMASK, &all, &old); /* of this thread */
+    sigprocmask(SIG_SETMASK, &all, &old); /* the helper inherits the mask of this thread */
     bool made = !pthread_create(&thread, NULL, help, NULL);
     sigprocmask(SIG_SETMASK, &old, NULL);
     if (made) pthread_detach(thread);
@@ -219,7 +219,8 @@ void gm_gate_after_fork(void) {
 }
 
 /* -- launches ------------------------------------------------------------------------------------------------------------------ */
-/* The page says so. An arbiter that was killed left it: then the share is the limit. The clock is read once in 64 launches. */
+/* The page says that this launch needs no turn. If the arbiter was killed, that is outdated, and the share is the limit. To notice that, the
+ * clock is read once in 64 launches. */
 static bool needs_no_turn(const struct gm_process *p, struct gm_gate *g) {
     if (atomic_load_explicit(&g->no_arbiter, memory_order_relaxed)) {
         if (alone(p, gm_now())) return false;
@@ -238,7 +239,7 @@ static bool try_pass(const struct gm_process *p, struct gm_gate *g, uint64_t now
     atomic_fetch_sub(&g->passes, PASS);
     return false;
 }
-/* Within the turn, while the process has work: the order of writes and reads is that of try_pass. */
+/* Passes if the turn is granted and the process is busy already. Writes and reads have the order of try_pass. */
 static bool passes_at_once(const struct gm_process *p, struct gm_gate *g) {
     atomic_fetch_add(&g->passes, PASS);
     uint64_t now = atomic_load(&g->busy) ? gm_now() : UINT64_MAX;
@@ -304,7 +305,8 @@ void gm_leave(struct gm_pass pass) {
     uint32_t unmarked = atomic_load_explicit(&pass.stream->unmarked, memory_order_relaxed) + 1;
     atomic_store_explicit(&pass.stream->unmarked, unmarked, memory_order_relaxed);
     bool per_thread = atomic_load_explicit(&pass.stream->thread, memory_order_relaxed) != 0;
-    if (per_thread) gm_stream_mark(pass.stream); /* the helper can't, so it waits for this one */
+    /* Before `passes` shrinks: the helper can't mark a per-thread stream, so it waits until this thread has done it. */
+    if (per_thread) gm_stream_mark(pass.stream);
     atomic_fetch_sub_explicit(&g->passes, 1, memory_order_release);
     if (!per_thread && unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed)) gm_stream_mark(pass.stream);
 }

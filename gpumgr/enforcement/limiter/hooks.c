@@ -1,4 +1,4 @@
-/* Which look-ups get a wrapper: by dlsym (dlsym.S), by cuGetProcAddress, by linking (the symbols themselves). */
+/* Decides which look-ups of functions get a wrapper: by dlsym (dlsym.S), by cuGetProcAddress, or by linking (the symbols themselves). */
 #define _GNU_SOURCE
 #include "library.h"
 #include "old_glibc.h"
@@ -10,10 +10,10 @@
 #include "hooks.h"
 #undef HOOK
 
-/* stubs.S knows the layout. */
+/* stubs.S depends on this layout. */
 struct hook {
     void *wrapper;        /* NULL: the stub jumps to the driver */
-    _Atomic(void *) real; /* NULL: not asked for */
+    _Atomic(void *) real; /* the driver's function; NULL: not looked up yet */
     void *stub;
     const char *symbol, *base;
     int version, variant;
@@ -31,7 +31,7 @@ typedef void *(*dlsym_t)(void *, const char *);
 __attribute__((visibility("hidden"))) dlsym_t gm_real_dlsym;
 __attribute__((visibility("hidden"))) void *gm_dlsym_pick(void *handle, const char *name, void *caller);
 
-/* A sanitizer's runtime comes here while it starts, before its checks work. */
+/* A sanitizer's runtime calls these functions while it starts, before its checks work. */
 #define EARLY __attribute__((no_sanitize("address"), no_sanitize("thread"), no_sanitize("undefined")))
 
 EARLY static dlsym_t real_dlsym(void) {
@@ -43,7 +43,8 @@ EARLY static dlsym_t real_dlsym(void) {
     return found;
 }
 
-/* The handle of a library that the program loaded; NULL before. It is kept: the library must not go while we hold its functions. */
+/* The handle of a library that the program has loaded; NULL before. It is never closed: the library must not be unloaded while we have
+ * addresses of its functions. */
 static void *driver(bool nvml) {
     static _Atomic(void *) handles[2];
     void *handle = atomic_load(&handles[nvml]);
@@ -64,12 +65,12 @@ void *gm_real(enum gm_hook hook) {
     void *real = atomic_load_explicit(&hooks[hook].real, memory_order_relaxed);
     if (!real && driver(symbol[0] == 'n')) {
         real = gm_driver_function(symbol);
-        if (!real || real == hooks[hook].stub) real = (void *)not_found; /* the driver lacks it, and the look-up went on to us */
+        if (!real || real == hooks[hook].stub) real = (void *)not_found; /* the driver lacks it, so the look-up found our stub */
         atomic_store_explicit(&hooks[hook].real, real, memory_order_relaxed);
     }
     return real == (void *)not_found ? NULL : real;
 }
-/* For a stub that can't jump at once: where to. */
+/* Where a stub that could not jump at once jumps to; waits while the container is suspended. */
 __attribute__((visibility("hidden"))) void *gm_hook_target(int hook);
 void *gm_hook_target(int hook) {
     gm_await_resume();
@@ -89,21 +90,21 @@ static void *pick(dlsym_t real, void *handle, const char *name, void *caller) {
     for (int i = 0; i < GM_HOOKS; i++) {
         if (strcmp(name, hooks[i].symbol)) continue;
         void *of_driver = gm_real(i);
-        bool anywhere = handle == RTLD_NEXT || handle == RTLD_DEFAULT; /* where the C library would find the wrapper */
+        bool anywhere = handle == RTLD_NEXT || handle == RTLD_DEFAULT; /* there the C library may find the stub */
         if (!of_driver) return NULL;
         if (of_the_driver(caller)) return anywhere ? of_driver : NULL;
         return anywhere || real(handle, name) == of_driver ? hooks[i].stub : NULL;
     }
     return NULL;
 }
-/* The wrapper that dlsym answers, or NULL: then the C library answers. */
+/* What dlsym returns: a stub, or for the driver's own libraries the driver's function. NULL: the C library decides. */
 EARLY void *gm_dlsym_pick(void *handle, const char *name, void *caller) {
     dlsym_t real = real_dlsym();
     bool drivers = name && ((name[0] == 'c' && name[1] == 'u') || (name[0] == 'n' && name[1] == 'v'));
     return drivers ? pick(real, handle, name, caller) : NULL;
 }
 
-/* Does the driver's cuGetProcAddress answer the addresses that dlsym finds? If so, an address that no hook has is an unknown version. */
+/* Does the driver's cuGetProcAddress return the addresses that dlsym finds? Then an address that no hook has is an unknown version. */
 static bool same_addresses(void *asked, const char *known) {
     return asked && asked == gm_driver_function(known);
 }
@@ -117,7 +118,7 @@ static void *wrapper_of(const char *name, void *found, int version, unsigned lon
                       (hooks[i].variant == hooks[best].variant && hooks[i].version > hooks[best].version);
         if (better && (hooks[i].variant == GM_ANY || per_thread == GM_PTSZ)) best = i;
     }
-    /* A driver that answers other addresses than dlsym: the table decides, unless the driver has a newer version by that name. */
+    /* If the driver returns other addresses than dlsym finds, the table of hooks decides. */
     static atomic_int answers_symbols; /* 0: not known, 1: yes, 2: no */
     if (best >= 0 && !atomic_load(&answers_symbols)) {
         void *probe = NULL;

@@ -72,7 +72,7 @@ static bool on_device(CUdeviceptr at) {
     uint type = 0;
     return ask && ask(&type, 2, at) == CUDA_SUCCESS && type == 2; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE */
 }
-/* Small ones pass, and those from or to the host. */
+/* Small copies, and copies from or to the host, need no turn. */
 #define MOVED(bytes, inside, stream, per_thread, call)                                                                             \
     do {                                                                                                                           \
         if ((bytes) < SMALL_BYTES || !(inside)) return call;                                                                       \
@@ -124,8 +124,8 @@ static size_t copy3_bytes(const struct copy3 *c) { return c ? c->width * c->heig
     GM_WRAPPER(symbol, (const struct type *c, CUstream stream)) {                                                                  \
         MOVED(type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), stream, per_thread, CALL(symbol, c, stream));                     \
     }
-/* What a batch copies inside device memory, up to the bytes from which it needs a turn. The driver is asked for each address: one batch
- * may hold copies of every direction. */
+/* How many bytes a batch copies inside device memory; counted only until it needs a turn. The driver is asked for each address, since one
+ * batch may have copies of every direction. */
 static uint64_t batch_bytes(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes, size_t n) {
     uint64_t all = 0, inside = 0;
     for (size_t i = 0; to && from && sizes && i < n; i++) all += sizes[i];
@@ -297,7 +297,7 @@ CONTEXT_ENDS(cuCtxDestroy_v2, CUcontext, gm_streams_forget_context, gm_memory_co
 CONTEXT_ENDS(cuDevicePrimaryCtxReset, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
 CONTEXT_ENDS(cuDevicePrimaryCtxReset_v2, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
 
-/* Other parts of the program may hold the context, and work in it. */
+/* The streams are forgotten only at the last release: other parts of the program may still use the context. */
 #define PRIMARY_RELEASED(symbol)                                                                                                   \
     GM_WRAPPER(symbol, (CUdevice d)) {                                                                                             \
         if (gm_primary_references(d, -1) <= 0) gm_streams_forget_device(d);                                                        \
@@ -308,7 +308,7 @@ CONTEXT_ENDS(cuDevicePrimaryCtxReset_v2, CUdevice, gm_streams_forget_device, gm_
     }
 PRIMARY_RELEASED(cuDevicePrimaryCtxRelease)
 PRIMARY_RELEASED(cuDevicePrimaryCtxRelease_v2)
-/* It may hold the last reference to a primary context. */
+/* A green context may hold the last reference to a primary context. */
 GM_WRAPPER(cuGreenCtxDestroy, (void *green)) {
     CUresult (*context_of)(CUcontext *, void *) = (CUresult(*)(CUcontext *, void *))gm_driver_function("cuCtxFromGreenCtx");
     CUcontext context = NULL;

@@ -4,13 +4,13 @@
  * two instructions; the order of writes makes the count right afterwards:
  *   reserve: the slot's `pending` grows, `reserved_bytes` grows by compare-and-swap, the slot's `bytes` grow, `pending` shrinks
  *   release: `reserved_bytes` shrinks, then the slot's `bytes` shrink
- * So the bytes and pending bytes of all slots are never less than what is in use, and gm_ledger_settle may lower `reserved_bytes` to
- * their sum once the slots of dead processes are empty. It counts changes: where one comes between its reads, it does nothing. */
+ * So the sum of bytes and pending bytes of all slots is never less than what is in use, and gm_ledger_settle may lower `reserved_bytes` to
+ * that sum once the slots of dead processes are empty. It does nothing if a change was counted while it read the slots. */
 #include "memory.h"
 
 #define PENDING reserved[0] /* of gm_use_slot_gpu */
 #define CHANGES reserved[0] /* of gm_use_gpu */
-#define NO_LIMIT (1ull << 50) /* what is not limited is counted all the same; a sum can't overflow */
+#define NO_LIMIT (1ull << 50) /* memory without a limit is counted, too; so small that no sum overflows */
 
 static uint64_t load(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
 static void add(uint64_t *p, uint64_t n) { __atomic_fetch_add(p, n, __ATOMIC_SEQ_CST); }
@@ -29,7 +29,7 @@ uint64_t gm_memory_used(int gpu) {
     return sum;
 }
 
-/* Does the request still fit? Reserves it if so. */
+/* Reserves the request if it fits; returns whether it does. */
 static bool reserve(struct gm_process *p, int gpu, uint64_t bytes, uint64_t limit) {
     struct gm_use_gpu *total = &p->use->gpu[gpu];
     uint64_t seen = load(&total->reserved_bytes);
@@ -57,7 +57,7 @@ void gm_ledger_settle(int gpu) {
         __atomic_compare_exchange_n(&total->reserved_bytes, &seen, sum, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* The reservation with the slot's part; a request that does not fit leaves nothing pending, which others would count. */
+/* Reserves with the slot's part of the count. A request that does not fit leaves no pending bytes, which other processes would count. */
 static bool reserve_in_slot(struct gm_process *p, int gpu, enum gm_kind kind, uint64_t bytes, uint64_t limit) {
     struct gm_use_slot_gpu *own = &p->slot->gpu[gpu];
     add(&own->PENDING, bytes);
@@ -71,7 +71,7 @@ bool gm_reserve(int gpu, enum gm_kind kind, uint64_t bytes) {
     struct gm_process *p = gpu < 0 ? NULL : gm_process();
     uint64_t limit = gm_memory_limit(gpu);
     if (!p || !bytes) return true;
-    if (!p->slot) return !limit; /* a process without a slot can't be credited when it dies, so it gets nothing */
+    if (!p->slot) return !limit; /* the memory of a process without a slot could not be freed at its death, so it gets none */
     if (!limit) limit = NO_LIMIT;
     if (bytes > limit) return false;
     if (reserve_in_slot(p, gpu, kind, bytes, limit)) return true;
@@ -100,7 +100,7 @@ void gm_release(int gpu, enum gm_kind kind, uint64_t bytes) {
     if (!p || !p->slot || !bytes) return;
     uint64_t *total = &p->use->gpu[gpu].reserved_bytes, *own = &p->slot->gpu[gpu].bytes[kind], seen = load(total);
     add(&p->use->gpu[gpu].CHANGES, 1);
-    /* A tenant may have spoiled its page: never below zero. */
+    /* Never below zero: the container may have changed its page. */
     while (!__atomic_compare_exchange_n(total, &seen, seen > bytes ? seen - bytes : 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
     uint64_t mine = load(own);
     while (!__atomic_compare_exchange_n(own, &mine, mine > bytes ? mine - bytes : 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}

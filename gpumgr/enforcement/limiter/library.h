@@ -3,10 +3,11 @@
  * dlsym.S, hooks.c  the table of hooked functions; which look-ups get a wrapper
  * stubs.S           the hooked functions themselves
  * process.c         the pages, this process's slot, its devices; fork
- * gate.c            the turn: waiting, holding, giving back; the helper thread
- * streams.c         streams and markers (events): what is on the GPUs
+ * gate.c            the turn: waits for it, gives it back; the helper thread
+ * streams.c         streams and markers (events): which work has not ended
  * launch.c          wrappers of launches, copies, memsets, captures and destructions
- * memory.c          wrappers of allocations and queries
+ * memory.c          wrappers of allocations; queries.c wrappers of queries
+ * ledger.c          the count of the container's memory; records.c what each pointer and handle holds
  *
  * No lock is held over a driver call. A fault of the library disables it (gm_disable) and never ends the program. */
 #ifndef GPUMGR_LIBRARY_H
@@ -29,11 +30,11 @@ enum {
 /* -- hooks ------------------------------------------------------------------------------------------------------------------
  * A hook is a function with the name and the signature of the driver's, defined with GM_WRAPPER, and one line in hooks.h:
  *     HOOK(symbol, "base name", first CUDA version, GM_ANY | GM_PTSZ)
- * for example HOOK(cuMemAlloc_v2, "cuMemAlloc", 3020, GM_ANY). The version and the base name answer cuGetProcAddress; GM_PTSZ
+ * for example HOOK(cuMemAlloc_v2, "cuMemAlloc", 3020, GM_ANY). Base name and version are the key of cuGetProcAddress; GM_PTSZ
  * marks the variant for per-thread default streams (its symbol ends with _ptsz or _ptds). NVML's functions have a version of 0:
  * they are found by dlsym and by linking only. PASS, in the same form, is a function of the driver without a wrapper.
  * The symbol itself is a stub (stubs.S): it waits while the container is suspended, then jumps to the wrapper or the driver.
- * The wrapper calls the driver with CALL(symbol, arguments...), which answers `not found` where the driver lacks the function. */
+ * The wrapper calls the driver with CALL(symbol, arguments...), which returns `not found` if the driver lacks the function. */
 #define GM_WRAPPER(symbol, parameters) CUresult symbol parameters __asm__("gm_w_" #symbol); CUresult symbol parameters
 enum { GM_ANY, GM_PTSZ };
 #define HOOK(symbol, base, version, variant) GM_HOOK_##symbol,
@@ -63,8 +64,8 @@ struct gm_process {
     uint32_t slot_index;      /* GM_SLOTS without a slot */
     uint32_t pid;
 };
-/* The pages of this process, or NULL where it is not limited (no pages, a fault). The first call maps them and claims a slot;
- * a failure is tried again at the next call. Cheap after that. Never call it from dlsym. */
+/* This process and its pages; NULL: it is not limited (there are no pages, or the library has a fault). The first call maps the pages and
+ * claims a slot; after a failure the next call tries again. Later calls are cheap. Never call it from dlsym. */
 struct gm_process *gm_process(void);
 /* The index into the pages' gpu[] of a device, by its UUID; -1: it is not limited. Needs a cuInit that succeeded. */
 int gm_gpu_of_device(CUdevice device);
@@ -72,28 +73,28 @@ int gm_gpu_of_device(CUdevice device);
 CUdevice gm_current_device(void);
 /* Disables the library in this process: every hook passes from now on. Says why on stderr and in the page, once. */
 void gm_disable(const char *why, const char *remedy);
-/* Credits and frees the slots of processes of this PID namespace that died; the number of freed slots. For memory.c: call it
- * before a reservation is refused, then try once more. */
+/* Frees the slots of processes of this PID namespace that have died; returns how many. ledger.c calls it before it refuses a reservation,
+ * then tries once more. */
 int gm_reap_slots(void);
 /* The slots below this index may be in use. */
 int gm_slots(void);
 uint64_t gm_now(void); /* CLOCK_MONOTONIC */
 void gm_nap(uint64_t ns);
 
-/* Waits while the container is suspended, and asks for its resume: no call enters the driver, which would block it. */
+/* Waits while the container is suspended, and asks for its resume: a call that entered the driver would block there. */
 void gm_await_resume(void);
 bool gm_suspended(void);
 
-/* Own calls of the driver that a stream capture in another thread would forbid stand between these two. */
+/* Between these two, this thread may make calls of the driver that a stream capture in another thread would forbid. */
 int gm_relax(void);
 void gm_unrelax(int previous);
 
 /* -- the gate -------------------------------------------------------------------------------------------------------------- */
 struct gm_pass {
-    struct gm_gate *gate; /* NULL: it passed without a turn */
+    struct gm_gate *gate; /* NULL: the launch needs no turn */
     struct gm_stream *stream;
 };
-/* Whether any launch may pass at once, which it then does: the container has one GPU, which it does not share. */
+/* Whether any launch may pass at once: the container has one GPU, and does not share it. True also counts the launch. */
 bool gm_needs_no_turn(void);
 /* Waits until a launch into this stream may pass; per_thread: NULL means the per-thread default stream. */
 struct gm_pass gm_enter(CUstream stream, bool per_thread);
@@ -101,7 +102,7 @@ struct gm_pass gm_enter(CUstream stream, bool per_thread);
 void gm_leave(struct gm_pass pass);
 void gm_capture_begins(CUstream stream, bool per_thread);
 void gm_capture_ended(void);
-/* Before the driver's call, which ends what it knows of these streams. */
+/* Call these before the driver's call: afterwards the driver no longer knows the streams. */
 void gm_stream_destroyed(CUstream stream);
 void gm_streams_forget_context(CUcontext context);
 void gm_streams_forget_device(CUdevice device);

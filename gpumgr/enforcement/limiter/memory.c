@@ -1,10 +1,10 @@
-/* Wrappers of allocations: each reserves first, asks the driver, and gives the reservation back where the driver refuses. An answer
- * that the container's limit forces is always CUDA_ERROR_OUT_OF_MEMORY. What the driver answers otherwise passes unchanged, and so do
- * calls with a NULL output, of a device without a limit, and of memory that is not on a device. */
+/* Wrappers of allocations: each reserves first, calls the driver, and gives the reservation back if the driver refuses. If the limit
+ * refuses a call, the result is always CUDA_ERROR_OUT_OF_MEMORY. The driver's other results are returned unchanged. Calls with a NULL output,
+ * for a device without a limit, or for memory that is not on a device, are passed to the driver. */
 #include "memory.h"
 #include <string.h>
 
-#define BLOCK (2ull << 20)      /* in which the driver takes memory of the GPU */
+#define BLOCK (2ull << 20)      /* the unit in which the driver takes memory of the GPU */
 #define POOL_STEP (32ull << 20) /* by which the driver lets a pool grow */
 typedef unsigned int uint;
 typedef struct { int type, id; } location; /* CUmemLocation */
@@ -38,7 +38,7 @@ static CUresult refuse(int gpu) {
     gm_refused(gpu);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
-/* After a refusal: pools give back what they don't use. */
+/* Reserves; if that is refused, pools give back what they don't use, and it is tried again. */
 static bool reserve(int gpu, enum gm_kind kind, uint64_t bytes) {
     if (gm_reserve(gpu, kind, bytes)) return true;
     if (bytes > gm_memory_limit(gpu)) return false;
@@ -50,7 +50,8 @@ static void reference(struct gm_record *r, void *unused) {
     (void)unused;
     r->references++;
 }
-/* After the driver's call that released a handle or freed a pointer in a block: credits it if this was the last reference. */
+/* Call it after the driver's call that released a handle or freed a pointer in a block. Releases the charge if this was the last reference;
+ * if the driver refused, restores the record. */
 static void unreferenced(CUresult r, enum gm_record_type type, uint64_t key, bool is_last, const struct gm_record *last) {
     if (r == CUDA_SUCCESS && is_last) gm_release(last->gpu, last->kind, last->bytes);
     else if (r != CUDA_SUCCESS && is_last) gm_record_add(*last);
@@ -59,12 +60,12 @@ static void unreferenced(CUresult r, enum gm_record_type type, uint64_t key, boo
 
 /* -- pointers and arrays ------------------------------------------------------------------------------------------------------
  * The driver takes whole blocks of 2 MiB: an H200 used 4 MiB for each cuMemAlloc of 3,145,729 bytes. Requests below 2 MiB share
- * blocks, and a block is the GPU's until the last pointer into it is freed. So each block, known by its address, is charged once for
- * all of them: neither does a program with many small tensors pay 2 MiB for each, nor does one escape that frees all but a few bytes
- * of each block. A request that would fit into a charged block is refused where less than 2 MiB are left, because its place is known
- * only after the driver's answer. */
+ * blocks, and the driver keeps a block until the last pointer into it is freed. So each block, known by its address, is charged once for
+ * all its pointers: a program with many small tensors does not pay 2 MiB for each, and a program that frees all but a few bytes of each
+ * block still pays for the blocks. A request that would fit into a charged block is refused if less than 2 MiB are left, because its place
+ * is known only after the driver's call. */
 
-/* Keeps the reservation under the new handle, or gives it back. `shares`: its block may have been charged before. */
+/* Keeps the reservation under the new handle, or gives it back. `shares`: the memory may be in a block that is charged already. */
 static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, bool shares, uint64_t key) {
     if (r != CUDA_SUCCESS || gpu < 0) {
         gm_release(gpu, kind, bytes);
@@ -79,7 +80,7 @@ static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, boo
     gm_record_add(own);
     return r;
 }
-/* `call` gives memory of `size` bytes under the handle in `out`. */
+/* `call` allocates `size` bytes and stores their handle in `out`. */
 #define ALLOCATE(kind, size, out, call)                                                                                            \
     do {                                                                                                                           \
         int gpu = (out) ? current_gpu() : -1;                                                                                      \
@@ -88,7 +89,7 @@ static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, boo
         CUresult result = call;                                                                                                    \
         return keep(result, gpu, kind, bytes, kind != GM_ARRAY && asked < BLOCK, result == CUDA_SUCCESS ? (uint64_t)*(out) : 0);   \
     } while (0)
-/* The record goes before the driver's call: after it, another thread may be given the same address. */
+/* The record is removed before the driver's call, since afterwards another thread may get the same address. */
 #define FREE(key, call)                                                                                                            \
     do {                                                                                                                           \
         struct gm_record record, block;                                                                                            \
@@ -106,7 +107,7 @@ GM_WRAPPER(cuMemAlloc_v2, (CUdeviceptr *at, size_t n)) { ALLOCATE(GM_ALLOC, n, a
 GM_WRAPPER(cuMemAllocManaged, (CUdeviceptr *at, size_t n, uint flags)) {
     ALLOCATE(GM_MANAGED, n, at, CALL(cuMemAllocManaged, at, n, flags));
 }
-/* The driver chooses the length of a row: 512 bytes and its multiples on all GPUs so far. */
+/* The driver chooses the length of a row: a multiple of 512 bytes on all GPUs so far. */
 GM_WRAPPER(cuMemAllocPitch, (uint *at, uint *pitch, uint width, uint height, uint element)) {
     ALLOCATE(GM_ALLOC, times(rounded(width, 512), height), at, CALL(cuMemAllocPitch, at, pitch, width, height, element));
 }
@@ -118,7 +119,7 @@ GM_WRAPPER(cuMemFree_v2, (CUdeviceptr at)) { FREE(at, CALL(cuMemFree_v2, at)); }
 GM_WRAPPER(cuMemFreeAsync, (CUdeviceptr at, CUstream stream)) { FREE(at, CALL(cuMemFreeAsync, at, stream)); }
 GM_WRAPPER(cuMemFreeAsync_ptsz, (CUdeviceptr at, CUstream stream)) { FREE(at, CALL(cuMemFreeAsync_ptsz, at, stream)); }
 
-/* The bits of an element of one channel; of formats that name their channels, of the whole element. */
+/* The bits of an array's element: bits of a channel times channels, except for formats that name their channels. */
 static uint64_t element_bits(int format, uint channels) {
     static const struct { int first, last; uint64_t bits; bool whole; } formats[] = {
         {0x01, 0x01, 8, false}, {0x02, 0x02, 16, false}, {0x03, 0x03, 32, false}, {0x08, 0x08, 8, false}, {0x09, 0x09, 16, false},
@@ -129,18 +130,18 @@ static uint64_t element_bits(int format, uint channels) {
     };
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         if (format >= formats[i].first && format <= formats[i].last) return formats[i].bits * (formats[i].whole ? 1 : channels);
-    return 64; /* the planar formats of video need less */
+    return 64; /* unknown: the planar formats of video need less */
 }
-/* The next multiple of 128, or for less than that the next power of two from 8: so high are the tiles of an array. */
+/* The rows that an array's tiles take: the next power of two from 8 up to 128, above that the next multiple of 128. */
 static uint64_t tiled(uint64_t rows) {
     uint64_t tile = 8;
     while (tile < 128 && tile < rows) tile *= 2;
     return rounded(rows, tile);
 }
-/* The driver gives the size only of arrays without memory of their own, so it is computed as an H200 used it: rows in steps of 64 bytes,
- * tiles of 8 to 128 rows (also of arrays with one row) and, of arrays with a depth, 4 slices; the sum in blocks of 2 MiB. Arrays of up
- * to 1 MiB share blocks: as many as fit into one, in steps of 64 KiB. What the driver takes beyond that (other GPUs, blocks that are
- * partly used) its figure of the process corrects. */
+/* The driver reports the size only of arrays without memory of their own, so the size is computed as measured on an H200: rows in steps of
+ * 64 bytes, tiles of 8 to 128 rows (even for one row), with a depth also of 4 slices; the sum in blocks of 2 MiB. Arrays of up to 1 MiB
+ * share blocks: each is charged its part of a block that is full of such arrays, in steps of 64 KiB. If the driver takes more (on other
+ * GPUs, or since a block is partly used), the agent finds the difference by the driver's figures (uncounted_bytes). */
 static uint64_t array_bytes(const struct array3 *a, uint levels) {
     if (!a || a->flags & (SPARSE | DEFERRED)) return 0;
     uint64_t sum = 0;
@@ -187,7 +188,7 @@ GM_WRAPPER(cuMemCreate, (CUdeviceptr *handle, size_t n, const struct allocation_
         gm_record_add((struct gm_record){.key = *handle, .bytes = bytes, .type = GM_HANDLE, .kind = GM_VMM, .gpu = gpu, .references = 1});
     return r;
 }
-/* The reference goes before the driver's call: after it, another thread may be given the same number. */
+/* The reference is dropped before the driver's call, since afterwards another thread may get the same number. */
 GM_WRAPPER(cuMemRelease, (CUdeviceptr handle)) {
     struct gm_record last;
     bool is_last = gm_record_unreference(GM_HANDLE, handle, &last);
@@ -200,7 +201,7 @@ GM_WRAPPER(cuMemRetainAllocationHandle, (CUdeviceptr *handle, void *at)) {
     if (r == CUDA_SUCCESS) gm_record_change(GM_HANDLE, *handle, reference, NULL);
     return r;
 }
-/* An imported handle belongs to its maker, also where this process made it. */
+/* An imported handle is charged to its maker. If that is this process, the import is one more reference. */
 GM_WRAPPER(cuMemImportFromShareableHandle, (CUdeviceptr *handle, void *shared, int type)) {
     CUresult r = CALL(cuMemImportFromShareableHandle, handle, shared, type);
     if (r == CUDA_SUCCESS) gm_record_change(GM_HANDLE, *handle, reference, NULL);
@@ -250,7 +251,8 @@ void gm_pools_settle(bool trim) {
     }
 }
 static void copy(struct gm_record *r, void *out) { *(struct gm_record *)out = *r; }
-/* The index of the pool's GPU; -1: it is not limited, or another process's. Devices' own pools become known by their first use. */
+/* The index of the pool's GPU; -1: the GPU is not limited, or the pool is another process's. A device's own pool is recorded at its first
+ * use. */
 static int pool_gpu(pool_t pool) {
     struct gm_record known;
     int gpu = -1, count = 0;
@@ -266,7 +268,7 @@ static int pool_gpu(pool_t pool) {
     }
     return gpu;
 }
-/* Pointers from a pool that the program can destroy; a device's own has a reference, which it keeps. */
+/* Records a pointer from a pool that the program can destroy. A device's own pool can't be destroyed; its record has a reference. */
 static void remember(pool_t pool, uint64_t at, uint64_t size) {
     struct gm_record from;
     if (gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &from) && !from.references)
@@ -287,7 +289,7 @@ static bool capturing(CUstream stream, bool per_thread) {
     const char *name = per_thread ? "cuStreamIsCapturing_ptsz" : "cuStreamIsCapturing";
     CUresult (*ask)(CUstream, int *) = (CUresult(*)(CUstream, int *))gm_driver_function(name);
     int status = 0;
-    if (ask && ask(stream, &status) != CUDA_SUCCESS) return true; /* the driver answers what is wrong */
+    if (ask && ask(stream, &status) != CUDA_SUCCESS) return true; /* the driver's own call reports what is wrong */
     if (status) into_graph(device_of(stream, per_thread));
     return status != 0;
 }
@@ -298,8 +300,9 @@ static pool_t pool_of(CUstream stream, bool per_thread) {
     pool_t pool = NULL;
     return get && d >= 0 && get(&pool, d) == CUDA_SUCCESS ? pool : NULL;
 }
-/* The request is reserved in steps of the pool's growth, and replaced by its real growth afterwards. It is not known before whether it
- * fits into what the pool has unused, so where less than a step is left, up to a step of the pool may stay unused too. */
+/* Reserves the request in steps of the pool's growth, and afterwards charges the pool's real growth instead. Whether the pool has unused
+ * memory for the request is not known before. So if less than a step is left, the request is refused although up to a step of the pool may
+ * be unused. */
 #define FROM_POOL(out, size, pool, stream, per_thread, call)                                                                       \
     do {                                                                                                                           \
         pool_t from = (out) && gm_process() && !capturing(stream, per_thread) ? (pool) : NULL;                                     \
@@ -324,7 +327,7 @@ GM_WRAPPER(cuMemAllocFromPoolAsync, (CUdeviceptr *at, size_t n, pool_t pool, CUs
 GM_WRAPPER(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {
     FROM_POOL(at, n, pool, stream, true, CALL(cuMemAllocFromPoolAsync_ptsz, at, n, pool, stream));
 }
-/* One of managed memory (type 2) that is on no device is the current device's. */
+/* A pool of managed memory (type 2) that is on no device counts as the current device's. */
 static void pool_known(pool_t pool, location where, int type, int references) {
     struct gm_record known;
     if (!gm_process() || gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &known)) return;
@@ -361,8 +364,8 @@ GM_WRAPPER(cuMemPoolTrimTo, (pool_t pool, size_t keep)) {
 }
 
 /* -- memory of graphs: known only after it was taken ---------------------------------------------------------------------------- *
- * The driver says what a graph needs when it has it: at instantiation, upload or launch. So a graph may pass the limit; then all later
- * requests are refused until it is within the limit again. */
+ * The driver reports a graph's memory only after it has taken it, at instantiation, upload or launch. So a graph may exceed the limit; then
+ * all later requests are refused until the container is within its limit again. */
 enum { GRAPH_RESERVED_CURRENT = 2 }; /* CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT */
 void gm_graph_memory(void) {
     static uint64_t charged[64];
@@ -453,7 +456,7 @@ static bool active(CUdevice d) {
     int on = 0;
     return state && state(d, &flags, &on) == CUDA_SUCCESS && on;
 }
-static atomic_int references[64]; /* the program's to each; from 0 again after a reset, which leaves the driver's as they were */
+static atomic_int references[64]; /* the program's references to each; a reset sets them to 0 here, but not in the driver */
 int gm_primary_references(CUdevice d, int change) {
     return d < 0 || d >= 64 ? 0 : atomic_fetch_add(&references[d], change) + change;
 }
@@ -466,7 +469,7 @@ GM_WRAPPER(cuDevicePrimaryCtxRetain, (CUcontext *c, CUdevice d)) {
     if (r == CUDA_SUCCESS) gm_primary_references(d, 1);
     if (charged) return r;
     CUcontext none = NULL;
-    /* One of several threads that retain it first keeps its charge. */
+    /* If several threads retain it at the same time, only one keeps its charge. */
     if (r == CUDA_SUCCESS && __atomic_compare_exchange_n(&primaries[d], &none, *c, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         gm_record_add((struct gm_record){
             .key = (uint64_t)*c, .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .context = *c});

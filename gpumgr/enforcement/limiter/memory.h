@@ -9,23 +9,23 @@ uint64_t gm_memory_limit(int gpu); /* 0: not limited */
 uint64_t gm_memory_used(int gpu);  /* by the container, with what the driver uses beyond the count */
 /* Reserves for this process; false: it does not fit. True without a limit. */
 bool gm_reserve(int gpu, enum gm_kind kind, uint64_t bytes);
-void gm_charge(int gpu, enum gm_kind kind, uint64_t bytes); /* what the driver already took, beyond the limit too */
+void gm_charge(int gpu, enum gm_kind kind, uint64_t bytes); /* counts what the driver already took, even beyond the limit */
 void gm_release(int gpu, enum gm_kind kind, uint64_t bytes);
 void gm_refused(int gpu); /* counts an answer of out of memory */
-/* After slots of dead processes were emptied: lowers the sum to what the live ones hold. */
+/* Lowers the container's sum to what the slots hold; call it after slots of dead processes were emptied. */
 void gm_ledger_settle(int gpu);
 
 /* -- records: what a pointer or a handle of this process holds ---------------------------------------------------------------- */
 enum gm_record_type { GM_POINTER, GM_BLOCK, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
 struct gm_record {
     uint64_t key, size; /* size: of a mapping's range, of a pointer from a pool */
-    uint64_t bytes;     /* charged */
+    uint64_t bytes;     /* how much it is charged */
     uint64_t block;     /* of a pointer: the key of the block that is charged instead; 0: none */
     uint64_t pool;      /* of a pointer: the pool that is charged instead, as long as it exists; 0: none */
     enum gm_record_type type;
     enum gm_kind kind;
     int gpu, references, mappings;
-    CUcontext context;     /* its memory ends with this context; NULL: with none */
+    CUcontext context;     /* the memory ends with this context; NULL: it does not */
     struct gm_record *of;  /* the handle behind a mapping */
     struct gm_record *next;
 };
@@ -34,17 +34,18 @@ void gm_record_add(struct gm_record value);
 bool gm_record_take(enum gm_record_type type, uint64_t key, struct gm_record *out);
 /* Calls `change` with the record, under the records' lock. False: there is none. */
 bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(struct gm_record *record, void *argument), void *argument);
-/* Another pointer lies in this block. True: it is the first, so the record is added with its charge; false: the charge is the caller's. */
+/* Adds a reference for one more pointer in this block. True: it is the first, so the block is recorded with its charge. False: the block is
+ * charged already, so the caller releases its own charge. */
 bool gm_record_hold(struct gm_record block);
-/* Removes and credits what ends with a context. */
+/* Removes the records of memory that ends with a context, and releases their charges. */
 void gm_records_end(CUcontext context);
 /* A pool was destroyed: the driver keeps the memory of pointers that were not freed, so each is charged for itself. */
 void gm_records_outlive(uint64_t pool);
 /* Virtual memory: a range was mapped to a handle, ranges were unmapped. */
 void gm_record_map(uint64_t at, uint64_t size, uint64_t handle);
 void gm_record_unmap(uint64_t at, uint64_t size);
-/* Drops a reference to a handle or a block; true: it was the last and nothing is mapped, so the record is removed and its charge is the
- * caller's. */
+/* Drops a reference to a handle or a block. True: it was the last and nothing is mapped, so the record was moved to `out`, and the caller
+ * releases its charge. */
 bool gm_record_unreference(enum gm_record_type type, uint64_t key, struct gm_record *out);
 /* The first `most` records of a type. */
 int gm_records_list(enum gm_record_type type, struct gm_record *out, int most);
@@ -57,6 +58,6 @@ void gm_memory_context_ended(CUcontext context);
 void gm_memory_primary_changed(CUdevice device);
 /* The program's references to a primary context after `change`: not more than the driver has. */
 int gm_primary_references(CUdevice device, int change);
-/* Brings the charges of all pools up to date; `trim`: after they gave back what they don't use. */
+/* Brings the charges of all pools up to date; `trim`: first makes them give back what they don't use. */
 void gm_pools_settle(bool trim);
 #endif

@@ -1,5 +1,5 @@
-/* The functions that moved from libdl and libpthread to libc in glibc 2.34, by their first version, so that the library loads with
- * glibc 2.17. */
+/* Binds functions that moved from libdl and libpthread to libc in glibc 2.34 to their first version, so that the library loads with glibc
+ * 2.17. */
 #if defined(__x86_64__)
 #define GM_FIRST "GLIBC_2.2.5"
 #else

@@ -11,7 +11,7 @@ enum {
     GM_MAGIC = 0x4d475047, /* "GPGM" */
     GM_VERSION = 1,
     GM_GPUS = 16,    /* per container */
-    GM_AWAY_NS = 200000000,
+    GM_AWAY_NS = 200000000, /* without an arbiter, each container has its part of each period of this length */
     GM_SLOTS = 1024, /* processes with CUDA per container; one more gets no limited memory, and shares a word of the turn page */
 };
 
@@ -24,9 +24,9 @@ struct gm_limits_gpu {
     uint32_t share;           /* percent of the GPU's time, 1 to 100; 0: cores are not limited by the library */
     uint32_t ceiling;         /* percent that it may use while others are idle, at least share */
     uint32_t quantum_us;      /* how long one turn lasts */
-    uint32_t pass;            /* 1: no other container and a ceiling of 100, launches need no turn */
-    uint32_t away_from; /* where the container's part of each GM_AWAY_NS begins while there is no arbiter, 1 to 100 percent, on all of its
-                         * GPUs the same; 0: not known */
+    uint32_t pass;            /* 1: launches need no turn, since no other container is on the GPU and the ceiling is 100 */
+    uint32_t away_from; /* without an arbiter: where the container's part of each GM_AWAY_NS begins, in percent plus 1; the same on all of
+                         * its GPUs; 0: not known */
     uint32_t spare;
     uint64_t reserved[7];
 };
@@ -42,16 +42,16 @@ struct gm_limits {
 /* Suspension. The agent clears resume_requests, sets `suspend`, waits 100 ms for threads that are between the check and the driver, and
  * then locks each process (cuCheckpointProcessLock). After it has unlocked the last one, it clears `suspend`. A thread that calls CUDA
  * while `suspend` is set sets resume_requests and waits, without a turn, until `suspend` is 0, even if no agent runs. It looks every
- * 5 ms. The container can write any value into resume_requests: all that it can do is to prevent its own suspension.
- * The library's count does not change: reserved_bytes has what the processes had and will have again, so what a suspended container
- * uses on the GPU is only what the driver shows. The agent keeps uncounted_bytes as it was before. */
+ * 5 ms. The container can write any value into resume_requests, but that can only prevent its own suspension.
+ * The library's count does not change: reserved_bytes has what the processes had and will have again. What a suspended container uses on
+ * the GPU is therefore only known from the driver. The agent keeps uncounted_bytes as it was before. */
 /* use: the container's processes write it, the agent reads it and clears the slots of processes that died. */
 enum gm_kind { GM_ALLOC, GM_MANAGED, GM_ARRAY, GM_VMM, GM_POOL, GM_GRAPH, GM_CONTEXT, GM_SPARE, GM_KINDS };
 struct gm_use_slot_gpu {
     uint64_t bytes[GM_KINDS]; /* that this process has reserved; their sum over all slots is gm_use_gpu.reserved_bytes */
     uint64_t launches;
     uint64_t spare[2];
-    uint64_t unknown;   /* versions of hooked functions that passed to the driver unlimited */
+    uint64_t unknown;   /* how often it got a version of a hooked function that the library does not know, and does not limit */
     uint64_t reserved[4];
 };
 enum gm_state { GM_FREE, GM_ACTIVE, GM_DISABLED };
@@ -105,7 +105,7 @@ struct gm_turn {
 
 static inline uint32_t gm_stamp(uint64_t now_ns) { return (uint32_t)(now_ns >> 24) << GM_STAMP_SHIFT; }
 
-/* Is this word set, and was it confirmed lately? */
+/* The word's flags; 0 if it was not confirmed lately. */
 static inline uint32_t gm_word_flags(uint32_t word, uint64_t now_ns) {
     uint32_t age = (gm_stamp(now_ns) - (word & ~0xffu)) >> GM_STAMP_SHIFT;
     return age <= GM_STALE_STAMPS || age > 0xffff00 ? word & (GM_WANTS | GM_BUSY) : 0;

@@ -21,7 +21,7 @@ enum { DEVICES = 64 };
 
 static struct gm_process process;
 static atomic_int state;    /* enum gm_state: of this process */
-static atomic_bool said;    /* a message per process is enough */
+static atomic_bool said;    /* each process prints at most one message */
 static atomic_int starting; /* a thread maps the pages */
 static atomic_int gpu_of[DEVICES];
 
@@ -34,7 +34,7 @@ uint64_t gm_now(void) {
 /* -- suspension ---------------------------------------------------------------------------------------------------------------- */
 enum { RESUME_LOOK_NS = 5000000 };
 static const uint32_t unknown = 1, never = 0;
-/* What stubs look at: `suspend` of the page, or `unknown` until the first call of a hook has looked for the page. */
+/* The word that stubs read: `suspend` of the page, or `unknown` until the first call of a hook has looked for the page. */
 __attribute__((visibility("hidden"))) _Atomic(const uint32_t *) gm_suspend_word = &unknown;
 bool gm_suspended(void) {
     const uint32_t *word = atomic_load_explicit(&gm_suspend_word, memory_order_relaxed);
@@ -47,7 +47,7 @@ void gm_await_resume(void) {
         if (!__atomic_load_n(&process.use->resume_requests, __ATOMIC_RELAXED)) __atomic_store_n(&process.use->resume_requests, 1, __ATOMIC_RELAXED);
 }
 
-/* What, where, and what to do. */
+/* Prints one message: what happens, in which file, why, and what to do. */
 static void say(const char *what, const char *where, const char *why, const char *remedy) {
     if (atomic_exchange(&said, true)) return;
     char line[320];
@@ -65,7 +65,7 @@ void gm_disable(const char *why, const char *remedy) {
     atomic_store(&state, GM_DISABLED);
 }
 
-/* Maps a page, or answers NULL and says why. */
+/* Maps a page; NULL: it failed, and the reason was printed. */
 static void *map(const char *path, size_t bytes, bool writable) {
     int fd = open(path, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) {
@@ -111,7 +111,7 @@ int gm_reap_slots(void) {
         struct gm_use_slot *s = &p->use->slot[i];
         uint32_t pid = __atomic_load_n(&s->pid, __ATOMIC_ACQUIRE);
         if (!pid || s->pid_namespace != own || kill((pid_t)pid, 0) == 0 || errno != ESRCH) continue;
-        /* It is ours until it is empty, and of a dead process again if we are killed before. */
+        /* With our pid the slot is ours until it is empty. If we are killed before, it is a dead process's slot again. */
         if (!__atomic_compare_exchange_n(&s->pid, &pid, p->pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
         empty_slot(i);
         __atomic_store_n(&s->pid, 0, __ATOMIC_RELEASE);
@@ -120,7 +120,7 @@ int gm_reap_slots(void) {
     return freed;
 }
 
-/* A slot with this pid is ours: from before an exec, when the contexts ended, or from a dead process that had the same pid. */
+/* A slot that already has this pid is taken again: it is from before an exec, which ended the contexts, or a dead process had the pid. */
 static void claim_slot(void) {
     uint64_t own = pid_namespace();
     uint32_t index = GM_SLOTS;

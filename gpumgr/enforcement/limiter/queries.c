@@ -1,5 +1,5 @@
-/* Wrappers of the queries of CUDA and NVML that show how much memory there is: the container's limit and what it uses of it. Free
- * memory depends on nothing else, so that a release by another container never raises it: programs measure their own use by it. */
+/* Wrappers of the queries of CUDA and NVML that report memory: they show the container's limit and its use. Free memory depends on nothing
+ * else. So a release by another container never raises it, since programs measure their own use by it. */
 #include "memory.h"
 #include <stdio.h>
 #include <string.h>
@@ -13,8 +13,8 @@ enum { NVML_SUCCESS = 0, NVML_INVALID_ARGUMENT = 2, NVML_INSUFFICIENT_SIZE = 7 }
 static bool share(int gpu, uint64_t *total, uint64_t *used) {
     uint64_t limit = gm_memory_limit(gpu);
     if (!limit) return false;
-    if (!gm_suspended()) gm_pools_settle(false), gm_graph_memory(); /* NVML answers while the container is suspended, and CUDA does not */
-    gm_ledger_settle(gpu); /* what processes held that died, once the agent or a reservation freed their slots */
+    if (!gm_suspended()) gm_pools_settle(false), gm_graph_memory(); /* calls of CUDA would block in a suspended container */
+    gm_ledger_settle(gpu); /* drops what dead processes held, once the agent or a reservation has freed their slots */
     *used = gm_memory_used(gpu);
     if (limit < *total) *total = limit;
     if (*used > *total) *used = *total;
@@ -90,10 +90,10 @@ GM_WRAPPER(nvmlDeviceGetMemoryInfo_v2, (nvmlDevice device, struct memory_v2 *m))
     return r;
 }
 
-/* Lists of processes: the container's own, by their pids in it. */
+/* Lists of processes show only the container's own, by their pids in the container. */
 struct process_v1 { uint pid; ull bytes; };
 struct process_v2 { uint pid; ull bytes; uint instance, compute_instance; };
-/* Fills records of `size` bytes; the answer is NVML's. */
+/* Fills records of `size` bytes; returns NVML's code. */
 static int processes(int gpu, uint *count, void *out, size_t size) {
     struct gm_process *p = gm_process();
     uint room = *count, n = 0;

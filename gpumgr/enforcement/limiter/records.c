@@ -18,7 +18,7 @@ static void at_fork(void) { pthread_atfork(NULL, NULL, forget); }
 
 static struct gm_record **bucket(uint64_t key) { return &buckets[(key >> 9 ^ key >> 21 ^ key) % BUCKETS]; }
 
-/* The place of a record. The driver may give the number of a handle again that only mappings hold: the one with references is found. */
+/* The place of a record. The driver may reuse the number of a handle that only mappings hold; then the handle with references is found. */
 static struct gm_record **find(enum gm_record_type type, uint64_t key) {
     struct gm_record **second = NULL;
     for (struct gm_record **r = bucket(key); *r; r = &(*r)->next) {
@@ -38,7 +38,7 @@ static void insert(struct gm_record *r) {
 void gm_record_add(struct gm_record value) {
     pthread_once(&once, at_fork);
     struct gm_record *r = malloc(sizeof *r);
-    if (!r) return; /* then it stays charged until the process ends */
+    if (!r) return; /* then the memory stays charged until the process ends */
     *r = value;
     pthread_mutex_lock(&lock);
     insert(r);
@@ -80,7 +80,7 @@ bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(str
     return at != NULL;
 }
 
-/* Removes the records that `ends` names; credits them. */
+/* Removes the records for which `ends` is true, and releases their charges. */
 static void remove_all(bool (*ends)(const struct gm_record *, const void *), const void *argument) {
     struct gm_record *gone = NULL;
     pthread_mutex_lock(&lock);
@@ -107,7 +107,8 @@ void gm_records_end(CUcontext context) {
     if (context) remove_all(of_context, context);
 }
 
-/* Removes the record of a handle or a block when neither a reference nor a mapping is left. Call with the lock; credit what it returns. */
+/* Removes the record of a handle or a block if neither a reference nor a mapping is left, and returns it; the caller releases its charge.
+ * Call it with the lock held. */
 static struct gm_record *unheld(struct gm_record *handle) {
     if (handle->references || handle->mappings) return NULL;
     for (struct gm_record **at = bucket(handle->key); *at; at = &(*at)->next)

@@ -1,7 +1,8 @@
-/* Streams and markers: what this process has on the GPUs. A marker is an event that the limiter records in the program's own stream.
+/* Streams and markers: which work of this process on the GPUs has not ended. A marker is an event that the library records in the program's
+ * own stream.
  *
- * The flag `held` of a stream protects its markers. A launching thread never waits for it, but for its per-thread stream; the helper tries
- * again later; a thread that destroys the stream, begins a capture, or marks its per-thread stream waits 100 ms at most. */
+ * The flag `held` of a stream protects its markers. A thread that launches does not wait for the flag, except for its per-thread stream. The
+ * helper tries again later. A thread that destroys the stream, begins a capture, or marks its per-thread stream waits at most 100 ms. */
 #define _GNU_SOURCE
 #include "gate.h"
 #include "old_glibc.h"
@@ -23,7 +24,7 @@ static _Atomic(struct gm_stream *) streams;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* for changes of the list */
 static atomic_int captures;
 static atomic_uint threads;
-/* Without a call of the loader at each launch. */
+/* With this model, access to the variables needs no call of the loader. */
 #define THREAD_OWN static __thread __attribute__((tls_model("initial-exec")))
 THREAD_OWN uint32_t this_thread;
 THREAD_OWN struct gm_stream *last_used;
@@ -60,7 +61,8 @@ static bool hold_soon(struct gm_stream *s) {
 }
 
 /* -- markers; each with the stream held ----------------------------------------------------------------------------------------- */
-/* After a marker ended: so many launches, and so many markers ahead, that each covers about a millisecond. A pause counts for nothing. */
+/* Call it when a marker has ended. Sets how many launches a marker covers (about a millisecond of work), and how many markers may be ahead.
+ * Markers with a pause between them are not measured. */
 static void adapt(struct gm_stream *s, uint32_t marker) {
     float ms = 0;
     if (marker == 0 || s->period[(marker - 1) % GM_RING] != s->period[marker % GM_RING]) return;
@@ -70,7 +72,7 @@ static void adapt(struct gm_stream *s, uint32_t marker) {
     if (spacing > 2 * before) spacing = 2 * before;
     if (spacing < before / 2) spacing = before / 2;
     spacing = spacing < 1 ? 1 : spacing > MOST_SPACING ? MOST_SPACING : spacing;
-    if (depth > MOST_UNENDED / spacing) depth = MOST_UNENDED / spacing; /* the next kernels may be longer */
+    if (depth > MOST_UNENDED / spacing) depth = MOST_UNENDED / spacing; /* since the next kernels may take longer */
     s->depth = depth < 1 ? 1 : depth > MOST_DEPTH ? MOST_DEPTH : depth;
     atomic_store(&s->spacing, spacing);
 }
@@ -80,8 +82,8 @@ static void collect(struct gm_stream *s) {
         adapt(s, s->first);
     }
 }
-/* False: there is no free marker. The one before the oldest is kept, to measure the time between both. No other thread can mark a
- * per-thread stream, so its last marker moves behind each launch until it covers as many as another stream's. */
+/* Records a marker. False: there is no free one; the marker before the oldest is kept, to measure the time between both. No other thread can
+ * mark a per-thread stream, so its last marker moves behind each launch until it covers `spacing` launches. */
 static bool record(struct gm_stream *s, uint32_t most) {
     uint32_t open = s->next_marker - s->first, last = (s->next_marker - 1) % GM_RING;
     bool moves = s->thread && open && (s->covers[last] < atomic_load(&s->spacing) || open >= GM_RING - 1);
@@ -97,7 +99,7 @@ static bool record(struct gm_stream *s, uint32_t most) {
         if (pushed) cuda.pop(&popped);
     }
     if (r != CUDA_SUCCESS) {
-        /* The context is broken, or the handle is another stream's now; the events serve another stream of the context. */
+        /* The context is broken, or the handle belongs to another stream now. The events can serve another stream of the context. */
         s->first = s->next_marker;
         atomic_store(&s->state, GM_DESTROYED);
         return true;
@@ -117,7 +119,7 @@ bool gm_stream_captures(CUstream handle, bool per_thread) {
 void gm_stream_mark(struct gm_stream *s) {
     uint64_t until = 0;
     int mode = gm_relax(); /* another thread may begin a capture at any time */
-    while (s->thread ? hold_soon(s) : hold(s)) { /* else another thread does it */
+    while (s->thread ? hold_soon(s) : hold(s)) { /* if another thread holds it, that thread records the marker */
         bool late = until && gm_now() > until, done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
         if (!done) collect(s), done = record(s, late ? GM_RING - 1 : s->depth);
         let_go(s);
@@ -152,7 +154,7 @@ static struct gm_stream *find(CUstream handle, CUcontext context, uint32_t threa
         if (atomic_load(&s->state) == GM_LIVE && s->handle == handle && s->thread == thread && (!context || s->context == context)) return s;
     return NULL;
 }
-/* A stream that nothing is known of any longer, or a new one; held. Call with captures relaxed. */
+/* A stream object that is no longer in use, or a new one; it is held. Call it between gm_relax and gm_unrelax. */
 static struct gm_stream *unused(CUcontext context) {
     for (struct gm_stream *s = atomic_load(&streams); s; s = s->next) {
         if (atomic_load(&s->state) == GM_LIVE || !hold(s)) continue;
@@ -201,13 +203,13 @@ static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t threa
     return good ? s : NULL;
 }
 
-/* What ends no longer has its program's name; its markers are followed. Call with the stream held. */
+/* Marks a live stream as destroyed: its handle is no longer valid, but its markers are followed. Call it with the stream held. */
 static void ends(struct gm_stream *s) {
     int live = GM_LIVE;
     atomic_compare_exchange_strong(&s->state, &live, s->gate ? GM_DESTROYED : GM_UNUSED);
 }
 static pthread_key_t end_of_thread;
-static bool sees_ends; /* of threads; without it their streams are kept */
+static bool sees_ends; /* whether the ends of threads are noticed; otherwise their streams are kept */
 static void thread_ends(void *unused) {
     (void)unused;
     for (struct gm_stream *s = atomic_load(&streams); s; s = s->next) {
@@ -252,7 +254,7 @@ static struct gm_stream *known(CUstream handle, bool per_thread) {
     if ((uintptr_t)handle <= 2 && cuda.get_current(&context) != CUDA_SUCCESS) return NULL;
     return find(handle, context, handle == PER_THREAD ? this_thread : 0);
 }
-/* The last marker before a capture begins or a stream is destroyed; afterwards none can be recorded. */
+/* Records the last marker before a capture begins or a stream is destroyed; afterwards none can be recorded. */
 static void finish(CUstream handle, bool per_thread, bool destroyed) {
     struct gm_stream *s = known(handle, per_thread);
     if (!s || !hold_soon(s)) return;
