@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: The interval of the checks of the file, and the longest one after a change. The checks are calls on a thread of their own.
+#: The interval of the checks of the file, and the interval after a check that found a change. The checks run on a thread of their own.
 CHECK_SECONDS: Final = 2.0
 RECHECK_SECONDS: Final = 0.5
 #: How long the file system may take to answer.

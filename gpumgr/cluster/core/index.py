@@ -204,7 +204,7 @@ class ClusterIndex:
         """`settle` in steps, one for each node that has changed."""
         for name in sorted(self._stale):
             if name not in self._stale:
-                continue  # done between two steps
+                continue  # another call has done it between two steps
             del self._stale[name]
             if (node := self._nodes.get(name)) is not None:
                 self._profiles.put(node.state, self.used(name), node.cpu_free)

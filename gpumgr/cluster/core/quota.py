@@ -118,7 +118,7 @@ CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 @dataclass
 class _Class:
-    """Nodes with the same GPUs, as far as limits distinguish them. `uniform`: the GPU that all of their GPUs equal, if they are equal."""
+    """Nodes with the same GPUs, as far as limits distinguish them. `uniform`: their GPU if all of them are equal, else None."""
 
     gpus: frozenset[CountedGpu]
     uniform: CountedGpu | None

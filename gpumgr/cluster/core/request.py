@@ -23,7 +23,7 @@ MAX_GPU_CONTAINERS: Final = 64
 Shares = tuple[tuple[int, Amounts], ...]
 NOTHING: Final = Amounts()
 
-#: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.core.choose`.
+#: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.core.shape`.
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 

@@ -253,7 +253,7 @@ class Extender:
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
     def prepare(self) -> None:
-        """To be called between verbs: computes what the next verbs need."""
+        """Brings the index up to date between verbs, so that the next verb need not."""
         if self.ready:
             self._index.settle()
 

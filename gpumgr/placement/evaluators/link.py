@@ -270,7 +270,7 @@ def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> 
 def _grown_sets(
     scores: Scores, free: Sequence[int], k: int, required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Grows a set from each GPU. Returns the best ones as (score, GPUs): the sum of their score and of the remaining GPUs' is highest."""
+    """Grows a set from each GPU. Returns as (score, GPUs) the sets with the highest sum of their score and the remaining GPUs'."""
     found: dict[tuple[int, ...], int] = {}
     for seed in free:
         chosen = list(required) if seed in required or len(required) == k else [*required, seed]
