@@ -21,7 +21,7 @@ from typing import Final, Self
 import structlog
 
 from gpumgr.common.files import names_in, replacing
-from gpumgr.enforcement.mps.launcher import best_method, outside
+from gpumgr.enforcement.mps.launcher import best_method, host_command
 from gpumgr.ledger.ledger import AllocationId
 
 #: For all users: the container's processes run as any user.
@@ -187,7 +187,7 @@ def _call(name: str, *arguments: bytes | int) -> None:
 
 def _ask_systemd(*command: str) -> None:
     """Raises OSError."""
-    argv = outside("systemd", command) if best_method() == "systemd" else None
+    argv = host_command("systemd", command) if best_method() == "systemd" else None
     if argv is None:
         raise PermissionError("the agent may not mount, and systemd does not run: mount run_dir with Bidirectional propagation")
     try:

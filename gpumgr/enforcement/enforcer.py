@@ -70,6 +70,7 @@ class Enforcer:
         self._cdi_dir, self._inject_by_cdi = settings.cdi_dir, settings.injection == "cdi"
         self._in_use, self._clock = in_use, clock
         self._on_start, self._others_on_gpus = on_start, others_on_gpus
+        #: Allocation that no longer exists but has files -> when that was first seen.
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
         #: The CDI specs that this process wrote.

@@ -100,8 +100,8 @@ class Bursts:
         return (memory.used_bytes or 0) > ids_bytes and self._most_bytes(allocation, place[1]) > ids_bytes
 
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
-        """Whether an earlier process of the agent may have given the container another limit. The setting may have allowed bursts before;
-        if it allows none now, only memory above the device ids plus slack shows that."""
+        """Whether an earlier process of the agent may have given the container another limit. The setting may have allowed bursts then. If
+        it allows none now, only a container that uses more than its device ids and the slack may have had a burst."""
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
         return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
@@ -113,8 +113,8 @@ class Bursts:
         return self._in_force.most_bytes((allocation.id, gpu))
 
     def most_bytes(self, ledger: Ledger) -> Mapping[AllocationOnGpu, int]:
-        """For each container and GPU, the most memory that a limit possibly in force allows. A container that moves to or from the host
-        counts with what it had before, and a suspended one with nothing."""
+        """For each container and GPU, the highest memory limit that may be in force. While a container's memory moves to or from the host,
+        the container counts with what it had before. A suspended container counts with nothing."""
         moved = {name: each for name, each in self._records.suspensions.items() if not each.measured}
         return {
             (a.id, gpu): self._most_bytes(a, gpu)

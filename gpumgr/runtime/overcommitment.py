@@ -21,7 +21,7 @@ class Overcommitment:
         self._reported: set[tuple[GpuName, AllocationId]] = set()
 
     def evaluate(self) -> None:
-        """Call it for each sample. Each GPU and each container is reported when it begins."""
+        """Call it for each sample. A GPU is reported when it becomes overcommitted, a container when it becomes active there."""
         ledger, found = self._records.ledger, set[tuple[GpuName, AllocationId]]()
         for name, gpu in self._records.inventory.gpus(ledger.gpu_registry).items():
             active = overcommitted(ledger.on(name), self._records.suspensions, name, gpu.memory_mebibytes)

@@ -65,15 +65,15 @@ class Resizes:
 
         def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
             for a in [each for name, each in now.allocations.items() if name in ledger.allocations]:
-                if (asked := undecided_resize(a, self._pods)) is None:
+                if (request := undecided_resize(a, self._pods)) is None:
                     continue
-                after = decide(now, a, asked, around)
+                after = decide(now, a, request, around)
                 if isinstance(after, Waits):
-                    since = waiting[a.id, asked] = self._waiting.get((a.id, asked), (self._bursts.begun, self._clock()))
+                    since = waiting[a.id, request] = self._waiting.get((a.id, request), (self._bursts.begun, self._clock()))
                     if not self._too_long(*since):
                         self._bursts.growing = {*self._bursts.growing, after.gpu}
                         continue
-                    after = refused(a, asked, self._why(after))
+                    after = refused(a, request, self._why(after))
                 entries.append(about(a, _entry(a, after)))
                 now = now.occupy(after)
             return now, entries

@@ -43,7 +43,7 @@ _LOWER_SECONDS: Final = 12.0
 _MOST_FAILURES: Final = 3
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 
-#: Whether a container with held calls can be suspended: what it has on each GPU now, or why it can't.
+#: Called while the container's calls are held. Returns what it has on each GPU in bytes, or why it can't be suspended.
 UnderHold = Callable[[], Awaitable[Mapping[GpuName, int] | str]]
 
 

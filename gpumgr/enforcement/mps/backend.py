@@ -59,8 +59,8 @@ class Mps(Backend):
     """`state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `trials` None: no trial daemon is started.
     `cuda_library`: the name or path of libcuda, for trials of new clients.
 
-    The agent registers with the kubelet without waiting for the trial, which runs in the background. `settle` waits for it before a share
-    is granted, and no container starts on a shared GPU or gets a whole GPU before the trial has ended.
+    A trial (see `probe`) shows whether MPS works. It runs in the background, while the agent registers with the kubelet. `settle` waits for
+    it before a share is granted, and no container starts on a shared GPU or gets a whole GPU before the trial has ended.
 
     A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the kubelet
     must not depend on other mechanisms.

@@ -71,10 +71,12 @@ def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] 
     """The command that mounts a tmpfs of limited size, or unmounts it, in the host's mount namespace; None if the folder stays a plain
     one."""
     options = f"nosuid,nodev,noexec,mode=1777,size={SHM_BYTES}"
-    return outside(launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)] if mounted else ["umount", str(shm)])
+    return host_command(
+        launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)] if mounted else ["umount", str(shm)]
+    )
 
 
-def outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
+def host_command(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
     """The command line that runs `command` in the host's mount namespace; None if the agent may not mount."""
     if launch == "plain":
         return None
