@@ -180,7 +180,7 @@ Examples:
 )
 @settings_options
 @sim_option
-@click.option("--standalone", is_flag=True, help="Without an API server.")
+@click.option("--standalone", is_flag=True, help="Check for an agent that runs without an API server.")
 @click.option("--before-start", is_flag=True, help="The agent is about to start: a running agent is an error.")
 @click.option(
     "--cluster", is_flag=True, help="Check the scheduler, claims and all nodes through the API server, and nothing of this node."

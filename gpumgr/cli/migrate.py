@@ -121,7 +121,7 @@ def migrate_gpu_manager(
     apply: bool,
     output: str,
 ) -> None:
-    """gpu-manager's flags become settings, and its running pods keep their GPUs.
+    """Turn gpu-manager's flags into settings, and plan how its running pods keep their GPUs.
 
     The flags are those of --flags, of --manifest, or of the gpu-manager that runs here. Run it on the node, as root.
 
@@ -213,7 +213,7 @@ def migrate_hami(
     apply: bool,
     output: str,
 ) -> None:
-    """HAMi's running pods keep their GPUs while gpumgr takes the place of HAMi's device plugin.
+    """Plan how gpumgr takes the place of HAMi's device plugin while HAMi's running pods keep their GPUs.
 
     Prints which GPUs the agent will adopt for each pod, what prevents that, and the steps. Run it on the node, as root.
 

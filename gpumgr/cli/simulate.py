@@ -105,7 +105,7 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     default=("binpack,least-fragmentation",),
     show_default=True,
     callback=_policies,
-    help=f"Several with commas or by repetition: {', '.join(POLICIES)}.",
+    help=f"One or more, separated by commas or given by repetition: {', '.join(POLICIES)}.",
 )
 @click.option(
     "--seed", "seeds", type=click.IntRange(min=0), multiple=True, default=(42,), show_default=True, help="Can be repeated."

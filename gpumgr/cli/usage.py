@@ -212,7 +212,7 @@ _EPILOG = """
 Columns:
   CORES   granted, in hundredths of a GPU    BUSY  share of the last second in which kernels ran
   MEMORY  granted (GPU: of what it offers)   USED  memory in use
-  HELD    hundredths of the last ten seconds in which it had the GPU, of CORES
+  HELD    part of the last ten seconds in which it had the GPU, in hundredths, beside CORES
   WAITED  share of these seconds in which its work waited for a turn
   LIMITS  whether the container stays within its memory, and what limits it
 
@@ -237,7 +237,7 @@ _EXIT_CODES: Final = {
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
-@click.option("--watch", is_flag=True, help="Show each new state, on a terminal on a screen of its own, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Show each new state until Ctrl-C; on a terminal, on a separate screen.")
 @click.option("--gpu", metavar="GPU", help="Only this GPU: its index, or the beginning of its UUID.")
 @click.option("--namespace", metavar="NS", help="Only containers of this namespace.")
 @agent_options

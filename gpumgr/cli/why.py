@@ -73,8 +73,9 @@ def command(
 ) -> None:
     """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, why it was refused, or why it waits.
 
-    On a node with an agent, the command asks the agent. It asks the cluster's scheduler, through the API server, on other machines, with
-    --kubeconfig, and about pods that the agent does not know. It uses `kubectl port-forward`, or with --token-file the API server's proxy.
+    On a node with an agent, the command asks the agent. In three cases it asks the cluster's scheduler: on other machines, with
+    --kubeconfig, and for pods that the agent does not know. It reaches the scheduler through `kubectl port-forward`, or with --token-file
+    through the API server's proxy.
 
     POD without a namespace is the only pod of this name, or else the one in "default". If the agent does not respond, its checkpoint is
     read; what the pod uses now is then not known.
