@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.sim.demo import node
 from tests.component.conftest import library_cache
 
@@ -30,3 +31,11 @@ def _forked_agents() -> Iterator[None]:
         patch.setattr(ForkedAgent, "server", server, raising=False)
         patch.setattr(node, "AgentProcess", ForkedAgent)
         yield
+
+
+@pytest.fixture
+def bounded(folder: Path) -> Iterator[Path]:
+    """The folder; root gets a tmpfs for the pages of each container there."""
+    yield folder
+    for pages_of_one in (folder / "run/limiter").glob("*"):
+        BoundedFolders().remove(pages_of_one)

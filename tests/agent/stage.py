@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import inspect
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -10,6 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.demo.node import SAMPLE_PERIOD_SECONDS, SimulatedNode, open_node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 
@@ -79,9 +82,51 @@ def condition(node: SimulatedNode) -> dict[str, str]:
     return node.api.written.conditions.get("GpuTrouble", {})
 
 
-async def until(reached: Callable[[], object]) -> None:
-    while not reached():  # noqa: ASYNC110 (it is another process)
+async def until(reached: Callable[[], Any]) -> None:
+    """`reached` may be asynchronous."""
+    while not (await found if inspect.isawaitable(found := reached()) else found):  # noqa: ASYNC110 (it is another process)
         await asyncio.sleep(0.05)
+
+
+async def probe(node: SimulatedNode) -> tuple[int, str]:
+    """Status and text of the agent's answer to a readiness probe."""
+    async with aiohttp.ClientSession() as http, http.get(f"{node.url}/readyz") as answer:
+        return answer.status, await answer.text()
+
+
+async def until_ready(node: SimulatedNode) -> None:
+    async def ready() -> bool:
+        return (await probe(node))[0] == 200
+
+    await node.agent.while_running(until(ready))
+
+
+async def gpumgr(*words: object) -> tuple[int | None, str, str]:
+    """Runs the command: its exit status, what it prints, and its errors."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", *map(str, words), stdout=pipe, stderr=pipe)
+    out, errors = await process.communicate()
+    return process.returncode, out.decode(), errors.decode()
+
+
+def children(pid: int | None) -> dict[int, list[str]]:
+    """The processes that this one has started, with their commands."""
+    pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {child: Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in pids}
+
+
+async def lose_ledger(node: SimulatedNode) -> None:
+    """The agent is killed and its checkpoint is gone."""
+    await node.agent.kill()
+    shutil.rmtree(node.folder / "checkpoint")
+
+
+def essence(ledger: Ledger) -> Mapping[str, object]:
+    """What a rebuild must restore: neither time nor reason, which only the lost file contained."""
+    return {
+        a.id: (a.pod, a.uid, a.container, a.init, a.device_ids, a.gpus, a.limits, a.mig_devices)
+        for a in ledger.allocations.values()
+    }
 
 
 async def until_sampled(node: SimulatedNode) -> None:

@@ -1,6 +1,5 @@
 """The API server is unavailable, slow or available again while pods start and end. Every pod is found and attributed."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
-from .stage import PATIENT, app, init, running, stage
+from .stage import PATIENT, app, init, running, stage, until
 
 #: Where memory is asked for first and the spec is not known, a share may take an empty GPU: whole GPUs come first, so that all fit.
 CROWD = {"c": (100, 0), "e": (100, 8), "a": (30, 4), "b": (30, 4), "d": (20, 2), "f": (5, 1)}
@@ -56,23 +55,15 @@ async def test_a_slow_or_broken_api_server_delays_no_admission(folder: Path) -> 
         assert node.disagreements() == []
 
 
-async def test_a_node_without_an_api_server_at_all(folder: Path) -> None:
-    async with running(folder, api_server=False, command=PATIENT) as node:
-        pods = await admit_all(node)
-        await node.agent.kill()
-        before = node.ledger()
-        await node.start_agent()
-        assert node.ledger() == before
-        await replace_whole_gpus(node, pods)
-
-
 async def test_the_pods_of_the_node_that_cannot_be_read_are_counted(folder: Path) -> None:
     metadata = {"namespace": "demo", "name": "odd", "uid": "uid-odd"}
     odd = {"metadata": metadata, "spec": {"nodeName": "node", "containers": 7}, "status": {}}
 
     async def until_counted(count: int) -> None:
-        while (await node.metrics())["gpumgr_api_objects_unreadable", frozenset()] != count:  # noqa: ASYNC110 (it is another process)
-            await asyncio.sleep(0.05)
+        async def counted() -> bool:
+            return (await node.metrics())["gpumgr_api_objects_unreadable", frozenset()] == count
+
+        await until(counted)
 
     async with running(folder) as node:
         assert node.api is not None

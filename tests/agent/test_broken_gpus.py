@@ -7,7 +7,6 @@ import aiohttp
 import pytest
 
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.sim.kubelet import SimKubeletError
 from tests.component.driver.smi import install_smi
 
 from .stage import HASTY, SIM, app, asked, condition, events, running, stage, until, until_sampled
@@ -127,20 +126,3 @@ async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_re
         await until(offered)
         codes = [entry["code"] for entry in (await asked(node, "/api/state"))["history"]]
     assert codes == ["uncordoned", "reset", "not_readable", "cordoned"]
-
-
-async def test_a_container_that_restarts_on_a_lost_gpu_is_refused_with_the_reason(folder: Path) -> None:
-    async with running(folder) as node:
-        pod = node.pod("train", app(100))
-        assert (await node.run(pod)).phase == "Running"
-        (name,) = node.gpus_of(pod)
-        node.control.lose_gpu(node.indices[name])
-        await node.agent_log.until("gpu_health_changed")
-        reason = f"the container's GPU{node.indices[name]} \\({name}\\) is gone: .*GPU is lost.*; delete the pod"
-        with pytest.raises(SimKubeletError, match=reason):
-            await node.restart_container(pod)
-        await until(lambda: len(events(node, "GpuRefused")) == 1)
-        assert re.search(f"container main: {reason}", events(node, "GpuRefused")[0])
-        node.control.restore_gpu(node.indices[name])
-        await node.agent_log.until("gpu_health_changed", state="probation")
-        await node.restart_container(pod)

@@ -12,11 +12,13 @@ from asyncio.subprocess import PIPE
 from io import FileIO
 from pathlib import Path
 
+import pytest
+
 from gpumgr.sim.demo.node import open_node
 from gpumgr.sim.demo.runner import SIM
 from gpumgr.sim.demo.workload import Activity, Workload
 
-from .stage import app
+from .stage import app, children, gpumgr
 
 #: The command without the pauses between its steps, which are for a reader.
 _NO_PAUSE = """
@@ -41,8 +43,7 @@ async def test_on_a_terminal_the_demo_continues_after_the_script_until_ctrl_c() 
             asked = re.search(rb"in another terminal: .* usage --watch --config (/tmp/gm\w+/gpumgr\.yaml)", told)
             assert asked, told.decode()
             options = ["--config", asked[1].decode(), "--output", "json"]
-            usage = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "usage", *options, stdout=PIPE)
-            out, _ = await usage.communicate()
+            _, out, _ = await gpumgr("usage", *options)
             assert len(json.loads(out)["gpus"]) == 8
             process.send_signal(signal.SIGINT)
             while some := await _some(terminal):
@@ -74,15 +75,16 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path) ->
             told.append(await process.stdout.readline())
             assert told[-1], b"".join(told).decode()
         assert re.search(rb"web_listening .*url=http://127\.0\.0\.1:[0-9]+", b"".join(told))
-        (child,) = _children(process.pid)
-        (used,) = {Path(word).parent for word in _command(child) if word.endswith("gpumgr.yaml")}
+        ((child, words),) = children(process.pid).items()
+        (used,) = {Path(word).parent for word in words if word.endswith("gpumgr.yaml")}
         assert used.parent == folder
         process.send_signal(signal.SIGHUP)
         out, _ = await process.communicate()
     assert b"not reached" in out
     assert process.returncode == 1
     assert os.listdir(folder) == []
-    assert not _command(child)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 async def test_the_demo_continues_after_the_script(folder: Path) -> None:
@@ -107,22 +109,3 @@ async def test_the_demo_continues_after_the_script(folder: Path) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _stat(entry)[1:2] == [str(pid)]]
-
-
-def _stat(pid: str) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; none if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []

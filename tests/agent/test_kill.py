@@ -76,18 +76,3 @@ async def _run_until_killed(node: SimulatedNode, pod: SimPod) -> bool:
         status = node.kubelet.statuses[pod.uid]
     assert await node.agent.ended() == -signal.SIGKILL
     return status.phase != "Failed"
-
-
-async def test_a_kill_right_after_the_response_loses_nothing(folder: Path) -> None:
-    async with running(folder) as node:
-        pods = [node.pod("a", app(30, 4)), node.pod("b", app(200, 8))]
-        for pod in pods:
-            await node.run(pod)
-        await node.agent.kill()
-        before = node.ledger()
-        await node.start_agent()
-        assert node.ledger() == before
-        assert node.disagreements() == []
-        assert (await node.run(node.pod("c", app(100)))).phase == "Running"
-        for pod in pods:
-            await node.kubelet.start_container(pod, "main")

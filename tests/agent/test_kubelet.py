@@ -56,20 +56,6 @@ async def test_the_agent_waits_for_a_kubelet_that_is_absent_or_refuses(folder: P
         assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
 
 
-async def test_a_pod_that_ended_during_the_downtime_of_both_is_freed(folder: Path) -> None:
-    async with running(folder) as node:
-        old = node.pod("old", app(300))
-        await node.run(old)
-        await node.agent.kill()
-        node.delete(old)
-        await node.kubelet.restart()
-        began = len(node.agent_log.lines)
-        await node.start_agent()
-        assert (await node.run(node.pod("new", app(400)))).phase == "Running"
-        await node.agent_log.until("allocation_freed", since=began, holder="demo/old (main)")
-        assert node.disagreements() == []
-
-
 @pytest.mark.parametrize("api_server", [True, False], ids=["API server", "standalone"])
 async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_container(folder: Path, api_server: bool) -> None:
     """It offers all ids again."""

@@ -1,6 +1,5 @@
 """The whole agent with GPUs in MIG mode, behind the real binding of NVML: both strategies, changes while it runs, a lost ledger."""
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.common.units import REPLICA_RESOURCE
-from gpumgr.sim.demo.node import SimulatedNode, open_node
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import COMMAND
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.sim.nodes import load_node
 
-from .stage import app
+from .stage import app, essence, lose_ledger, stage
 
 PREFIX = "nvidia.com/mig-"
 MIXED = {"GPUMGR_NODE_MIG_STRATEGY": "mixed"}
@@ -39,13 +38,9 @@ async def until_offered(node: SimulatedNode, wanted: Mapping[str, int]) -> None:
 async def started(
     folder: Path, environ: Mapping[str, str], sim: str = "mig-4", command: Sequence[str] = COMMAND
 ) -> AsyncIterator[SimulatedNode]:
-    async with asyncio.timeout(90), open_node(folder, sim=sim, command=command) as node:
+    async with stage(folder, sim=sim, command=command) as node:
         await node.agent.start(environ)
-        try:
-            yield node
-        except BaseException as error:
-            error.add_note(f"the agent's log ends with:\n{node.agent_log.tail()}")
-            raise
+        yield node
 
 
 @pytest.mark.hami_bug("B25: static MIG needs a pod of HAMi's scheduler, and its resources overwrite one annotation")
@@ -68,28 +63,11 @@ async def test_each_profile_is_a_resource_and_each_mig_device_has_one_holder(fol
         (part,) = before.of(None, others[0].uid)
         assert [(each.cores, each.memory_mebibytes) for each in part.gpus.values()] == [(0, 20 * 1024 // 3)]
         for lost in (False, True):
-            await node.agent.kill()
-            for file in (folder / "checkpoint").iterdir() if lost else ():
-                file.unlink()
+            await (lose_ledger(node) if lost else node.agent.kill())
             await node.start_agent(MIXED)
             await node.kubelet.until_allocatable(PREFIX + "1g.5gb")
-            assert {key: (each.gpus, each.device_ids) for key, each in node.ledger().allocations.items()} == {
-                key: (each.gpus, each.device_ids) for key, each in before.allocations.items()
-            }
+            assert essence(node.ledger()) == essence(before)
             await node.kubelet.start_container(small[0], "main")
-
-
-async def test_a_mig_device_with_an_xid_of_its_own_goes_out_of_service_alone(folder: Path) -> None:
-    broken = next(each for each in NODE.mig_instances_of(2) if each.profile == "2g.10gb")
-    async with started(folder, MIXED) as node:
-        await node.kubelet.until_allocatable(PREFIX + "2g.10gb")
-        node.control.xid(2, 95, gpu_instance=broken.gpu_instance)
-        line = await node.agent_log.until("gpu_health_changed", gpu=broken.uuid, reason="xid")
-        assert line["message"] == "XID 95: uncontained memory error"
-        assert (await node.run(node.pod("beside", mig("3g.20gb")))).phase == "Running"
-        await node.agent_log.until("gpu_health_changed", gpu=broken.uuid, state="healthy")
-        await node.kubelet.until_allocatable(PREFIX + "2g.10gb")
-        assert (await node.run(node.pod("lucky", mig("2g.10gb")))).phase == "Running"
 
 
 async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_forgotten(folder: Path) -> None:
@@ -135,12 +113,6 @@ async def test_a_mig_device_that_was_created_again_with_its_former_uuid_has_its_
         await node.agent.while_running(node.kubelet.until(lambda: offered(node)[PREFIX + "1g.5gb"] == 1))
 
 
-async def test_without_a_strategy_no_mig_device_is_offered(folder: Path) -> None:
-    async with started(folder, {}) as node:
-        await node.until_offered()
-        assert offered(node) == {}
-
-
 def node_of(folder: Path, profiles: Sequence[str]) -> str:
     """The file of a node with a GPU in MIG mode for each profile, with two of these MIG devices."""
     model = {"model": "A100", "memory_mib": 40960, "reserved_mib": 571, "mig": "enabled", "idle_celsius": 31, "idle_watts": 34}
@@ -163,12 +135,3 @@ async def test_with_single_all_mig_devices_are_one_resource(folder: Path) -> Non
         assert len(set().union(*(node.kubelet.held(pod.uid, "main", REPLICA_RESOURCE) for pod in pods))) == 4
         node.control.lose_gpu(0)
         await until_offered(node, {REPLICA_RESOURCE: 2})
-
-
-async def test_with_single_unequal_mig_devices_are_not_offered(folder: Path) -> None:
-    async with started(folder, SINGLE, node_of(folder, ["3g.20gb", "2g.10gb"])) as node:
-        await node.agent.while_running(node.agent_log.until("mig_devices_not_offered"))
-        await node.agent.while_running(node.agent_log.until("registered"))
-        (line,) = node.agent_log.find("mig_devices_not_offered")
-        assert "have 2g.10gb, 3g.20gb: set node.mig_strategy to mixed" in str(line["reason"])
-        assert offered(node) == {}

@@ -7,15 +7,13 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import COMMAND
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
-from .stage import RUNNER, introduce
+from .stage import RUNNER, essence, introduce, lose_ledger, until
 from .test_mig import started
 
 ON_DEMAND = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_OPERATING_MODE": "mig"}
@@ -59,11 +57,6 @@ def profiles(node: SimulatedNode) -> list[str]:
     return sorted(each.profile for each in node.control.mig_instances(0).values())
 
 
-async def until_left(node: SimulatedNode, *wanted: str) -> None:
-    while profiles(node) != [*wanted]:  # noqa: ASYNC110  the file has no event
-        await asyncio.sleep(0.05)
-
-
 async def run(node: SimulatedNode, name: str, container: SimContainer) -> SimPod:
     pod = node.pod(name, container)
     status = await node.run(pod)
@@ -81,34 +74,28 @@ async def test_devices_come_and_go_with_their_pods_over_restarts_and_a_lost_ledg
         assert [each.profile for each in held.mig_devices] == ["1g.10gb"]
         created = node.control.mig_instances(0)
         for lost in (False, True):
-            await node.agent.kill()
-            for file in (folder / "checkpoint").iterdir() if lost else ():
-                file.unlink()
+            await (lose_ledger(node) if lost else node.agent.kill())
             await node.start_agent(ON_DEMAND)
             await node.kubelet.until_allocatable(REPLICA_RESOURCE)
             await node.kubelet.start_container(large, "main")
-            after = node.ledger()
-            assert {key: (each.gpus, each.mig_devices, each.device_ids) for key, each in after.allocations.items()} == {
-                key: (each.gpus, each.mig_devices, each.device_ids) for key, each in before.allocations.items()
-            }
+            assert essence(node.ledger()) == essence(before)
             assert node.control.mig_instances(0) == created
         (uuid,) = (each.uuid for each in held.mig_devices)
         node.control.set_processes(0, [SimProcess(pid=4711, mig_uuid=uuid)])
         for pod in (large, *small):
             node.delete(pod)
         await node.agent.while_running(node.agent_log.until("mig_device_not_destroyed"))
-        await node.agent.while_running(until_left(node, "1g.10gb"))
+        await node.agent.while_running(until(lambda: profiles(node) == ["1g.10gb"]))
         assert "4711" in str(node.agent_log.find("mig_device_not_destroyed")[-1]["reason"])
         node.control.set_processes(0, [])
-        await node.agent.while_running(until_left(node))
+        await node.agent.while_running(until(lambda: profiles(node) == []))
         assert len(node.agent_log.find("mig_device_not_destroyed")) == 1
         # Neither cores nor blocks of the GPU in MIG mode are offered.
         assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 100
 
 
-@pytest.mark.parametrize("step", ["before_commit:1", "after_commit_before_answer:1"])
-async def test_a_kill_during_allocate_leaves_no_device(folder: Path, step: str) -> None:
-    async with on_demand(folder, ON_DEMAND | {"DIE_AT": step}, command=RUNNER) as node:
+async def test_a_kill_during_allocate_leaves_no_device(folder: Path) -> None:
+    async with on_demand(folder, ON_DEMAND | {"DIE_AT": "after_commit_before_answer"}, command=RUNNER) as node:
         victim = node.pod("victim", share(38000))
         await introduce(node, victim)
         assert (await node.kubelet.admit(victim)).phase == "Failed"
@@ -116,22 +103,10 @@ async def test_a_kill_during_allocate_leaves_no_device(folder: Path, step: str) 
         assert profiles(node) == ["7g.40gb"]
         await node.start_agent(ON_DEMAND)
         node.set_status(victim, node.kubelet.statuses[victim.uid])
-        await node.agent.while_running(until_left(node))
+        await node.agent.while_running(until(lambda: profiles(node) == []))
         await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))
         await run(node, "next", share(38000))
         assert profiles(node) == ["7g.40gb"]
-
-
-async def test_a_mode_that_needs_a_reset_is_reported_and_used_after_it(folder: Path) -> None:
-    async with started(folder, {}, node_of(folder)) as node:
-        node.control.require_reset_for_mig(0)
-        await node.agent.kill()
-        await node.start_agent(ON_DEMAND)
-        await node.agent.while_running(node.agent_log.until("mig_mode_not_enabled"))
-        assert "gpumgr gpu reset" in str(node.agent_log.find("mig_mode_not_enabled")[0]["reason"])
-        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 10))
-        node.control.restore_gpu(0)
-        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))
 
 
 async def test_devices_of_containers_that_a_rebuilt_ledger_lacks_are_kept(folder: Path) -> None:
@@ -139,9 +114,7 @@ async def test_devices_of_containers_that_a_rebuilt_ledger_lacks_are_kept(folder
     async with on_demand(folder) as node:
         pod = await run(node, "large", share(9000))
         (held,) = node.ledger().of(None, pod.uid)
-        await node.agent.kill()
-        for file in (folder / "checkpoint").iterdir():
-            file.unlink()
+        await lose_ledger(node)
         node.control.set_result("nvmlDeviceGetMemoryInfo_v2", 999, gpu=0)
         node.control.set_result("nvmlDeviceGetMemoryInfo", 999, gpu=0)
         for back in (False, True):

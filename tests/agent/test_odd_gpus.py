@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
-from .stage import app, asked, condition, events, running, stage, until, until_sampled
+from .stage import app, asked, condition, events, stage, until, until_sampled
 from .test_broken_gpus import FOUR_GPUS
 from .test_replicas import BOTH, VGPU, vgpu
 
@@ -53,14 +53,6 @@ async def test_gpus_without_memory_information_are_granted_whole(folder: Path) -
         assert "gpumgr_gpu_healthy{" in metrics
         assert not re.search(r"^gpumgr_gpu_memory_(total|used|allocated)_bytes\{", metrics, re.MULTILINE)
         assert node.disagreements() == []
-
-
-async def test_a_setting_names_the_memory_that_the_driver_does_not_report(folder: Path) -> None:
-    settings: dict[str, dict[str, object]] = {"nvml": {"unreported_memory_mebibytes": 1024}}
-    async with running(folder, sim=str(without_memory(folder)), settings=settings) as node:
-        assert node.kubelet.node_status()[MEMORY_RESOURCE].allocatable == 4 * 4
-        for name, phase in (("a", "Running"), ("b", "Failed")):
-            assert (await node.run(node.pod(name, app(50, 13 if phase == "Failed" else 3)))).phase == phase
 
 
 async def test_a_gpu_without_memory_information_is_one_replica(folder: Path) -> None:

@@ -1,18 +1,15 @@
 """The agent against kubelets of 1.20 to 1.25, as the stand-in implements them (gpumgr.sim.kubelet_pods)."""
 
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
-from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletVersion
 
-from .stage import BLOCKS, PATIENT, app, init, running
+from .stage import BLOCKS, PATIENT, app, essence, init, lose_ledger, running
 
 OLD = [shape for shape in SUPPORTED.values() if shape is not V1_35]
 
@@ -38,20 +35,6 @@ def complaints(node: SimulatedNode) -> set[str]:
     """What the log warns of, but for the settings' own choice of no enforcement."""
     quiet = ("debug", "info")
     return {line["event"] for line in node.agent_log.lines if line.get("level") not in quiet} - {"enforcement"}
-
-
-def essence(ledger: Ledger) -> Mapping[str, object]:
-    """What a rebuild must restore: neither time nor reason, which only the lost file contained."""
-    return {
-        a.id: (a.pod, a.uid, a.container, a.init, dict(a.held("core")), dict(a.held("memory")))
-        for a in ledger.allocations.values()
-    }
-
-
-async def lose_ledger(node: SimulatedNode) -> None:
-    """The agent is killed and its checkpoint is gone."""
-    await node.agent.kill()
-    shutil.rmtree(node.folder / "checkpoint")
 
 
 async def restart(node: SimulatedNode, shape: KubeletVersion) -> None:

@@ -3,32 +3,19 @@
 import json
 import resource
 import sqlite3
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from gpumgr.cli.agent_client import AgentClient
-from gpumgr.common.units import RESOURCES, VCUDA_NAMES
+from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.ledger.checkpoint.files import NAME
-from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.sim.demo.node import SimulatedNode
-from gpumgr.sim.kubelet import SimKubeletError, SimPod
+from gpumgr.sim.kubelet import SimPod
 from tests.component.cli.examination.conftest import listening
 from tests.component.sim.kubelet.plugin import GooglePlugin
 
-from .stage import BLOCKS, HASTY, RUNNER, app, init, running, stage
-
-
-def essence(ledger: Ledger) -> Mapping[str, object]:
-    """What a rebuild must restore: neither time nor reason, which only the lost file contained."""
-
-    def of(a: Allocation) -> object:
-        return (a.pod, a.uid, a.container, a.init, dict(a.held("core")), dict(a.held("memory")), tuple(a.gpus))
-
-    return {a.id: of(a) for a in ledger.allocations.values()}
+from .stage import HASTY, RUNNER, app, essence, init, probe, running, stage
 
 
 async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(folder: Path) -> None:
@@ -52,16 +39,10 @@ async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(
         assert (await node.run(node.pod("d", app(100)))).phase == "Running"
 
 
-async def maintain(node: SimulatedNode, action: str) -> None:
-    """About GPU 0, by the node's unix socket."""
-    async with AgentClient(node.folder / "agent.sock") as agent:
-        await agent.post(f"/api/gpus/0/{action}", {"reason": "broken fan"})
-
-
 async def test_cordons_survive_the_loss_of_the_ledger(folder: Path) -> None:
     async with running(folder) as node:
         await node.run(node.pod("a", app(30, 4)))
-        await maintain(node, "cordon")
+        await node.maintain("cordon", "0", reason="broken fan")
         await node.agent.kill()
         file = folder / "checkpoint" / NAME
         for _ in range(2):  # and what is saved is saved for good
@@ -80,66 +61,12 @@ async def test_cordons_survive_the_loss_of_the_ledger(folder: Path) -> None:
         assert len(node.agent_log.find("cordons_lost")) == 1
 
 
-async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
-    async with running(folder) as node:
-        await node.run(node.pod("a", app(30, 4)))
-        before = node.ledger()
-        await node.agent.kill()
-        with closing(sqlite3.connect(folder / "checkpoint" / NAME, isolation_level=None)) as connection:
-            connection.execute("UPDATE history SET record = CAST(x'fffe' AS TEXT)")
-        await node.start_agent()
-        assert node.ledger() == before
-        assert node.agent_log.find("checkpoint_set_aside") == []
-        assert node.agent_log.find("history_damaged")
-        assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
-
-
-async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -> None:
-    async with stage(folder) as node:
-        old = node.pod("old", app(100, BLOCKS))
-        anonymous = {kind: {f"{name}-{n}": None for n in range(400)} for kind, name in zip(RESOURCES, VCUDA_NAMES, strict=True)}
-        async with GooglePlugin(node.kubelet, dict(anonymous["core"]), dict(anonymous["memory"])):
-            assert (await node.run(old)).phase == "Running"
-        record = {"Devices": ["/dev/nvidia0"], "Cores": 100, "Memory": BLOCKS << 28}
-        (folder / "gpu-manager.json").write_text(json.dumps({"PodGPUMapping": {old.uid: {"main": record}}}))
-
-        await node.start_agent()
-        (line,) = node.agent_log.find("taken_over_from_gpu_manager")
-        assert (line["records"], line["live"], line["taken"]) == (1, 1, 1)
-        first = (await node.graph())[0]
-        assert [(holder["pod"], holder["cores"]) for holder in first["holders"]] == [("old", 100)]
-        await node.kubelet.start_container(old, "main")
-
-        others = [node.pod("new", app(100)), node.pod("share", app(30, 4))]
-        for pod in others:
-            assert (await node.run(pod)).phase == "Running"
-        assert first["name"] not in {gpu for pod in others for gpu in node.gpus_of(pod)}
-        refused = node.pod("pair", app(200))
-        assert (await node.run(refused)).phase == "Failed"
-        node.delete(refused)
-
-        await node.agent.kill()
-        await node.start_agent()
-        assert len(node.agent_log.find("taken_over_from_gpu_manager")) == 1
-        node.delete(old)
-        await node.agent_log.until_match(lambda line: line["event"] == "allocation_freed" and "old" in line["holder"])
-        heir = node.pod("heir", app(200))
-        assert (await node.run(heir)).phase == "Running"
-        assert first["name"] in node.gpus_of(heir)
-
-
 async def of_gpu_manager(node: SimulatedNode, *pods: SimPod) -> None:
     """These pods run, with ids as gpu-manager gives them; it is gone then."""
     cores, blocks = ({f"{name}-{n}": None for n in range(400)} for name in VCUDA_NAMES)
     async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
         for pod in pods:
             assert (await node.run(pod)).phase == "Running"
-
-
-async def not_ready(node: SimulatedNode) -> str:
-    async with aiohttp.ClientSession() as http, http.get(f"{node.url}/readyz") as answer:
-        assert answer.status == 503
-        return await answer.text()
 
 
 @pytest.mark.parametrize("api_server", [True, False])
@@ -154,7 +81,8 @@ async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unkn
         assert "gpuManager.takeOver=true" in line["remedy"]
         await node.agent_log.until("registration_waits")
         await node.agent_log.until("web_listening")
-        said = await not_ready(node)
+        status, said = await probe(node)
+        assert status == 503
         assert (
             f"core is not registered with the kubelet: {old.namespace}/old (main) hold GPUs from gpu-manager, and {folder}"
             in said
@@ -191,7 +119,7 @@ async def test_beside_a_gpu_manager_that_runs_nothing_is_registered(folder: Path
             assert "gpu-manager answers at" in waits["reason"]
             assert "stop it first" in waits["reason"]
             await node.agent_log.until("web_listening")
-            assert "stop it first" in await not_ready(node)
+            assert "stop it first" in (await probe(node))[1]
             assert node.agent_log.find("registered") == []
         await node.until_offered()
 
@@ -231,14 +159,3 @@ async def test_a_wall_clock_that_is_set_back_has_no_effect(folder: Path) -> None
         assert node.ledger() == before
         for pod in list(node.pods.values()):
             await node.kubelet.start_container(pod, "main")
-
-
-async def test_an_id_that_was_never_offered_is_refused_at_the_containers_start(folder: Path) -> None:
-    async with stage(folder) as node:
-        unoffered = node.pod("unoffered", app(100, BLOCKS))
-        cores, blocks = ({f"0badc0de-{letter}{n:02}": None for n in range(100)} for letter in "cm")
-        async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
-            assert (await node.run(unoffered)).phase == "Running"
-        await node.start_agent()
-        with pytest.raises(SimKubeletError, match="this node never offered"):
-            await node.kubelet.start_container(unoffered, "main")

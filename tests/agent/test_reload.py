@@ -5,14 +5,12 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import yaml
 
 from gpumgr.sim.demo.node import SimulatedNode
 
-from .stage import app, introduce, running, stage, until_sampled
+from .stage import app, asked, events, introduce, running, stage, until, until_sampled
 
 
 def replace(path: Path, text: str) -> None:
@@ -37,8 +35,7 @@ def move_link(folder: Path, name: str, text: str) -> None:
 
 async def settings_entries(node: SimulatedNode) -> list[tuple[str, str]]:
     """The entries on settings in the agent's history, oldest first."""
-    async with aiohttp.ClientSession() as http, http.get(f"{node.url}/api/history", params={"limit": "50"}) as answer:
-        entries: list[dict[str, Any]] = await answer.json()
+    entries = await asked(node, "/api/history", limit="50")
     return [(entry["code"], entry["why"]) for entry in reversed(entries) if entry["what"] == "config"]
 
 
@@ -69,11 +66,11 @@ async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> No
         assert (await node.run(share)).phase == "Failed"
         assert "share" in (await node.agent_log.until("refused", container="main"))["reason"]
         assert (await node.run(node.pod("whole", app(100)))).phase == "Running"
+        api = node.api
+        assert api is not None
         while "GPUDeviceCoreLimit" not in {name for name, _ in await node.metrics()}:  # noqa: ASYNC110 (it is drawn once a period)
             await asyncio.sleep(0.05)
-        assert node.api is not None
-        while node.api.written.labels.get("team") != "blue":  # noqa: ASYNC110 (it is another process)
-            await asyncio.sleep(0.05)
+        await until(lambda: api.written.labels.get("team") == "blue")
         assert (await settings_entries(node))[0][0] == "reloaded"
         assert not [line for line in node.agent_log.lines[node.agent_log.lines.index(line) :] if line["level"] == "info"]
         assert node.disagreements() == []
@@ -103,31 +100,23 @@ async def test_a_config_map_that_changes_is_noticed_and_a_bad_one_keeps_the_old_
         codes = [code for code, _ in await settings_entries(node)]
         assert codes == ["reloaded", "rejected", "reloaded"]
         assert reason in (await settings_entries(node))[1][1]
-        assert node.api is not None
-        while not (  # noqa: ASYNC110 (it is another process)
-            events := [each for each in node.api.written.events.values() if each["reason"] == "GpumgrConfigRejected"]
-        ):
-            await asyncio.sleep(0.05)
-        assert [(each["type"], each["involvedObject"]["kind"]) for each in events] == [("Warning", "Node")]
-        assert reason in events[0]["message"]
+        await until(lambda: events(node, "GpumgrConfigRejected"))
+        assert reason in events(node, "GpumgrConfigRejected")[0]
         assert node.agent.running
 
 
 async def test_annotations_and_events_can_be_switched_on_later(folder: Path) -> None:
     path = folder / "gpumgr.yaml"
     async with running(folder, settings={"kubernetes": {"annotate_pods": False, "write_events": False}}) as node:
-        assert node.api is not None
+        api = node.api
+        assert api is not None
         pod = node.pod("a", app(30, 4))
         assert (await node.run(pod)).phase == "Running"
         replace(path, rewritten(path, kubernetes={"annotate_pods": True, "write_events": True}))
         node.agent.signal(signal.SIGHUP)
         line = await node.agent_log.until("config_reloaded")
         assert line["applied"] == ["kubernetes.annotate_pods", "kubernetes.write_events"]
-        events = node.api.written.events
-        while not (  # noqa: ASYNC110 (it is another process)
-            node.api.annotations(pod.uid) and any(each["reason"] == "GpumgrConfigReloaded" for each in events.values())
-        ):
-            await asyncio.sleep(0.05)
+        await until(lambda: api.annotations(pod.uid) and events(node, "GpumgrConfigReloaded"))
 
 
 async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: Path) -> None:
@@ -164,15 +153,14 @@ async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: P
 async def test_a_shorter_sample_period_counts_at_once_and_a_description_that_is_switched_off_is_taken_away(folder: Path) -> None:
     path = folder / "gpumgr.yaml"
     async with running(folder, settings={"nvml": {"sample_period_seconds": 3600}}) as node:
-        assert node.api is not None
-        while "nvidia.com/gpu.count" not in node.api.written.labels:  # noqa: ASYNC110 (it is another process)
-            await asyncio.sleep(0.05)
+        api = node.api
+        assert api is not None
+        await until(lambda: "nvidia.com/gpu.count" in api.written.labels)
         replace(path, rewritten(path, nvml={"sample_period_seconds": 0.1}, kubernetes={"describe_node": False}))
         assert (await node.agent_log.until("config_reloaded"))["applied"] == [
             "kubernetes.describe_node",
             "nvml.sample_period_seconds",
         ]
         await until_sampled(node)
-        while "nvidia.com/gpu.count" in node.api.written.labels:  # noqa: ASYNC110 (it is another process)
-            await asyncio.sleep(0.05)
-        assert "gpumgr.io/labels" not in node.api.written.annotations
+        await until(lambda: "nvidia.com/gpu.count" not in api.written.labels)
+        assert "gpumgr.io/labels" not in api.written.annotations
