@@ -19,7 +19,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import CheckpointError, CriError
-from gpumgr.common.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Process, Resource
+from gpumgr.common.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Resource
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.hami_formats import replica_request
@@ -176,7 +176,6 @@ class Stage:
     pods: MemoryPods
     checkpoint: MemoryCheckpoint
     clock: Clock
-    drift: Drift
     devices: dict[Resource, LatestValue[bytes]]
     hami: ReplicaResources
     _uids: Iterable[int] = field(default_factory=lambda: count(1))
@@ -267,19 +266,15 @@ async def stage(
     folder: Path,
     *,
     node: NodeSnapshot | None = None,
-    known: bool = True,
     host: HostPaths | None = None,
-    share_mode: bool = True,
-    runs: Any = lambda _process: True,
     kinds: Sequence[Resource] = RESOURCES,
     hami: ReplicaResources = HAMI,
     mig: MemoryMig | None = None,
     mig_profiles: Sequence[str] = (),
-    enforcement: Enforcer | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
     async with SimKubelet(folder, **kubelet_options) as kubelet:
-        clock, drift, checkpoint, pods = Clock(running=True), Drift(), MemoryCheckpoint(), MemoryPods(synced=known)
+        clock, checkpoint, pods = Clock(running=True), MemoryCheckpoint(), MemoryPods()
         devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
         ids = (f"{n:016x}" for n in count(1))
         client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=30)
@@ -288,15 +283,12 @@ async def stage(
             for kind, message in encode_node_devices(agent_state.ledger.gpu_registry, node_devices, kinds).items():
                 devices[kind].set(message)
 
-        def still_runs(process: Process) -> bool:
-            return bool(runs(process))
-
         device_lists = DeviceListPublisher(publish, clock=clock)
         agent_state = AgentState(
             Ledger(),
             checkpoint=checkpoint,
             device_lists=device_lists,
-            runs=still_runs,
+            runs=lambda _process: True,
             clock=clock,
             inventory=Inventory(replicas=10 if "replica" in kinds else 0, mig_on_demand=mig_profiles if mig else None),
         )
@@ -308,7 +300,7 @@ async def stage(
             admission=admission,
             pods=pods,
             pod_ends=pod_ends,
-            meter=drift,
+            meter=Drift(),
             new_id=lambda: next(ids),
             clock=clock,
         )
@@ -320,12 +312,12 @@ async def stage(
             starts=ContainerStarts(
                 agent_state=agent_state,
                 pods=pods,
-                enforcement=enforcement or unlimited(),
+                enforcement=unlimited(),
                 host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
                 make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
                 make_room=no_bursts,
             ),
-            share_mode=lambda: share_mode,
+            share_mode=lambda: True,
             new_id=lambda: next(ids),
         )
         await agent_state.set_snapshot(mig.snapshot if mig else node or snapshot())
@@ -339,7 +331,7 @@ async def stage(
                     await kubelet.until(lambda name=RESOURCE_NAMES[kind]: name in kubelet.node_status())  # type: ignore[misc]
                 else:
                     await kubelet.until_allocatable(RESOURCE_NAMES[kind])
-            yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices, hami)
+            yield Stage(kubelet, agent, pods, checkpoint, clock, devices, hami)
         finally:
             await link.stop(1.0)
             await asyncio.gather(task, return_exceptions=True)

@@ -46,14 +46,30 @@ async def test_only_demanded_gpus_are_chosen(folder: Path, container: SimContain
                 await node.agent.agent_state.commit(node.ledger.free([*node.ledger.allocations]))
 
 
-@pytest.mark.parametrize("container", [hami(gpumem=100), app(20, 1)])
-async def test_a_pod_is_refused_if_only_other_gpus_have_room(folder: Path, container: SimContainer) -> None:
-    uuid = UUIDS[3]
-    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
-        await node.run_all(node.pod("whole", app(100, 1), annotations={"nvidia.com/use-gpuuuid": uuid}))
-        status = await node.run(node.pod("a", container, annotations={"nvidia.com/use-gpuuuid": uuid}))
-        assert status.phase == "Failed"
-        assert f"is Tesla T4 {UUIDS[0]}, and the pod demands a GPU of UUID {uuid}" in (status.message or "")
+@pytest.mark.parametrize(
+    ("container", "annotations", "reason"),
+    [
+        (container, {"nvidia.com/use-gpuuuid": UUIDS[3]}, f"{UUIDS[0]}, and the pod demands a GPU of UUID {UUIDS[3]}")
+        for container in (hami(gpumem=100), app(20, 1))
+    ]
+    + [
+        (hami(gpumem=100), {"nvidia.com/vgpu-mode": modes}, f"and the pod demands a GPU in mode {modes if modes == 'mig' else 'unknown'}")
+        for modes in ("mig", "mps", "")
+    ]
+    + [
+        (hami(2, gpumem=100), {"nvidia.com/numa-bind": "1"},
+         "the pod demands 2 GPUs of one NUMA node, and the driver reports no GPU's NUMA node"),
+        (hami(gpumem=100), {"gpumgr.io/use-gpu-uuid": "0,1"}, "annotation gpumgr.io/use-gpu-uuid: '0' is no UUID of a GPU"),
+    ],
+)  # fmt: skip
+async def test_a_demand_that_no_gpu_with_room_meets_is_refused_with_the_reason(
+    folder: Path, container: SimContainer, annotations: Mapping[str, str], reason: str
+) -> None:
+    node_of_test = snapshot(4) if "nvidia.com/numa-bind" in annotations else NODE
+    async with stage(folder, node=node_of_test, kinds=WITHOUT_MIG) as node:
+        await node.run_all(node.pod("whole", app(100, 1), annotations={"nvidia.com/use-gpuuuid": UUIDS[3]}))
+        status = await node.run(node.pod("a", container, annotations=annotations))
+        assert (status.phase, reason in (status.message or "")) == ("Failed", True), status.message
         assert not gpus_of(node, "a")
 
 
@@ -65,12 +81,6 @@ async def test_gpus_of_one_numa_node(folder: Path, container: SimContainer) -> N
         await node.run_all(first)
         await node.run_all(node.pod("pair", container, annotations={"nvidia.com/numa-bind": "true"}))
         assert gpus_of(node, "pair") == [2, 3]
-
-
-async def test_a_node_that_does_not_know_its_numa_nodes_gives_no_pair(folder: Path) -> None:
-    async with stage(folder, kinds=WITHOUT_MIG) as node:
-        status = await node.run(node.pod("pair", hami(2, gpumem=100), annotations={"nvidia.com/numa-bind": "1"}))
-        assert "the pod demands 2 GPUs of one NUMA node, and the driver reports no GPU's NUMA node" in (status.message or "")
 
 
 async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
@@ -86,21 +96,10 @@ async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
         await node.kubelet.start_container(pod, "main")
 
 
-async def test_an_annotation_that_can_not_be_read_refuses_the_pod(folder: Path) -> None:
+async def test_an_annotation_of_hami_that_can_not_be_read_demands_nothing(folder: Path) -> None:
     async with stage(folder, kinds=WITHOUT_MIG) as node:
-        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"gpumgr.io/use-gpu-uuid": "0,1"}))
-        assert "annotation gpumgr.io/use-gpu-uuid: '0' is no UUID of a GPU" in (status.message or "")
-        assert node.ledger.allocations == {}
         odd = {"nvidia.com/numa-bind": "yes", "nvidia.com/nouse-gpuuuid": "MIG-1", "nvidia.com/use-gputype": ","}
         await node.run_all(node.pod("b", hami(gpumem=100), annotations=odd))
-
-
-@pytest.mark.parametrize("modes", ["mig", "mps", ""])
-async def test_a_shared_gpu_is_not_given_to_a_pod_of_other_modes(folder: Path, modes: str) -> None:
-    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
-        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"nvidia.com/vgpu-mode": modes}))
-        assert f"and the pod demands a GPU in mode {'mig' if modes == 'mig' else 'unknown'}" in (status.message or "")
-        assert node.ledger.allocations == {}
 
 
 async def test_what_a_scheduler_named_must_be_demanded(folder: Path) -> None:

@@ -179,19 +179,6 @@ async def test_hamis_scheduler_may_name_a_gpu_twice(folder: Path) -> None:
         assert response.envs["NVIDIA_VISIBLE_DEVICES"].split(",") == [each.uuid for each in held.mig_devices]
 
 
-@pytest.mark.parametrize(("memory", "places"), [(5000, [("1g.10gb", 6)]), (15000, [("1g.20gb", 6)])])
-async def test_an_app_container_takes_over_the_device_of_its_init_container(
-    folder: Path, memory: int, places: Sequence[tuple[str, int]]
-) -> None:
-    async with mig_stage(folder) as (node, mig):
-        pod = node.pod("a", hami(name="fetch", kind="init", gpumem=100), hami(gpumem=memory))
-        await node.run_all(pod)
-        assert sorted(mig.places(uuid_of(node)), reverse=True, key=lambda pair: pair[1]) == places
-        await end(node, pod)
-        await sample(node, mig)
-        assert mig.places(uuid_of(node)) == []
-
-
 async def test_mig_mode_is_turned_on_once_the_gpu_is_idle(folder: Path) -> None:
     async with mig_stage(folder, enabled=False) as (node, mig):
         assert (await node.run(node.pod("early", hami(gpumem=5000)))).phase == "Failed"
@@ -257,21 +244,31 @@ async def test_devices_are_never_at_one_place_whatever_the_order(folder: Path) -
         assert len(mig.destroyed) > 10
 
 
-@pytest.mark.parametrize("init", [{"gpumem": 5000}, {"gpucores": 100, "gpumem": 80000}])
+@pytest.mark.parametrize(
+    ("first", "second", "place_of_both"),
+    [
+        ({"gpumem": 100}, {"gpumem": 5000}, ("1g.10gb", 6)),
+        ({"gpumem": 100}, {"gpumem": 15000}, ("1g.20gb", 6)),
+        ({"gpumem": 5000}, {"gpucores": 100, "gpumem": 80000}, ("7g.80gb", 0)),
+        ({"gpucores": 100, "gpumem": 80000}, {"gpucores": 100, "gpumem": 80000}, ("7g.80gb", 0)),
+    ],
+)
 @pytest.mark.parametrize("named", [False, True])
 async def test_one_device_serves_an_init_container_and_the_container_that_takes_over(
-    folder: Path, init: dict[str, int], named: bool
+    folder: Path, first: dict[str, int], second: dict[str, int], place_of_both: tuple[str, int], named: bool
 ) -> None:
-    """The GPU has no place for two."""
     async with mig_stage(folder) as (node, mig):
-        pod = node.pod("a", hami(name="fetch", kind="init", **init), hami(gpucores=100, gpumem=80000))
+        pod = node.pod("a", hami(1, "fetch", "init", **first), hami(1, "main", "app", **second))
         if named:
-            place(node, pod, FIRST, ("7g.80gb", 0))
+            place(node, pod, FIRST, place_of_both)
             view = node.pods.views[pod.namespace, pod.name]
             node.pods.views[view.key] = replace(view, placed=(("fetch", view.placed[0][1]), *view.placed))
         await node.run_all(pod)
-        assert mig.places(uuid_of(node)) == [("7g.80gb", 0)]
+        assert mig.places(uuid_of(node)) == [place_of_both]
         node.check_agreement(pod)
+        await end(node, pod)
+        await sample(node, mig)
+        assert mig.places(uuid_of(node)) == []
 
 
 async def test_a_container_that_takes_over_no_replica_does_not_count(folder: Path) -> None:

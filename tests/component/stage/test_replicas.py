@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import ours_of, read_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
 from .stage import HAMI, WITHOUT_MIG, Stage, app, snapshot, stage
@@ -102,39 +101,6 @@ async def test_a_gpu_is_never_granted_beyond_its_size(folder: Path) -> None:
         assert len(running) > 5
 
 
-async def test_a_whole_gpu_has_no_free_replicas(folder: Path) -> None:
-    async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
-        await node.run_all(node.pod("whole", app(100)))
-        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
-        whole = node.pod("hami", hami())
-        await node.run_all(whole)
-        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 1)
-        assert node.kubelet.node_status()[MEMORY_RESOURCE].allocatable == 0
-        assert (await node.run(node.pod("late", app(1, 1)))).phase == "Failed"
-        node.delete(whole)
-        while node.ledger.of(None, whole.uid):
-            await node.agent.reconciler.sweep()
-            await asyncio.sleep(0.05)
-        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
-
-
-@pytest.mark.hami_bug("B15: sidecars count as init containers that end")
-async def test_an_init_container_and_what_follows_count_at_their_most(folder: Path) -> None:
-    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
-        pod = node.pod(
-            "stages",
-            hami(name="fetch", kind="init", gpumem=1000, gpucores=50),
-            hami(name="proxy", kind="sidecar", gpumem=300, gpucores=5),
-            hami(name="prepare", kind="init", gpumem=700, gpucores=50),
-            hami(name="main", gpumem=2000, gpucores=20),
-            hami(name="side", gpumem=500, gpucores=10),
-        )
-        await node.run_all(pod)
-        node.check_agreement(pod)
-        # The second init container beside the sidecar, and the sidecar beside the apps.
-        assert node.ledger.used("00000000") == Amounts(55, 2800)
-
-
 async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> None:
     async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         pod = node.pod("stages", hami(name="fetch", kind="init", gpumem=100, gpucores=1), hami(gpumem=3000, gpucores=1))
@@ -172,23 +138,6 @@ async def test_a_pod_that_is_not_known_is_refused(folder: Path) -> None:
         status = await node.run(node.pod("a", hami(gpumem=100), known=False))
         assert "does not know yet which pod the kubelet's call for 1 GPUs belongs to" in (status.message or "")
         assert node.ledger.allocations == {}
-
-
-async def test_oversubscribed_memory_counts_less_than_it_limits(folder: Path) -> None:
-    """vcuda pods beside it never get memory that the GPU does not have."""
-    scaled = msgspec.structs.replace(HAMI, device_memory_scaling=2.0, device_core_scaling=1.5)
-    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG, hami=scaled) as node:
-        await node.run_all(node.pod("a", hami(gpumem=3001, gpucores=50)), node.pod("b", hami(gpumem_percentage=50)))
-        a, b = (node.ledger.of(("team", name))[0] for name in ("a", "b"))
-        assert (a.gpus, a.limits) == ({"00000000": Amounts(34, 1501)}, {"00000000": Amounts(50, 3001)})
-        assert (b.gpus, b.limits) == ({"00000000": Amounts(0, MEBIBYTES // 2)}, {"00000000": Amounts(0, MEBIBYTES)})
-        assert (await node.run(node.pod("c", app(10, 3)))).phase == "Failed"
-        await node.run_all(node.pod("d", app(10, 2)))
-        entries = await read_kubelet_checkpoint(node.kubelet.checkpoint)
-        rebuilt = {
-            each.container: (each.granted.gpus, each.granted.limits) for each in ours_of(entries or ()) if each.uid == a.uid
-        }
-        assert rebuilt == {"main": (a.gpus, a.limits)}
 
 
 @pytest.mark.hami_bug("B2: annotations of any pod are trusted")
@@ -236,23 +185,6 @@ async def test_a_percentage_is_what_hamis_scheduler_counts_of_a_gpu_with_vcuda_p
         status = await node.kubelet.run(pod)
         assert status.phase == "Running", status.message
         assert granted(node, "hami") == [{"00000000": limit}]
-
-
-async def test_a_second_pod_that_claims_the_same_room_is_refused(folder: Path) -> None:
-    """HAMi's scheduler has chosen one GPU for two pods that exceed it together."""
-    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
-        uuid = node.ledger.gpu_registry.gpus[0].uuid
-        first, second = node.pod("first", hami(gpumem=3000, gpucores=60)), node.pod("second", hami(gpumem=3000, gpucores=60))
-        for pod in (first, second):
-            bound_by_hami(node, pod, uuid, 3000, 60)
-        assert (await node.kubelet.run(first)).phase == "Running"
-        before = node.ledger
-        status = await node.kubelet.run(second)
-        assert status.phase == "Failed"
-        assert "GPU0 (00000000) has 40 cores and 1096 MiB left, and 60 cores and 3000 MiB are needed" in (status.message or "")
-        assert "the scheduler's placement of container main can't be followed" in (status.message or "")
-        assert node.ledger == before
-        assert granted(node, "first") == [{"00000000": Amounts(60, 3000)}]
 
 
 @pytest.mark.hami_bug("B8: pods with GPUs in init containers only take no lock, and two get the devices of one")
