@@ -256,7 +256,6 @@ class Nvml(Session):
         await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, soft_bytes, hard_bytes))
 
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:
-        """The limit of the cgroup on the GPU."""
         return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
     async def enable_mig(self, uuid: str) -> None:

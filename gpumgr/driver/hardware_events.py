@@ -204,7 +204,6 @@ def _reported_before(entries: Iterable[HistoryEntry], gpu_registry: GpuRegistry)
 
 
 def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:
-    """The sample without these processes."""
     gpus = {
         uuid: gpu if gpu.processes is None else replace(gpu, processes=tuple(p for p in gpu.processes if p.pid not in pids))
         for uuid, gpu in sample.gpus.items()

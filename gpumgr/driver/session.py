@@ -133,7 +133,6 @@ class Session:
 
     @property
     def opened(self) -> bool:
-        """Whether there is a session."""
         return self._opened
 
     @property

@@ -37,7 +37,6 @@ class CriClient:
         self._channel = UnixChannel(socket)
 
     async def version(self) -> RuntimeVersion:
-        """The runtime's name and version."""
         with self._explained("ask the container runtime for its version"):
             found = await self._call("Version", cri.VersionRequest(), cri.VersionResponse)
             return RuntimeVersion(name=found.runtime_name, version=found.runtime_version)

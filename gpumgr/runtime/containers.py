@@ -97,7 +97,6 @@ class Containers:
                 await self._refresh()
 
     async def refresh(self) -> None:
-        """Polls the runtime now."""
         async with self._polling:
             await self._refresh()
 
@@ -170,7 +169,6 @@ class Containers:
         return {(container.id, container.running) for container in self._table.values()}
 
     def _drop_ended(self) -> None:
-        """Drops processes that have ended."""
         self._processes = {process: place for process, place in self._processes.items() if self.runs(process)}
         self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
 

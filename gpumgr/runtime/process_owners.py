@@ -48,9 +48,7 @@ class RunningContainers(Protocol):
         answer, the container has no name."""
         ...
 
-    def runs(self, process: Process, /) -> bool:
-        """Whether the process has not ended."""
-        ...
+    def runs(self, process: Process, /) -> bool: ...
 
 
 class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,6 @@ class Runtimes(msgspec.Struct, frozen=True, kw_only=True):
     programs: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def of_toolkit(self) -> tuple[str, ...]:
-        """The names of the toolkit's runtimes."""
         return tuple(name for name, program in self.programs.items() if _TOOLKIT.search(f"{name} {Path(program).name}"))
 
     def describe_default(self) -> str:

@@ -90,7 +90,6 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def live(self) -> bool:
-        """Whether a process uses the slot."""
         return self.pid > 0 and self.status != 0
 
     @property

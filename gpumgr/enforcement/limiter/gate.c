@@ -27,7 +27,7 @@ static struct gm_gate gates[GM_GPUS];
 static atomic_uint wake; /* futex: a gate became busy, or the process ends */
 static atomic_int helper; /* 0: none, 1: runs, 2: shall stop, 3: stopped */
 
-/* Not a point of cancellation: a thread that is cancelled here would leave counts and flags behind. */
+/* A thread that is cancelled here would leave counts and flags behind. */
 void gm_nap(uint64_t ns) {
     struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
     int before;

@@ -3,7 +3,7 @@
 #define GPUMGR_GATE_H
 #include "library.h"
 
-enum { GM_RING = 8 }; /* the most markers of a stream */
+enum { GM_RING = 8 }; /* markers of a stream at most */
 
 /* This process's launches on one GPU. */
 struct gm_gate {

@@ -130,7 +130,7 @@ static uint64_t element_bits(int format, uint channels) {
     };
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         if (format >= formats[i].first && format <= formats[i].last) return formats[i].bits * (formats[i].whole ? 1 : channels);
-    return 64; /* unknown: the planar formats of video need less */
+    return 64; /* planar video formats need less */
 }
 /* The rows that an array's tiles take: the next power of two from 8 up to 128, above that the next multiple of 128. */
 static uint64_t tiled(uint64_t rows) {
@@ -188,7 +188,7 @@ GM_WRAPPER(cuMemCreate, (CUdeviceptr *handle, size_t n, const struct allocation_
         gm_record_add((struct gm_record){.key = *handle, .bytes = bytes, .type = GM_HANDLE, .kind = GM_VMM, .gpu = gpu, .references = 1});
     return r;
 }
-/* The reference is dropped before the driver's call, since afterwards another thread may get the same number. */
+/* As in FREE, before the driver's call. */
 GM_WRAPPER(cuMemRelease, (CUdeviceptr handle)) {
     struct gm_record last;
     bool is_last = gm_record_unreference(GM_HANDLE, handle, &last);

@@ -12,7 +12,7 @@ bool gm_reserve(int gpu, enum gm_kind kind, uint64_t bytes);
 void gm_charge(int gpu, enum gm_kind kind, uint64_t bytes); /* counts what the driver already took, even beyond the limit */
 void gm_release(int gpu, enum gm_kind kind, uint64_t bytes);
 void gm_refused(int gpu); /* counts an answer of out of memory */
-/* Lowers the container's sum to what the slots hold; call it after slots of dead processes were emptied. */
+/* Lowers the sum to what the slots hold, after slots of dead processes were emptied. */
 void gm_ledger_settle(int gpu);
 
 /* -- records: what a pointer or a handle of this process holds ---------------------------------------------------------------- */

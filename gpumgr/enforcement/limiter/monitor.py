@@ -238,7 +238,6 @@ class PageMonitor(Monitor):
                 yield finding(tenant, "broken", message)
 
     def _free_ended(self, files: PageFiles, running: RunningContainer, slots: Sequence[Slot]) -> None:
-        """Frees the slots of processes that have ended."""
         inside = [self._known[pid] for pid in running.pids]
         if None in inside:  # a process has just ended, or is hidden from the agent
             return
@@ -281,5 +280,4 @@ class PageMonitor(Monitor):
 
 
 def _is_of(slot: Slot, found: Identity | None) -> bool:
-    """Whether the slot belongs to the process."""
     return found is not None and slot.pid == found.pid and slot.namespace in (0, found.namespace)

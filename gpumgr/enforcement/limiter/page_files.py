@@ -86,7 +86,6 @@ class PageFiles:
         return pages.decode_in_turns(self.limits.read_at(0, self.limits.size_bytes), len(self.written))
 
     def counts(self) -> Sequence[CountedOnGpu]:
-        """The counts for each GPU."""
         return pages.decode_counts(self.use.read_at(0, pages.USE_HEAD_BYTES), len(self.written))
 
     @property

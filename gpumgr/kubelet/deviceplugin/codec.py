@@ -52,7 +52,6 @@ def encode_preferred(preferences: Iterable[Sequence[str]]) -> bytes:
 
 
 def encode_container_response(response: ContainerResponse) -> bytes:
-    """Encodes a ContainerAllocateResponse."""
     parts = [_encode_map(1, response.envs)]
     for mount in response.mounts:
         paths = wire.text_field(1, mount.container_path) + wire.text_field(2, mount.host_path)

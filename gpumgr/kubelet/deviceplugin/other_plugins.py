@@ -129,7 +129,6 @@ class OtherDevicePlugins:
         return "; ".join(problem_and_remedy(found)) if found else None
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
         while True:
             await self.check()
             await asyncio.sleep(until_tick(POLL_SECONDS))

@@ -96,7 +96,6 @@ class SlicePublisher:
         self.state = PublisherState()
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
@@ -123,7 +122,6 @@ class SlicePublisher:
     # -- events ------------------------------------------------------------------------------------------------------------
 
     def offer(self, devices: tuple[SliceDevice, ...]) -> None:
-        """Sets the devices to publish."""
         self.devices = devices
         self._wake.set()
 
