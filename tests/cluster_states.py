@@ -1,12 +1,13 @@
 """Nodes and requests for tests of the scheduler."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState
 from gpumgr.cluster.core.request import PodRequest, Shares, replica_request, vcuda_request
+from gpumgr.cluster.core.shape import Rejection
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
@@ -14,6 +15,18 @@ from tests.mig_profiles import H100
 from tests.topologies import topology_from_matrix
 
 GPU_MEBIBYTES = 16384
+T = TypeVar("T")
+
+
+def expect(kind: type[T], value: object) -> T:
+    """The value, which must be of this type."""
+    assert isinstance(value, kind), value
+    return value
+
+
+def fits(found: list[T] | Rejection) -> list[T]:
+    """What a question to the index has found."""
+    return expect(list, found)
 
 
 def node_state(

@@ -154,11 +154,11 @@ async def test_every_query_and_every_operand_has_data_of_the_scheduler(tmp_path:
             )
             async with prometheus as asked:
                 while not await asked.ready():
-                    await pages.call("filter", {})
+                    await pages.stage.post("filter", "{}")
                 for number in range(20):
                     item = pod(f"p{number}", ("app", 60, 16))
-                    await pages.call("filter", {"Pod": item, "NodeNames": ["a"]})
-                    await pages.call("filter", {})
+                    await pages.stage.filter(item, ["a"])
+                    await pages.stage.post("filter", "{}")
                     await until_all_have_data(asked, {"gpumgr_scheduler_leader"})
                 of_claims = {each for each in operands(rules) if "gpumgr_claims_" in each}  # another program's
                 await until_all_have_data(asked, queries | operands(rules) - of_claims)

@@ -12,7 +12,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from gpumgr.cli import gpu
-from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.errors import InputError
 
 from .peer import listening
 
@@ -179,18 +179,6 @@ async def test_a_gpu_that_is_gone_is_forgotten(agent: Agent) -> None:
     assert agent.requests == [("forget", "GPU-0fe1", "sent back", False), ("forget", "3", "", False)]
     agent.refusal = (409, "GPU3 (0fe1c342) can't be forgotten: the driver lists it")
     assert str((await agent.run("forget", "3")).exception) == agent.refusal[1]
-
-
-async def test_a_refusal_is_passed_on(agent: Agent) -> None:
-    agent.refusal = (409, "GPU3 (0fe1c342) can't be reset: team/train (main) is still on it; drain it first")
-    result = await agent.run("reset", "3")
-    assert isinstance(result.exception, GpumgrError)
-    assert str(result.exception) == agent.refusal[1]
-
-
-async def test_a_drain_of_an_empty_gpu_is_done_at_once(agent: Agent) -> None:
-    result = await agent.run("drain", "3", "--wait")
-    assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
 
 
 async def test_a_drain_prints_the_remaining_containers(agent: Agent) -> None:

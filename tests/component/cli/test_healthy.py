@@ -43,11 +43,6 @@ async def test_the_socket_of_the_settings_is_used(alive: Agent, socket: Path, fo
     assert ended.err.startswith("gpumgr: the agent responds 503: {")
 
 
-@pytest.mark.usefixtures("alive")
-async def test_a_socket_of_its_own(socket: Path, gpumgr_command: Gpumgr) -> None:
-    assert (await gpumgr_command("healthy", "--socket", socket)).code == 0
-
-
 async def test_who_is_away_or_is_no_agent_is_not_healthy(socket: Path, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("healthy", "--socket", socket)
     assert (ended.code, ended.err) == (1, f"gpumgr: no agent responds at {socket}: No such file or directory\n")
@@ -66,11 +61,6 @@ async def test_one_that_takes_the_call_and_is_silent(
         silent.listen()
         ended = await gpumgr_command("healthy", "--socket", socket)
     assert (ended.code, ended.err) == (1, f"gpumgr: no agent responds at {socket}: timed out\n")
-
-
-async def test_wrong_settings_are_an_input_error(folder: Path, gpumgr_command: Gpumgr) -> None:
-    (folder / "gpumgr.yaml").write_text("http: {port: many}\n")
-    assert (await gpumgr_command("healthy")).code == 2
 
 
 def test_no_more_is_imported_than_it_takes() -> None:

@@ -67,12 +67,6 @@ async def test_what_can_not_be_resized_is_refused_with_the_reason(
     assert message in ended.err
 
 
-async def test_without_a_kubeconfig_it_asks_for_one(gpumgr_command: Gpumgr) -> None:
-    ended = await gpumgr_command("resize", "team/two", "--cores", "1")
-    assert ended.code == 2
-    assert "there is no kubeconfig: give --kubeconfig FILE" in ended.err
-
-
 async def test_a_node_that_does_not_answer_is_said(
     kubeconfig: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,29 +161,6 @@ async def test_what_can_not_be_read_is_counted_and_named(
     assert lines[3].startswith("pod team/bad is left out, and what it uses counts as free: ")
 
 
-async def test_problems_of_a_file_are_named(gpumgr_command: Gpumgr, tmp_path: Path, given: Given) -> None:
-    snapshot = tmp_path / "snapshot.json"
-    bad: dict[str, Json] = {
-        "many": {"status": {"capacity": {"cpu": "many"}}},
-        "text": {"status": {"capacity": 5}},
-        "tainted": {"status": {}, "spec": {"taints": [{"key": "x"}]}},
-    }
-    items = [node("a", 1), *({"metadata": {"name": name, "uid": name}, **each} for name, each in bad.items())]
-    document = {"kind": "gpumgr snapshot", "version": 1, "nodes": items, "pods": [{"metadata": 5}], "poddisruptionbudgets": [{}]}
-    snapshot.write_text(json.dumps(document))
-    found = await gpumgr_command("simulate", "fit", given(pod("new", 10)), "--snapshot", snapshot)
-    assert found.out.startswith("Pod team/new fits on node a GPU 0.")
-    assert found.err.splitlines() == [
-        "5 problems of the snapshot:",
-        "PodDisruptionBudget without a name is left out, and the pods that it selects count as not protected: "
-        "Object missing required field `metadata`",
-        "node many is left out: cpu: quantity 'many' can't be read",
-        "node text is left out: Expected `object | null`, got `int` - at `$.status.capacity`",
-        "node tainted is left out: Object missing required field `effect` - at `$.spec.taints[0]`",
-        "pod without a name is left out, and what it uses counts as free: Expected `object`, got `int` - at `$.metadata`",
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -88,18 +88,3 @@ async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(f
     document = json.loads((await gpumgr_command("usage", "--gpu", "1", "--output", "json")).out)
     assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("22222222", None)]
     assert document["containers"] == []
-
-
-async def test_the_socket_is_the_settings(agent: FakeAgent, folder: Path, gpumgr_command: Gpumgr) -> None:
-    settings = folder / "settings.yaml"
-    settings.write_text(f"http:\n  socket: {agent.socket}\n")
-    assert (await gpumgr_command("usage", "--config", settings)).code == 0
-    settings.write_text("http:\n  sokcet: /x\n")
-    assert (await gpumgr_command("usage", "--config", settings)).code == 2
-
-
-async def test_an_agent_of_another_version_is_reported(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
-    agent.state = {"nodes": []}
-    ended = await gpumgr_command("usage", "--socket", agent.socket)
-    assert (ended.code, ended.out) == (1, "")
-    assert "may be of another version" in ended.err

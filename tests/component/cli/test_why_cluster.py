@@ -104,7 +104,7 @@ async def api(
             async with TestServer(app, host="127.0.0.1") as at:
                 server.url = f"http://127.0.0.1:{at.port}"
                 write_kubeconfig(folder / "kubeconfig", server.url, token="kubernetes")
-                application = partial(application_of, pages.cluster_pages, origin_of=lambda *_: "loopback")
+                application = partial(application_of, pages.stage.pages, origin_of=lambda *_: "loopback")
                 local = PageServer(application, HttpSettings(port=0, **options))
                 await local.start()
                 (tmp_path / "bin").mkdir()

@@ -30,14 +30,16 @@ async def statuses(server: HttpServer, *, source: str, token: str | None = None,
         return found
 
 
-async def test_this_host_reads_everything(serve: Serve) -> None:
-    assert set((await statuses(await serve(), source="127.0.0.1")).values()) == {200}
-
-
-async def test_from_beyond_only_metrics_and_probes(serve: Serve) -> None:
-    found = await statuses(await serve(), source=REMOTE)
+async def test_this_host_reads_everything_and_others_metrics_and_probes(serve: Serve) -> None:
+    server = await serve()
+    assert set((await statuses(server, source="127.0.0.1")).values()) == {200}
+    found = await statuses(server, source=REMOTE)
     assert {path for path, status in found.items() if status == 200} == {"/metrics", "/metric", "/healthz", "/readyz"}
     assert {status for status in found.values() if status != 200} == {403}
+    forged = get("/api/state", "X-Forwarded-For: 127.0.0.1", "Forwarded: for=127.0.0.1")
+    status, told = parsed(await say(server.address, forged, source=REMOTE))
+    assert (status, "set http.token_file or http.client_ca_file" in told["error"]) == (403, True)
+    assert parsed(await say(server.address, get("/metrics").replace(b"GET", b"POST", 1), source=REMOTE))[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -59,14 +61,6 @@ async def test_from_beyond_no_spelling_of_a_path_opens_more(server: HttpServer, 
     assert set(told) == {"error"}
 
 
-async def test_without_a_configured_token_the_denial_names_the_setting_and_probes_are_served(serve: Serve) -> None:
-    forged = get("/api/state", "X-Forwarded-For: 127.0.0.1", "Forwarded: for=127.0.0.1")
-    address = (await serve()).address
-    status, told = parsed(await say(address, forged, source=REMOTE))
-    assert (status, "set http.token_file or http.client_ca_file" in told["error"]) == (403, True)
-    assert parsed(await say(address, get("/metrics").replace(b"GET", b"POST", 1), source=REMOTE))[0] == 403
-
-
 async def test_a_token_opens_the_pages(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("s3cret\n")
@@ -76,16 +70,10 @@ async def test_a_token_opens_the_pages(serve: Serve, tmp_path: Path) -> None:
     found = await statuses(server, source=REMOTE, token="wrong")
     assert {path for path, status in found.items() if status == 200} == {"/healthz", "/readyz"}
     assert {found["/metrics"], found["/"]} == {401}
-    assert set((await statuses(server, source="127.0.0.1", paths=["/", "/metrics"])).values()) == {200}
-
-
-async def test_a_request_without_a_token_gets_401(serve: Serve, tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("s3cret")
-    server = await serve(token_file=file)
     answer = await say(server.address, get("/metrics"), source=REMOTE)
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b'\r\nWWW-Authenticate: Bearer realm="gpumgr"\r\n' in answer
+    assert set((await statuses(server, source="127.0.0.1", paths=["/", "/metrics"])).values()) == {200}
 
 
 async def test_a_new_token_counts_at_once_and_an_empty_file_denies_all_requests(serve: Serve, tmp_path: Path) -> None:

@@ -51,10 +51,6 @@ async def test_pages_come_over_tls(serve: Serve) -> None:
     assert await status(server, "/graph", context()) == 200
     assert await status(server, "/graph", context(), source=REMOTE) == 403
     assert server.connections_refused == 0
-
-
-async def test_plain_http_gets_no_answer_there_and_others_go_on(serve: Serve) -> None:
-    server = await serve(**TLS)
     assert b"HTTP" not in await say(server.address, get("/graph"))
     assert await status(server, "/healthz", context()) == 200
 
@@ -68,15 +64,16 @@ async def test_old_tls_is_refused(serve: Serve) -> None:
         await status(server, "/healthz", old)
 
 
-async def test_a_client_certificate_opens_the_pages(serve: Serve) -> None:
-    server = await serve(**WITH_CA)
-    for path, bare, certified in [
-        ("/healthz", 200, 200),
-        ("/metrics", 403, 200),
-        ("/graph", 403, 200),
-    ]:
+@pytest.mark.parametrize(("token", "denied"), [(None, 403), ("s3cret", 401)])
+async def test_a_client_certificate_opens_the_pages_and_a_token_does(
+    serve: Serve, tmp_path: Path, token: str | None, denied: int
+) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    server = await serve(**WITH_CA, **({"token_file": tmp_path / "token"} if token else {}))
+    for path, bare in (("/healthz", 200), ("/metrics", denied), ("/graph", denied)):
         assert await status(server, path, context(), source=REMOTE) == bare
-        assert await status(server, path, context("client"), source=REMOTE) == certified
+        assert await status(server, path, context("client"), source=REMOTE) == 200
+        assert await status(server, path, context(), source=REMOTE, token=token) == (200 if token else bare)
     assert await status(server, "/graph", context()) == 200
 
 
@@ -85,14 +82,6 @@ async def test_a_certificate_of_another_authority_ends_the_handshake(serve: Serv
     with pytest.raises(aiohttp.ClientError):
         await status(server, "/healthz", context("stranger"), source=REMOTE)
     assert await status(server, "/healthz", context(), source=REMOTE) == 200
-
-
-async def test_a_token_or_a_certificate(serve: Serve, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("s3cret")
-    server = await serve(**WITH_CA, token_file=tmp_path / "token")
-    assert await status(server, "/graph", context(), source=REMOTE) == 401
-    assert await status(server, "/graph", context(), source=REMOTE, token="s3cret") == 200
-    assert await status(server, "/graph", context("client"), source=REMOTE) == 200
 
 
 async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_path: Path) -> None:

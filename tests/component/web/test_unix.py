@@ -25,8 +25,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def root(serve: Serve, path: Path) -> AsyncIterator[aiohttp.ClientSession]:
-    await serve(unix_socket=path)
+async def root(serve: Serve, path: Path, tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    """Needs neither TLS nor a token, which others need."""
+    (tmp_path / "token").write_text("s3cret")
+    await serve(unix_socket=path, token_file=tmp_path / "token", **TLS)
     async with by_unix(path) as session:
         yield session
 
@@ -54,21 +56,6 @@ async def test_it_serves_every_page_and_only_its_owner_may_connect(root: aiohttp
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
-async def test_the_unix_socket_needs_neither_tls_nor_a_token(serve: Serve, path: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("s3cret")
-    await serve(unix_socket=path, token_file=tmp_path / "token", **TLS)
-    async with by_unix(path) as root, root.get("/graph") as answer:
-        assert answer.status == 200
-
-
-async def test_it_goes_with_the_server(scene: Scene, path: Path) -> None:
-    server = another(scene, path)
-    await server.start()
-    assert present(path)
-    await server.stop()
-    assert not present(path)
-
-
 async def test_one_that_took_its_place_stays(scene: Scene, path: Path) -> None:
     server = another(scene, path)
     await server.start()
@@ -78,12 +65,14 @@ async def test_one_that_took_its_place_stays(scene: Scene, path: Path) -> None:
     assert shown(path) == "somebody else's"
 
 
-async def test_a_stale_socket_is_replaced(scene: Scene, path: Path) -> None:
+async def test_a_stale_socket_is_replaced_and_goes_with_the_server(scene: Scene, path: Path) -> None:
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
     server = another(scene, path)
     await server.start()
+    async with by_unix(path) as root, root.get("/healthz") as answer:
+        assert answer.status == 200
     await server.stop()
     assert not present(path)
 

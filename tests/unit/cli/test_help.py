@@ -38,11 +38,9 @@ def test_each_command_with_a_settings_option_documents_the_default_path() -> Non
     assert {name for name, text in told.items() if not re.search(r"\[default: /\S+/gpumgr\.yaml, if it exists\]$", text)} == set()
 
 
-def test_the_help_of_each_command_has_examples() -> None:
+def test_the_help_of_each_command_has_examples_that_begin_where_the_text_begins() -> None:
     for name, command in commands(group):
-        assert f" {name}" in command.get_help(click.Context(command, info_name=name)).partition("Examples:")[2], name
-
-
-def test_the_examples_begin_where_the_text_begins() -> None:
-    for name, command in commands(group):
-        assert "\n  Examples:\n    gpumgr" in command.get_help(click.Context(command, info_name=name)), name
+        text, _, examples = command.get_help(click.Context(command, info_name=name)).partition("\n  Examples:\n")
+        assert text, name
+        assert examples.startswith("    gpumgr"), name
+        assert f" {name}" in examples, name

@@ -99,32 +99,83 @@ def test_the_state_of_a_node_counts_as_a_taint(changes: Json, reason: str | None
     assert live_cluster(document, "binpack")[0].names(pod) == (("a",) if reason is None else ())
 
 
+POD: Json = {"metadata": {"name": "x", "namespace": "team", "uid": "x"}, "spec": {"containers": []}}
+
+
+def other_pod(**changes: Any) -> Json:
+    return {**POD, **changes}
+
+
+def other_node(**changes: Any) -> Json:
+    return {"metadata": {"name": "x", "uid": "x"}, "status": {}, **changes}
+
+
+def other_budget(spec: Any) -> Json:
+    return {"metadata": {"namespace": "team", "name": "pdb"}, "spec": spec}
+
+
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("kind", "item", "name", "problem"),
     [
-        ({"status": 5}, "Expected `object | null`, got `int` - at `$.status`"),
-        ({"spec": None}, "Expected `object`, got `null` - at `$.spec`"),
-        ({"spec": {"containers": [{}]}}, "Object missing required field `name` - at `$.spec.containers[0]`"),
-        ({"spec": {"containers": [], "nodeSelector": {"a": 1}}}, "Expected `str`, got `int` - at `$.spec.nodeSelector[...]`"),
-        ({"spec": {"containers": [], "volumes": [None]}}, "Expected `object`, got `null` - at `$.spec.volumes[0]`"),
-        ({"metadata": {"name": "x", "namespace": "team"}}, "Object missing required field `uid` - at `$.metadata`"),
+        ("pods", other_pod(status=5), "team/x", "Expected `object | null`, got `int` - at `$.status`"),
+        ("pods", other_pod(spec=None), "team/x", "Expected `object`, got `null` - at `$.spec`"),
         (
-            {"metadata": {"name": "x", "namespace": "team", "uid": "x", "ownerReferences": 5}},
+            "pods",
+            other_pod(spec={"containers": [{}]}),
+            "team/x",
+            "Object missing required field `name` - at `$.spec.containers[0]`",
+        ),
+        (
+            "pods",
+            other_pod(spec={"containers": [], "nodeSelector": {"a": 1}}),
+            "team/x",
+            "Expected `str`, got `int` - at `$.spec.nodeSelector[...]`",
+        ),
+        (
+            "pods",
+            other_pod(spec={"containers": [], "volumes": [None]}),
+            "team/x",
+            "Expected `object`, got `null` - at `$.spec.volumes[0]`",
+        ),
+        (
+            "pods",
+            other_pod(metadata={"name": "x", "namespace": "team"}),
+            "team/x",
+            "Object missing required field `uid` - at `$.metadata`",
+        ),
+        (
+            "pods",
+            other_pod(metadata={**POD["metadata"], "ownerReferences": 5}),
+            "team/x",
             "Expected `array | null`, got `int` - at `$.metadata.ownerReferences`",
         ),
+        ("pods", {"metadata": 5}, "without a name", "Expected `object`, got `int` - at `$.metadata`"),
+        ("nodes", other_node(status={"capacity": {"cpu": "many"}}), "x", "cpu: quantity 'many' can't be read"),
+        ("nodes", other_node(status={"capacity": 5}), "x", "Expected `object | null`, got `int` - at `$.status.capacity`"),
+        (
+            "nodes",
+            other_node(spec={"taints": [{"key": "x"}]}),
+            "x",
+            "Object missing required field `effect` - at `$.spec.taints[0]`",
+        ),
+        *(
+            ("poddisruptionbudgets", other_budget(spec), "team/pdb", "")
+            for spec in (5, {"selector": 5}, {"selector": {"matchLabels": 5}})
+        ),
+        ("poddisruptionbudgets", other_budget({"selector": {"matchExpressions": [{}]}}), "team/pdb", ""),
+        ("poddisruptionbudgets", {}, "without a name", "Object missing required field `metadata`"),
     ],
 )
-def test_a_pod_of_another_structure_is_left_out_and_named(changes: Json, problem: str) -> None:
-    item = {"metadata": {"name": "x", "namespace": "team", "uid": "x"}, "spec": {"containers": []}, **changes}
-    _, (found,) = live_cluster({"nodes": nodes(), "pods": [item], "poddisruptionbudgets": []}, "binpack")
-    assert found.startswith(f"pod team/x is left out, and what it uses counts as free: {problem}")
-
-
-@pytest.mark.parametrize("spec", [5, {"selector": 5}, {"selector": {"matchLabels": 5}}, {"selector": {"matchExpressions": [{}]}}])
-def test_a_budget_of_another_structure_is_left_out_and_named(spec: Any) -> None:
-    budget = {"metadata": {"namespace": "team", "name": "pdb"}, "spec": spec}
-    _, (found,) = live_cluster({"nodes": nodes(), "pods": [], "poddisruptionbudgets": [budget]}, "binpack")
-    assert found.startswith("PodDisruptionBudget team/pdb is left out, and the pods that it selects count as not protected: ")
+def test_an_object_of_another_structure_is_left_out_and_named(kind: str, item: Json, name: str, problem: str) -> None:
+    document: Json = {"nodes": nodes(), "pods": [], "poddisruptionbudgets": []}
+    document[kind].append(item)
+    _, (found,) = live_cluster(document, "binpack")
+    what = {
+        "pods": f"pod {name} is left out, and what it uses counts as free",
+        "nodes": f"node {name} is left out",
+        "poddisruptionbudgets": f"PodDisruptionBudget {name} is left out, and the pods that it selects count as not protected",
+    }[kind]
+    assert found.startswith(f"{what}: {problem}")
 
 
 def test_a_comparison_without_a_value_matches_nothing() -> None:

@@ -1,6 +1,8 @@
 """Texts from pods and users never reach the terminal raw: neither in tables, nor in sentences, nor in JSON."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +77,18 @@ def test_the_story_and_the_history_show_hostile_names_as_text() -> None:
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("document", [None, [], {}, {"gpus": 3, "containers": []}, {"gpus": [{"name": "x"}], "containers": []}])
-def test_an_answer_of_another_version_is_called_one(document: object) -> None:
+@pytest.mark.parametrize(
+    ("read", "document"),
+    [
+        (read_state, None),
+        (read_state, []),
+        (read_state, {}),
+        (read_state, {"gpus": 3, "containers": []}),
+        (read_state, {"gpus": [{"name": "x"}], "containers": []}),
+        (read_pod, {**story(), "history": [entry(1, "levitated")]}),
+        (read_entries, [entry(1, "levitated")]),
+    ],
+)
+def test_an_answer_of_another_version_is_called_one(read: Callable[[Any], object], document: object) -> None:
     with pytest.raises(GpumgrError, match="may be of another version"):
-        read_state(document)
+        read(document)

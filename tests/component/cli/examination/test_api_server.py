@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from gpumgr.cli.examination.api_server import for_drains, for_people, look_at_rights, needed
 from gpumgr.cli.examination.examine import State
@@ -14,6 +15,7 @@ from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import Right
+from tests.component.kube.conftest import write_kubeconfig
 
 NODE = "get nodes, patch nodes, patch nodes/status"
 FOR_PEOPLE = f"patch pods, create events, patch events, {NODE}"
@@ -125,24 +127,17 @@ async def test_credentials_that_are_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (web.json_response({"message": "who are you"}, status=401), "HTTP 401: "),
-        (web.Response(text="<html>", status=201), "the API server's answer is no JSON object: "),
-    ],
+    ("status", "text", "message"),
+    [(401, '{"message": "who are you"}', "HTTP 401: "), (201, "<html>", "the API server's answer is no JSON object: ")],
 )
-async def test_another_answer_than_a_review(answer: web.Response, message: str, tmp_path: Path) -> None:
+async def test_another_answer_than_a_review(status: int, text: str, message: str, tmp_path: Path) -> None:
     async def say(_request: web.Request) -> web.Response:
-        return web.Response(body=answer.body, status=answer.status)
+        return web.Response(text=text, status=status)
 
     app = web.Application()
     app.router.add_post("/{path:.*}", say)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    stand_in = SimApiServer("node-1")
-    stand_in._port = runner.addresses[0][1]
-    found = await look_at_rights(settings(stand_in.kubeconfig(tmp_path / "kubeconfig")), timeout_seconds=5)
-    await runner.cleanup()
+    async with TestServer(app, host="127.0.0.1") as server:
+        kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", f"http://127.0.0.1:{server.port}")
+        found = await look_at_rights(settings(kubeconfig), timeout_seconds=5)
     assert found.state == "error"
     assert found.message.startswith(message)

@@ -250,23 +250,16 @@ async def test_each_fault_is_named(
     assert (found.remedy is None) == (state in ("ok", "skipped"))
 
 
-async def test_missing_rights_of_the_schedulers_account(stub: Stub, tmp_path: Path) -> None:
-    stub.forbidden = {"watch nodes", "patch leases"}
-    found = (await findings(stub, tmp_path))["rbac"]
-    assert (found.state, found.message) == (
-        "error",
-        f"system:serviceaccount:{SPACE}:{NAME} is not allowed: watch nodes, patch leases",
-    )
-
-
-async def test_missing_rights_of_the_claims_controllers_account(stub: Stub, tmp_path: Path) -> None:
-    stub.forbidden = {"gpumgr-claims: delete resourceclaimtemplates", "gpumgr-claims: get leases"}
+@pytest.mark.parametrize(
+    ("account", "rights"),
+    [(NAME, ("watch nodes", "patch leases")), ("gpumgr-claims", ("delete resourceclaimtemplates", "get leases"))],
+)
+async def test_missing_rights_of_an_account(account: str, rights: tuple[str, ...], stub: Stub, tmp_path: Path) -> None:
+    stub.forbidden = {f"{account}: {right}" for right in rights}
     found = await findings(stub, tmp_path)
-    assert (found["rbac"].state, found["claims-rbac"].state, found["claims-rbac"].message) == (
-        "ok",
-        "error",
-        f"system:serviceaccount:{SPACE}:gpumgr-claims is not allowed: delete resourceclaimtemplates, get leases",
-    )
+    check, other = ("rbac", "claims-rbac") if account == NAME else ("claims-rbac", "rbac")
+    assert (found[check].state, found[other].state) == ("error", "ok")
+    assert found[check].message == f"system:serviceaccount:{SPACE}:{account} is not allowed: {', '.join(rights)}"
 
 
 def test_the_claims_controllers_rights_are_those_that_are_shipped() -> None:

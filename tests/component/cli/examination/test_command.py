@@ -54,57 +54,40 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
     cri, cgroups = found.pop(12), found.pop(12)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
-    assert found == [
-        {"check": "driver", "state": "skipped", "message": "a simulated node has none", "remedy": None},
-        {"check": "nvml", "state": "ok", "message": "driver 535.183.01, CUDA 12.2, 4 NVIDIA A10", "remedy": None},
-        {"check": "device-nodes", "state": "skipped", "message": "a simulated node has none", "remedy": None},
-        {"check": "mode", "state": "ok", "message": "plugin: GPUs are offered by the device plugin API", "remedy": None},
-        {
-            "check": "kubelet",
-            "state": "error",
-            "message": "DIR/plugins is no folder",
-            "remedy": "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: "
-            "/var/lib/kubelet/device-plugins, whatever its --root-dir is",
-        },
-        {
-            "check": "pod-resources",
-            "state": "error",
-            "message": "can't ask for the pod resources at DIR/pods.sock: the socket does not exist (is the kubelet running?)",
-            "remedy": "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock",
-        },
-        {"check": "plugins", "state": "skipped", "message": "DIR/plugins is no folder", "remedy": None},
-        {"check": "agent", "state": "ok", "message": "none runs on this node", "remedy": None},
-        {"check": "host-paths", "state": "skipped", "message": "not in a pod", "remedy": None},
-        {"check": "folders", "state": "ok", "message": "2 folders can be written", "remedy": None},
-        {
-            "check": "checkpoint",
-            "state": "ok",
-            "message": "there is no checkpoint at DIR/gpumgr.sqlite3: the agent creates one",
-            "remedy": None,
-        },
-        {
-            "check": "take-over",
-            "state": "ok",
-            "message": "no container has GPUs from gpu-manager, according to the kubelet",
-            "remedy": None,
-        },
-        {"check": "cdi", "state": "skipped", "message": "not used: enforcement.injection is mounts", "remedy": None},
-        {"check": "driver-files", "state": "skipped", "message": "a simulated node has none", "remedy": None},
-        {"check": "limiter", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
-        {"check": "nvml-memory", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
-        {"check": "mps", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
-        {"check": "hami-core", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
-        {"check": "vcuda", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
-        {"check": "burst", "state": "skipped", "message": "not used: enforcement.memory_burst is off", "remedy": None},
-        {"check": "http", "state": "ok", "message": "any port of 127.0.0.1 is free for HTTP", "remedy": None},
-        {"check": "rbac", "state": "skipped", "message": "standalone: no API server is asked", "remedy": None},
-        {
-            "check": "enforcement",
-            "state": "warning",
-            "message": "no backend enforces the limits of shares (enforcement.backend is none)",
-            "remedy": "set enforcement.backend to auto",
-        },
+    kubelet = (
+        "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, "
+        "whatever its --root-dir is"
+    )
+    pods = "can't ask for the pod resources at DIR/pods.sock: the socket does not exist (is the kubelet running?)"
+    pods_remedy = "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
+    unused = "not used: enforcement.backend is none"
+    assert [tuple(each.values()) for each in found] == [
+        ("driver", "skipped", "a simulated node has none", None),
+        ("nvml", "ok", "driver 535.183.01, CUDA 12.2, 4 NVIDIA A10", None),
+        ("device-nodes", "skipped", "a simulated node has none", None),
+        ("mode", "ok", "plugin: GPUs are offered by the device plugin API", None),
+        ("kubelet", "error", "DIR/plugins is no folder", kubelet),
+        ("pod-resources", "error", pods, pods_remedy),
+        ("plugins", "skipped", "DIR/plugins is no folder", None),
+        ("agent", "ok", "none runs on this node", None),
+        ("host-paths", "skipped", "not in a pod", None),
+        ("folders", "ok", "2 folders can be written", None),
+        ("checkpoint", "ok", "there is no checkpoint at DIR/gpumgr.sqlite3: the agent creates one", None),
+        ("take-over", "ok", "no container has GPUs from gpu-manager, according to the kubelet", None),
+        ("cdi", "skipped", "not used: enforcement.injection is mounts", None),
+        ("driver-files", "skipped", "a simulated node has none", None),
+        *((name, "skipped", unused, None) for name in ("limiter", "nvml-memory", "mps", "hami-core", "vcuda")),
+        ("burst", "skipped", "not used: enforcement.memory_burst is off", None),
+        ("http", "ok", "any port of 127.0.0.1 is free for HTTP", None),
+        ("rbac", "skipped", "standalone: no API server is asked", None),
+        (
+            "enforcement",
+            "warning",
+            "no backend enforces the limits of shares (enforcement.backend is none)",
+            "set enforcement.backend to auto",
+        ),
     ]
+    assert all(list(each) == ["check", "state", "message", "remedy"] for each in found)
 
 
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:

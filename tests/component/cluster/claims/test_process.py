@@ -1,6 +1,8 @@
 """The whole process on the simulated API server, its metrics and probes."""
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -38,17 +40,24 @@ async def test_what_can_t_be_used_is_reported(tmp_path: Path, monkeypatch: pytes
         await run_claims(Settings(claims=ClaimsSettings(leader_election=True)), None, stop=asyncio.Event())
 
 
-async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
-    dra.sim.put_configmap(quota(50))
-    async with running(dra, tmp_path) as stage, aiohttp.ClientSession() as client:
-        server = page_server(ClaimsPages(stage.watches, stage.controller), Settings(http=HttpSettings(address="127.0.0.1")), 0)
-        await server.start()
-        host, port = server.address
+@asynccontextmanager
+async def serving(stage: Stage) -> AsyncIterator[Callable[[str], Awaitable[tuple[int, str]]]]:
+    """Its pages: a path -> status and text."""
+    server = page_server(ClaimsPages(stage.watches, stage.controller), Settings(http=HttpSettings(address="127.0.0.1")), 0)
+    await server.start()
+    async with aiohttp.ClientSession(server.url) as client:
 
         async def get(path: str) -> tuple[int, str]:
-            async with client.get(f"http://{host}:{port}{path}") as answer:
+            async with client.get(path) as answer:
                 return answer.status, await answer.text()
 
+        yield get
+    await server.stop()
+
+
+async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
+    dra.sim.put_configmap(quota(50))
+    async with running(dra, tmp_path) as stage, serving(stage) as get:
         stage.gated_pod("late", 60)
         dra.sim.put_document({**pod("odd"), "spec": {"containers": 7}})
         await until(
@@ -63,30 +72,20 @@ async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
         assert lines['gpumgr_claims_writes_total{object="template",outcome="ok"}'] == "1"
         assert all(f"# TYPE {family.name} {family.kind}" in text for family in FAMILIES)
         assert [(await get(path))[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 404]
-        await server.stop()
 
 
 async def test_nothing_is_written_while_watches_and_lists_fail(dra: DraObjects, tmp_path: Path) -> None:
     """A quota may have been used up, or a pod may have ended, and the controller does not know."""
     times = replace(prompt_watches(30.0), pause_seconds=(0.005, 0.02))
-    async with running(dra, tmp_path, watch_times=times) as stage:
-        server = page_server(ClaimsPages(stage.watches, stage.controller), Settings(http=HttpSettings(address="127.0.0.1")), 0)
-        await server.start()
-        host, port = server.address
-
-        async def ready() -> int:
-            async with aiohttp.ClientSession() as client, client.get(f"http://{host}:{port}/readyz") as answer:
-                return answer.status
-
-        assert (stage.controller.leads, await ready()) == (True, 200)
+    async with running(dra, tmp_path, watch_times=times) as stage, serving(stage) as get:
+        assert (stage.controller.leads, (await get("/readyz"))[0]) == (True, 200)
         await dra.sim.stop()
         stage.clock.now += 30
         await until(lambda: stage.watches.problem is not None)
-        assert (stage.controller.leads, await ready()) == (False, 503)
+        assert (stage.controller.leads, (await get("/readyz"))[0]) == (False, 503)
         await dra.sim.start()
         await until(lambda: stage.watches.problem is None)
-        assert (stage.controller.leads, await ready()) == (True, 200)
-        await server.stop()
+        assert (stage.controller.leads, (await get("/readyz"))[0]) == (True, 200)
 
 
 async def test_many_pods_at_once(stage: Stage) -> None:

@@ -61,15 +61,6 @@ async def test_a_pod_waits_for_its_claims(stage: Stage) -> None:
     assert "uses 10 of 100 cores; the pod needs 95" in stage.events("early")[0]
 
 
-async def test_a_shared_claim_counts_once(stage: Stage) -> None:
-    stage.dra.put("resourceclaims", claim("shared", 90))
-    for place in (1, 2):
-        stage.sim.put_document(pod(f"user{place}", claims=["shared"], gates=[GATE], created=str(place)))
-    await until(lambda: not stage.gated("user1") and not stage.gated("user2"))
-    stage.gated_pod("late", 20)
-    await until(lambda: bool(stage.events("late")))
-
-
 async def test_a_shared_claim_counts_between_the_binding_of_its_pod_and_its_allocation(stage: Stage) -> None:
     """The watches are apart: the pod may be seen bound before the claim is seen allocated."""
     stage.dra.put("resourceclaims", claim("shared", 90))
@@ -100,18 +91,6 @@ async def test_a_shared_claim_of_a_pod_that_was_deleted_counts_no_more_after_a_w
     await until(lambda: bool(stage.events("late")))
     stage.clock.now += 11
     await until(lambda: not stage.gated("late"))
-
-
-async def test_a_shared_claim_is_refused_to_each_of_its_pods(stage: Stage) -> None:
-    stage.gated_pod("first", 20, created="0")
-    await until(lambda: not stage.gated("first"))
-    stage.dra.put("resourceclaims", claim("shared", 90))
-    for place in (1, 2):
-        stage.sim.put_document(pod(f"user{place}", claims=["shared"], gates=[GATE], created=str(place)))
-    await until(lambda: bool(stage.events("user1")) and bool(stage.events("user2")))
-    assert stage.gated("user1")
-    assert stage.gated("user2")
-    assert "uses 20 of 100 cores; the pod needs 90" in stage.events("user2")[0]
 
 
 async def test_pods_without_gpus_and_other_gates(stage: Stage) -> None:
@@ -172,14 +151,6 @@ async def test_quotas_that_cant_be_read_hold_all_pods_back(dra: DraObjects, tmp_
         await until(lambda: not stage.gated("one"))
 
 
-async def test_a_namespace_without_limits_is_not_held_back(dra: DraObjects, tmp_path: Path) -> None:
-    dra.sim.remove_configmap("uid-quota")
-    async with running(dra, tmp_path) as stage:
-        stage.gated_pod("one", 90)
-        stage.gated_pod("two", 90)
-        await until(lambda: not stage.gated("one") and not stage.gated("two"))
-
-
 async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tmp_path: Path) -> None:
     limits = "team: [{cores: 100, model: A100}, {memory: 3Gi, model: V100}]"
     dra.sim.put_configmap({**quota(0), "data": {"quota.yaml": limits}})
@@ -202,18 +173,3 @@ async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tm
         stage.sim.put_document(picky)
         stage.dra.put("resourceclaims", claim("picky-claim", 20, owner="picky"))
         await until(lambda: not stage.gated("picky"))
-
-
-async def test_amounts_count_rounded_up_as_kube_scheduler_gives_them(stage: Stage) -> None:
-    """Quantities need not be whole numbers, and a share has whole cores and blocks of 256 MiB."""
-    stage.sim.put_configmap({**quota(0), "data": {"quota.yaml": "team: [{cores: 100, memory: 1Gi}]"}})
-    await until(lambda: stage.watches.quotas.limits["team"].limits[0].memory_mebibytes == 1024)
-    for name, cores, memory in (("first", "9500m", "0.3Gi"), ("second", "90001m", "100Mi"), ("third", "0.5", "0.6Gi")):
-        item = claim(f"{name}-claim", 1, owner=name)
-        item["spec"]["devices"]["requests"][0]["exactly"]["capacity"]["requests"] = {"cores": cores, "memory": memory}
-        stage.dra.put("resourceclaims", item)
-        stage.sim.put_document(pod(name, "vcuda-c0-1-1", gates=[GATE], made=f"{name}-claim", created=name))
-    await until(lambda: bool(stage.events("second") and stage.events("third")))
-    await until(lambda: not stage.gated("first"))
-    assert "uses 10 of 100 cores; the pod needs 91" in stage.events("second")[0]
-    assert "uses 512 MiB of 1 GiB of GPU memory; the pod needs 768 MiB" in stage.events("third")[0], stage.events("third")

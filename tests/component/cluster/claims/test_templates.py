@@ -86,16 +86,6 @@ async def test_a_namespace_has_so_many_templates(dra: DraObjects, tmp_path: Path
         await until(lambda: "other/vcuda-c0-9-1" in stage.dra.templates)
 
 
-@pytest.mark.parametrize("status", [403, 500])
-async def test_a_refusal_is_tried_again(stage: Stage, status: int) -> None:
-    stage.dra.refused = [status]
-    stage.sim.put_document(pod("one", NAME))
-    await until(lambda: stage.controller.writes["template", "error"] == 1)
-    stage.clock.now += 0.5
-    await until(lambda: stage.dra.templates == [f"team/{NAME}"])
-    assert stage.controller.writes["template", "error"] == 1
-
-
 async def test_a_template_that_vanishes_while_a_pod_waits_comes_back(stage: Stage) -> None:
     stage.sim.put_document(pod("one", NAME))
     await until(lambda: bool(stage.watches.templates))

@@ -18,6 +18,7 @@ from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.leader import Leadership, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
+from gpumgr.cluster.scheduler.pages import ClusterPages, make_pages
 from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
@@ -25,6 +26,7 @@ from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, Inv
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.topology.devices import score_matrix
+from gpumgr.settings import Settings
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
@@ -77,33 +79,31 @@ class Clock:
     now: float = 0.0
 
 
+@dataclass(kw_only=True)
 class Stage:
-    def __init__(
-        self,
-        sim: SimApiServer,
-        server: ApiServer,
-        extender: Extender,
-        index: ClusterIndex,
-        quotas: Quotas,
-        watches: ClusterWatches,
-        clock: Clock,
-        leadership: Leadership | None,
-        url: str,
-        session: ClientSession,
-    ) -> None:
-        self.server, self.extender = server, extender
-        self.sim, self.index, self.quotas, self.watches, self.clock = sim, index, quotas, watches, clock
-        self.leadership, self.url, self._session = leadership, url, session
+    """`url` is that of the verbs."""
+
+    sim: SimApiServer
+    server: ApiServer
+    extender: Extender
+    index: ClusterIndex
+    quotas: Quotas
+    watches: ClusterWatches
+    clock: Clock
+    leadership: Leadership | None
+    pages: ClusterPages
+    url: str
+    http: ClientSession
 
     async def post(self, verb: str, body: bytes | str) -> Any:
-        async with self._session.post(
+        async with self.http.post(
             f"{self.url}/scheduler/{verb}", data=io.BytesIO(body.encode() if isinstance(body, str) else body)
         ) as answer:
             assert answer.status == 200
             return await answer.json()
 
     async def get(self, path: str) -> int:
-        async with self._session.get(f"{self.url}{path}") as answer:
+        async with self.http.get(f"{self.url}{path}") as answer:
             return answer.status
 
     async def filter(self, item: Json, names: Sequence[str] = ("a", "b")) -> Json:
@@ -161,13 +161,28 @@ async def running(
     watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
-    application = make_application(extender, max_request_mebibytes=settings.max_request_mebibytes)
+    pages, metrics = make_pages(server, index, watches, quotas, Settings(scheduler=settings))
+    application = make_application(
+        extender, max_request_mebibytes=settings.max_request_mebibytes, middlewares=[metrics.middleware]
+    )
     listener = HttpServer(application, host="127.0.0.1", port=0)
     await listener.start()
     tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]
     async with ClientSession() as session:
         url = f"http://127.0.0.1:{listener.address[1]}"
-        stage = Stage(sim, server, extender, index, quotas, watches, clock, leadership, url, session)
+        stage = Stage(
+            sim=sim,
+            server=server,
+            extender=extender,
+            index=index,
+            quotas=quotas,
+            watches=watches,
+            clock=clock,
+            leadership=leadership,
+            pages=pages,
+            url=url,
+            http=session,
+        )
         try:
             await until(lambda: watches.synced)
             yield stage

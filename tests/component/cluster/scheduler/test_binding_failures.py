@@ -26,6 +26,9 @@ def answering(
 @pytest.mark.parametrize(
     ("status", "headers", "text", "cores"),
     [
+        pytest.param(
+            403, {}, "HTTP 403: the reason", [0, 0], marks=pytest.mark.hami_bug("B17: a failed bind keeps the reservation")
+        ),
         (409, {}, "HTTP 409: the reason", [0, 0]),
         (422, {}, "HTTP 422: the reason", [0, 0]),
         (429, {"Retry-After": "1"}, "HTTP 429: the reason, and asks to wait for 1 s", [0, 0]),
@@ -63,13 +66,16 @@ async def test_a_pod_that_may_be_bound_keeps_its_node(stage: Stage) -> None:
     assert (await stage.filter(item, ["b"]))["NodeNames"] == ["b"], "the API server shows that it is not bound"
 
 
-async def test_an_error_for_a_binding_that_happened_is_none(stage: Stage) -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["500", "no answer"])
+async def test_an_error_for_a_binding_that_happened_is_none(stage: Stage, lost: bool) -> None:
+    """The pod is read again."""
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item)
-    stage.sim.bind_hook = answering(500, bound=True)
+    stage.sim.lose_bindings, stage.sim.bind_hook = lost, None if lost else answering(500, bound=True)
     assert await stage.bind(item, "a") == ""
     await until(lambda: not stage.index.is_assumed("uid-one"))
     assert stage.cores("a") == [100, 100]
+    assert "is bound to node a already" in await stage.bind(item, "a")
 
 
 async def test_a_binding_that_took_too_long_and_happened_is_answered_when_it_is_asked_for_again(

@@ -166,16 +166,6 @@ async def test_the_policies_for_nodes_and_for_their_gpus_are_two(hami: Stage) ->
     assert "'core=1' has not the form" in str(await hami.filter(wrong, ["a"]))
 
 
-async def test_a_core_remains_for_a_share_without_cores(hami: Stage) -> None:
-    """The agent demands one, and the kubelet may admit the pods in another order."""
-    assert await hami.schedule(hami_pod("none", {"gpu": 1, "gpumem": 500}), ["a"]) == "a"
-    for number in range(2):
-        assert await hami.schedule(pod(f"half-{number}", ("app", 50, 4)), ["a"]) == "a"
-    assert sorted(hami.cores("a")) == [50, 51]
-    assert await hami.schedule(pod("more", ("app", 50, 4)), ["a"]) == "a"
-    assert await hami.schedule(pod("last", ("app", 50, 4)), ["a"]) is None
-
-
 async def test_a_whole_gpu_needs_one_without_pods_and_percentages_are_of_each_gpu(hami: Stage) -> None:
     assert await hami.schedule(hami_pod("share", {"gpu": 1, "gpumem-percentage": 50}), ["a"]) == "a"
     assert await hami.schedule(hami_pod("whole", {"gpu": 1}), ["a"]) == "a"
@@ -288,29 +278,6 @@ async def test_a_pod_that_hamis_scheduler_bound_counts_as_its_agent_reports_it(h
     await until(lambda: hami.index.used("a")[1].replicas == 2)
 
 
-@pytest.mark.parametrize(
-    ("share", "used"),
-    [
-        (["GPU-a-1", 30, 5000], [(0, 0), (30, 5000)]),
-        (["GPU-a-1", 15, 2500], [(0, 0), (15, 2500)]),
-        (["GPU-a-1", 0, 5000], [(30, 5000), (0, 0)]),
-        (["GPU-a-1", 31, 5000], [(30, 5000), (0, 0)]),
-        (["GPU-a-1", 30, 5001], [(30, 5000), (0, 0)]),
-    ],
-)
-async def test_a_placement_counts_if_a_node_may_have_such_factors(
-    hami: Stage, share: list[object], used: list[tuple[int, int]]
-) -> None:
-    forged = hami_pod("one", {"gpu": 1, "gpumem": 5000, "gpucores": 30})
-    forged["spec"]["nodeName"] = "a"
-    forged["metadata"]["annotations"] |= {
-        "gpumgr.io/placement": json.dumps({"version": 1, "node": "a", "containers": {"c0": [share]}})
-    }
-    hami.sim.put_document(forged)
-    await until(lambda: hami.index.placement("uid-one") is not None)
-    assert [(each.cores, each.memory_mebibytes) for each in hami.index.used("a")] == used
-
-
 async def test_an_explicit_zero_blocks(hami: Stage, quotas: Quotas) -> None:
     quotas.put("none", gpumem=0)
     await until(lambda: "team" in hami.quotas.limits)
@@ -368,23 +335,33 @@ async def test_a_pod_without_a_place_is_rejected_with_the_reason(hami: Stage) ->
     assert "1 has no place for 1 MIG device with 30000 MiB in mode mig" in text
 
 
+SHARE: Json = {"gpu": 1, "gpumem": 5000, "gpucores": 30}
+DEVICE: Json = {"gpu": 1, "gpumem": 15000}
+
+
 @pytest.mark.parametrize(
-    ("share", "counts"),
+    ("request_", "share", "counts"),
     [
-        (["GPU-m-1", 14, 20096, 0b11_0000], True),
-        (["GPU-m-1", 14, 9984, 1], False),  # less than it requests
-        (["GPU-m-1", 14, 20096, "3"], False),
+        (SHARE, ["GPU-m-0", 30, 5000], True),
+        (SHARE, ["GPU-m-0", 15, 2500], True),  # a node may have such factors
+        (SHARE, ["GPU-m-0", 0, 5000], False),
+        (SHARE, ["GPU-m-0", 31, 5000], False),
+        (SHARE, ["GPU-m-0", 30, 5001], False),
+        (DEVICE, ["GPU-m-1", 14, 20096, 0b11_0000], True),
+        (DEVICE, ["GPU-m-1", 14, 9984, 1], False),  # less than it requests
+        (DEVICE, ["GPU-m-1", 14, 20096, "3"], False),
     ],
 )
-async def test_a_placement_with_a_device_counts_if_it_has_what_the_pod_requests(
-    hami: Stage, share: list[object], counts: bool
+async def test_a_placement_counts_if_it_has_what_the_pod_requests(
+    hami: Stage, request_: Json, share: list[Any], counts: bool
 ) -> None:
-    """Otherwise a likely device counts."""
+    """Otherwise a likely GPU or device counts."""
     hami.sim.put_node(mig_node("m"))
     placement = {"version": 1, "node": "m", "containers": {"c0": [share]}}
-    bound = hami_pod("bound", {"gpu": 1, "gpumem": 15000}, annotations={"gpumgr.io/placement": json.dumps(placement)})
+    bound = hami_pod("bound", request_, annotations={"gpumgr.io/placement": json.dumps(placement)})
     bound["spec"]["nodeName"] = "m"
     hami.sim.put_document(bound)
     await until(lambda: "uid-bound" in hami.index.pods_on("m"))
-    shares = (("GPU-m-1", Amounts(14, 20096, 1, 0b11_0000)),)
+    uuid, cores, memory, *slices = share
+    shares = ((uuid, Amounts(cores, memory, 1, *slices[:1])),)
     assert hami.index.pods_on("m")["uid-bound"].shares == ((shares,) if counts else None)

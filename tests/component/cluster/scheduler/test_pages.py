@@ -1,6 +1,7 @@
 """The scheduler's pages over HTTP: the cluster's data and its changes, the reasons of a pod, metrics, and who may read what."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,24 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
 
-from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
-from gpumgr.cluster.scheduler.extender import Extender
-from gpumgr.cluster.scheduler.pages import ClusterPages, application_of, make_pages
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota
+from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.cluster.scheduler.reasons import MAX_REQUESTS
-from gpumgr.cluster.scheduler.server import make_application
-from gpumgr.cluster.scheduler.watches import ClusterWatches
-from gpumgr.kube.client import ApiServer
 from gpumgr.kube.cluster_annotations import InventoryGpu
-from gpumgr.settings import Settings
-from gpumgr.settings.schema import HttpSettings
+from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.access import Origin
 from gpumgr.web.http_server import PageServer
 
-from .conftest import FAST, GPU_MEBIBYTES, Json, inventory, node, pod, until
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running, until
 
 READY = [{"type": "Ready", "status": "True"}]
 
@@ -37,29 +31,16 @@ def ready(document: Json) -> Json:
 
 
 class PagesStage:
-    def __init__(
-        self,
-        sim: SimApiServer,
-        index: ClusterIndex,
-        quotas: Quotas,
-        watches: ClusterWatches,
-        url: str,
-        extender_url: str,
-        http: ClientSession,
-        cluster_pages: ClusterPages,
-    ) -> None:
-        self.cluster_pages = cluster_pages
-        self.sim, self.index, self.quotas, self.watches = sim, index, quotas, watches
-        self.url, self._extender_url, self.http = url, extender_url, http
+    """A scheduler with its pages at `url`."""
+
+    def __init__(self, stage: Stage, url: str) -> None:
+        self.stage, self.url, self.http = stage, url, stage.http
+        self.sim, self.index, self.quotas, self.watches = stage.sim, stage.index, stage.quotas, stage.watches
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
         async with self.http.get(f"{self.url}{path}", headers=headers) as answer:
             text = await answer.text()
             return answer.status, await answer.json() if answer.content_type == "application/json" else text
-
-    async def call(self, verb: str, body: Json) -> None:
-        async with self.http.post(f"{self._extender_url}/scheduler/{verb}", json=body) as answer:
-            assert answer.status == 200
 
     async def waits(self, item: Json, message: str = "0/2 nodes are available") -> None:
         item["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": message}]
@@ -83,28 +64,11 @@ class PagesStage:
 
 @asynccontextmanager
 async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: Any) -> AsyncIterator[PagesStage]:
-    server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
-    quotas, settings = Quotas(), Settings()
-    index = ClusterIndex([quotas])
-    watches = ClusterWatches(server, index, quotas, settings.scheduler, watch_times=FAST)
-    pages, metrics = make_pages(server, index, watches, quotas, settings)
-    extender = Extender(server, index, quotas, watches, settings.scheduler)
-    runner = web.AppRunner(make_application(extender, max_request_mebibytes=1, middlewares=[metrics.middleware]))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    shown = PageServer(partial(application_of, pages, origin_of=lambda *_: origin), HttpSettings(port=0, **options))
-    await shown.start()
-    task = asyncio.create_task(watches.run())
-    async with ClientSession() as http:
-        try:
-            await until(lambda: watches.synced)
-            yield PagesStage(sim, index, quotas, watches, shown.url, f"http://127.0.0.1:{runner.addresses[0][1]}", http, pages)
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-    await shown.stop()
-    await runner.cleanup()
-    await server.close()
+    async with running(sim, folder, SchedulerSettings()) as stage:
+        shown = PageServer(partial(application_of, stage.pages, origin_of=lambda *_: origin), HttpSettings(port=0, **options))
+        await shown.start()
+        yield PagesStage(stage, shown.url)
+        await shown.stop()
 
 
 @pytest.fixture
@@ -285,13 +249,13 @@ async def test_verbs_are_counted_by_outcome(pages: PagesStage) -> None:
     fits, large = pod("fits", ("app", 60, 16)), pod("large", ("app", 500, 0))
     for item in (fits, large):
         pages.sim.put_document(item)
-        await pages.call("filter", {"Pod": item, "NodeNames": ["a", "b"]})
-    await pages.call("filter", {})
-    await pages.call("preempt", {"Pod": large, "NodeNameToMetaVictims": {}})
-    await pages.call("prioritize", {"Pod": fits, "NodeNames": ["a", "b"]})
+        await pages.stage.filter(item)
+    await pages.stage.post("filter", "{}")
+    await pages.stage.post("preempt", json.dumps({"Pod": large, "NodeNameToMetaVictims": {}}))
+    await pages.stage.post("prioritize", json.dumps({"Pod": fits, "NodeNames": ["a", "b"]}))
     assert await pages.series("assumed_pods") == {"": 1}
-    await pages.call("bind", {"PodName": "fits", "PodNamespace": "team", "PodUID": "uid-fits", "Node": "a"})
-    await pages.call("bind", {"PodName": "gone", "PodNamespace": "team", "PodUID": "uid-gone", "Node": "a"})
+    for item in (fits, pod("gone")):
+        await pages.stage.bind(item, "a")
     counted = await pages.series("request_duration_seconds_count")
     assert {labels: count for labels, count in counted.items() if count} == {
         'verb="filter",outcome="ok"': 1,
@@ -351,13 +315,6 @@ async def test_other_hosts_read_what_the_settings_allow(sim: SimApiServer, tmp_p
         assert statuses == {"/": 403, "/api/cluster": 403, "/metrics": 200, "/api/why": 403, **open_to_all}
     else:
         assert statuses == {"/": 401, "/api/cluster": 401, "/metrics": 401, "/api/why": 401, **open_to_all}
-
-
-async def test_the_page_allows_only_its_own_script_and_style(pages: PagesStage) -> None:
-    async with pages.http.get(f"{pages.url}/") as answer:
-        policy = answer.headers["Content-Security-Policy"]
-    assert "script-src 'sha256-" in policy
-    assert "unsafe" not in policy
 
 
 async def test_a_request_that_many_pods_share_is_examined_once(pages: PagesStage) -> None:

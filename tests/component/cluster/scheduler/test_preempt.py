@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.core.victims import Eviction, find_eviction
 from gpumgr.cluster.scheduler import preemption
 from gpumgr.placement.evaluators.capacity import ContainerKind
@@ -113,30 +114,45 @@ def _without_gpus(node: NodeState) -> NodeState:
     return NodeState(name=node.name)
 
 
+class Examinations:
+    """Each look for victims on a node lasts until the event loop has served another call: the next of `changes`, if there is one."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.changes: list[Callable[[], object]] = []
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, node: NodeState, *arguments: Any, **named: Any) -> Eviction | None:
+        found, served = find_eviction(node, *arguments, **named), threading.Event()
+        self.names.append(node.name)
+        if self.changes:
+            self._loop.call_soon_threadsafe(self.changes.pop())
+        self._loop.call_soon_threadsafe(served.set)
+        assert served.wait(20)
+        return found
+
+
+@pytest.fixture
+async def examinations(monkeypatch: pytest.MonkeyPatch) -> Examinations:
+    made = Examinations()
+    monkeypatch.setattr(preemption, "find_eviction", made)
+    return made
+
+
 @pytest.mark.parametrize("change", [None, _cordoned, _unhealthy, _reordered, _without_gpus])
 async def test_the_loop_serves_others_meanwhile_and_a_node_that_changes_is_not_taken(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, change: Callable[[NodeState], NodeState] | None
+    stage: Stage, examinations: Examinations, change: Callable[[NodeState], NodeState] | None
 ) -> None:
     """A large node takes a second. `change` None: one of its pods ends."""
     await full(stage)
     item = await stage.create(important("vip"))
     assert (await stage.filter(item, ["a"]))["NodeNames"] == []
-    loop, before, placed = asyncio.get_running_loop(), stage.index.node("a"), stage.index.placement("uid-low-1")
+    before, placed = stage.index.node("a"), stage.index.placement("uid-low-1")
     assert before is not None
     assert placed is not None
-    changes: list[Callable[[], None]] = [
+    examinations.changes.append(
         partial(stage.index.remove, placed.uid) if change is None else partial(stage.index.set_node, change(before))
-    ]
-
-    def examined(*arguments: Any, **named: Any) -> Eviction | None:
-        found, served = find_eviction(*arguments, **named), threading.Event()
-        while changes:
-            loop.call_soon_threadsafe(changes.pop())
-        loop.call_soon_threadsafe(served.set)
-        assert served.wait(20)
-        return found
-
-    monkeypatch.setattr(preemption, "find_eviction", examined)
+    )
     with capture_logs() as logs:
         assert await preempt(stage, item, {"a": ["low-0"]}) == {}
     assert [line["event"] for line in logs] == [], "it did not fail"
@@ -232,19 +248,9 @@ async def test_a_restart_keeps_the_gpus_of_nominated_pods(stage: Stage) -> None:
 
 @pytest.mark.parametrize("verb", ["filter", "bind", "preempt", "retryable"])
 async def test_the_loop_serves_others_while_nodes_of_nominated_pods_are_examined(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, verb: str
+    stage: Stage, examinations: Examinations, verb: str
 ) -> None:
     """A hundred pods with a nominated node take two seconds. Each verb waits for them, and they are examined once."""
-    loop, names = asyncio.get_running_loop(), []
-
-    def examined(*arguments: Any, **named: Any) -> Eviction | None:
-        served = threading.Event()
-        loop.call_soon_threadsafe(served.set)
-        assert served.wait(20)
-        names.append(arguments[0].name)
-        return find_eviction(*arguments, **named)
-
-    monkeypatch.setattr(preemption, "find_eviction", examined)
     probe = await stage.create(important("probe", priority=0))
     for number, name in enumerate("bbba"):
         await stage.create(important(f"vip-{number}", nominated=name))
@@ -257,36 +263,22 @@ async def test_the_loop_serves_others_while_nodes_of_nominated_pods_are_examined
     }[verb]
     await asyncio.gather(called(), called())
     assert [stage.index.is_assumed(f"uid-vip-{number}") for number in range(4)] == [True] * 4
-    assert sorted(names) == ["a", "b", "b", "b"]
+    assert sorted(examinations.names) == ["a", "b", "b", "b"]
 
 
 async def test_gpus_are_not_kept_as_they_were_found_if_the_node_or_the_nomination_changes_meanwhile(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, examinations: Examinations
 ) -> None:
     before = stage.index.node("a")
     assert before is not None
     stage.index.set_node(replace(before, gpus=(before.gpus[0], replace(before.gpus[1], cordoned=True))))
-    loop = asyncio.get_running_loop()
-    changes: list[Callable[[], object]] = [
-        partial(stage.index.set_node, _reordered(before)),
-        partial(stage.index.set_node, _cordoned(before)),
-    ]
-
-    def examined(*arguments: Any, **named: Any) -> Eviction | None:
-        found, served = find_eviction(*arguments, **named), threading.Event()
-        if changes:
-            loop.call_soon_threadsafe(changes.pop())
-        loop.call_soon_threadsafe(served.set)
-        assert served.wait(20)
-        return found
-
-    monkeypatch.setattr(preemption, "find_eviction", examined)
+    examinations.changes += [partial(stage.index.set_node, change(before)) for change in (_reordered, _cordoned)]
     await stage.create(important("vip", nominated="a"))
     await until(lambda: bool(stage.watches.nominated))
     for kept in (False, False, True):
         await stage.extender.retryable()
         assert stage.index.is_assumed("uid-vip") == kept
-    changes.append(lambda: stage.watches.nominated.pop("uid-moved"))
+    examinations.changes.append(lambda: stage.watches.nominated.pop("uid-moved"))
     await stage.create(important("moved", nominated="b"))
     await until(lambda: "uid-moved" in stage.watches.nominated)
     await stage.extender.retryable()
@@ -299,9 +291,7 @@ async def test_a_pod_over_its_quota_evicts_pods_of_its_namespace_alone(stage: St
     other["metadata"]["namespace"] = "free"
     other["spec"]["priority"] = 0
     await stage.schedule(other, ["b"])
-    data = {"quota.yaml": "team: [{cores: 200}]"}
-    stage.sim.put_configmap({"metadata": {"name": "gpuquota", "uid": "uid-gpuquota"}, "data": data})
-    await until(lambda: bool(stage.quotas.limits))
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=200),))}
     item = important("vip", ("app", 50, 4))
     await stage.filter(item, ["a", "b"])
     ((name, victims),) = (await preempt(stage, item, {"b": ["other"]})).items()
@@ -316,9 +306,7 @@ async def test_a_pod_over_its_quota_evicts_no_pod_of_another_namespace_beside_it
         item = important(name, ("app", cores, 0), priority=0)
         item["metadata"]["namespace"] = namespace
         assert await stage.schedule(item, ["a"]) == "a"
-    data = {"quota.yaml": "team: [{cores: 200}]"}
-    stage.sim.put_configmap({"metadata": {"name": "gpuquota", "uid": "uid-gpuquota"}, "data": data})
-    await until(lambda: bool(stage.quotas.limits))
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=200),))}
     both = important("both", ("app", 200, 0))
     await stage.filter(both, ["a"])
     assert await preempt(stage, both, {"a": ["own", "other"]}) == {}

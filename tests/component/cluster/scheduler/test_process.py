@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,26 +23,72 @@ from .leases import Leases
 BINDINGS = 150
 
 
+class Process:
+    """A scheduler that is ready; it binds pods p0, p1, ... to node b, and each binding waits at the API server until `released`."""
+
+    def __init__(self, sim: SimApiServer, port: int, http_port: int, client: aiohttp.ClientSession) -> None:
+        self.ports, self.stop, self._client = (port, http_port), asyncio.Event(), client
+        self.released, self.held = asyncio.Event(), 0
+        sim.bind_hook = self._hold
+
+    async def _hold(self, happened: bool) -> None:
+        if not happened:
+            self.held += 1
+            await self.released.wait()
+
+    async def bind(self, number: int) -> str:
+        body = {"PodName": f"p{number}", "PodNamespace": "team", "PodUID": f"uid-p{number}", "Node": "b"}
+        async with self._client.post(f"http://127.0.0.1:{self.ports[0]}/scheduler/bind", json=body) as answer:
+            return str((await answer.json())["Error"]) if answer.status == 200 else f"HTTP {answer.status}"
+
+    def serves(self, port: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    async def works(self) -> bool:
+        """It has read everything, and is the leader: others answer no verb."""
+        url = f"http://127.0.0.1:{self.ports[0]}"
+        async with self._client.get(f"{url}/readyz") as ready, self._client.post(f"{url}/scheduler/filter", json={}) as answer:
+            return (ready.status, answer.status) == (200, 200)
+
+
+@asynccontextmanager
+async def running(
+    sim: SimApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch, pods: int, **wanted: object
+) -> AsyncIterator[Process]:
+    """`wanted`: settings of the section scheduler. It is stopped at the end."""
+    monkeypatch.setattr(binding, "WRITE_SECONDS", 60.0)
+    monkeypatch.delenv("POD_NAME", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as also_free:
+        port, http_port = free.getsockname()[1], also_free.getsockname()[1]
+    settings = Settings(
+        scheduler=SchedulerSettings(http_port=http_port, **wanted),  # type: ignore[arg-type]
+        http=HttpSettings(address="127.0.0.1"),
+        process=ProcessSettings(stop_grace_seconds=60),
+    )
+    async with sim, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        sim.put_node(node("b", 4, inventory("b", 4)))
+        for number in range(pods):
+            sim.put_document(pod(f"p{number}", ("app", 1, 1)))
+        made = Process(sim, port, http_port, client)
+        kubeconfig = sim.kubeconfig(folder / "kubeconfig")
+        process = asyncio.create_task(
+            run_scheduler(settings, kubeconfig, ("127.0.0.1", port), insecure_loopback=True, stop=made.stop)
+        )
+        await until(lambda: all(map(made.serves, made.ports)))
+        async with asyncio.timeout(30):
+            while not await made.works():  # noqa: ASYNC110 (an answer over HTTP)
+                await asyncio.sleep(0.05)
+        yield made
+        made.stop.set()
+        await process
+
+
 async def test_the_lease_is_renewed_while_bindings_wait_for_a_slow_api_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binding, "WRITE_SECONDS", 60.0)
-    monkeypatch.delenv("POD_NAME", raising=False)
-    released, held = asyncio.Event(), list[None]()
-
-    async def hold(happened: bool) -> None:
-        if not happened:
-            held.append(None)
-            await released.wait()
-
     sim = SimApiServer("a")
     leases = Leases(sim)
-    sim.bind_hook = hold
-    wanted = SchedulerSettings(http_port=0, leader_election=True, lease_namespace="team")
-    settings = Settings(scheduler=wanted, http=HttpSettings(address="127.0.0.1"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url, stop = f"http://127.0.0.1:{port}/scheduler", asyncio.Event()
 
     def renewed() -> str:
         return str(leases.document["spec"]["renewTime"]) if leases.document is not None else ""
@@ -48,86 +96,25 @@ async def test_the_lease_is_renewed_while_bindings_wait_for_a_slow_api_server(
     def differs(before: str) -> bool:
         return renewed() != before
 
-    async with sim, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        sim.put_node(node("b", 4, inventory("b", 4)))
-        for number in range(BINDINGS):
-            sim.put_document(pod(f"p{number}", ("app", 1, 1)))
-        running = run_scheduler(
-            settings, sim.kubeconfig(tmp_path / "kubeconfig"), ("127.0.0.1", port), insecure_loopback=True, stop=stop
-        )
-        process = asyncio.create_task(running)
-
-        async def bind(number: int) -> str:
-            body = {"PodName": f"p{number}", "PodNamespace": "team", "PodUID": f"uid-p{number}", "Node": "b"}
-            async with client.post(f"{url}/bind", json=body) as answer:
-                return str((await answer.json())["Error"]) if answer.status == 200 else f"HTTP {answer.status}"
-
-        async with asyncio.timeout(30):
-            while not leases.holder or (await client.post(f"{url}/filter", json={})).status != 200:  # noqa: ASYNC110 (an answer over HTTP)
-                await asyncio.sleep(0.05)
-        binds = [asyncio.create_task(bind(number)) for number in range(BINDINGS)]
-        await until(lambda: len(held) >= 95)
+    async with running(sim, tmp_path, monkeypatch, BINDINGS, leader_election=True, lease_namespace="team") as process:
+        binds = [asyncio.create_task(process.bind(number)) for number in range(BINDINGS)]
+        await until(lambda: process.held >= 95)
         for _ in range(2):
             before = renewed()
             await until(partial(differs, before))
-        released.set()
+        process.released.set()
         assert set(await asyncio.gather(*binds)) == {""}
-        stop.set()
-        await process
 
 
 async def test_a_binding_is_finished_at_the_stop_and_nothing_else_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time until SIGKILL is for all servers together."""
-    monkeypatch.setattr(binding, "WRITE_SECONDS", 60.0)
-    monkeypatch.delenv("POD_NAME", raising=False)
-    released, held, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def hold(happened: bool) -> None:
-        if not happened:
-            held.set()
-            await released.wait()
-
-    sim = SimApiServer("a")
-    sim.bind_hook = hold
-    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as also_free:
-        port, http_port = free.getsockname()[1], also_free.getsockname()[1]
-    settings = Settings(
-        scheduler=SchedulerSettings(http_port=http_port),
-        http=HttpSettings(address="127.0.0.1"),
-        process=ProcessSettings(stop_grace_seconds=60),
-    )
-    async with sim, aiohttp.ClientSession() as client:
-        sim.put_node(node("b", 4, inventory("b", 4)))
-        sim.put_document(pod("p", ("app", 1, 1)))
-        running = run_scheduler(
-            settings, sim.kubeconfig(tmp_path / "kubeconfig"), ("127.0.0.1", port), insecure_loopback=True, stop=stop
-        )
-        process = asyncio.create_task(running)
-
-        async def bind() -> str:
-            body = {"PodName": "p", "PodNamespace": "team", "PodUID": "uid-p", "Node": "b"}
-            async with client.post(f"http://127.0.0.1:{port}/scheduler/bind", json=body) as answer:
-                return str((await answer.json())["Error"])
-
-        def serves(number: int) -> bool:
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", number)) == 0
-
-        async def ready() -> bool:
-            async with client.get(f"http://127.0.0.1:{port}/readyz") as answer:
-                return answer.status == 200
-
-        await until(lambda: serves(port) and serves(http_port))
-        async with asyncio.timeout(30):
-            while not await ready():  # noqa: ASYNC110 (an answer over HTTP)
-                await asyncio.sleep(0.05)
-        bound = asyncio.create_task(bind())
-        await held.wait()
-        stop.set()
-        await until(lambda: not serves(port) and not serves(http_port))
+    async with running(SimApiServer("a"), tmp_path, monkeypatch, 1) as process:
+        bound = asyncio.create_task(process.bind(0))
+        await until(lambda: process.held == 1)
+        process.stop.set()
+        await until(lambda: not any(map(process.serves, process.ports)))
         assert not bound.done()
-        released.set()
+        process.released.set()
         assert await bound == ""
-        await process

@@ -100,14 +100,6 @@ async def test_filter_and_bind_know_the_gpus_that_the_quota_allows(stage: Stage)
     assert "of 0 cores on A100; the pod needs 50" in await stage.bind(item, "mixed")
 
 
-async def test_without_a_configmap_there_is_no_quota(stage: Stage) -> None:
-    await change(stage, admission(100))
-    assert rejection(await stage.filter(pod("one", ("app", 200, 0)), ["a"]))
-    stage.sim.remove_configmap(UID)
-    await until(lambda: not stage.quotas.limits)
-    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
-
-
 async def test_the_last_quotas_that_could_be_read_stay(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
     """If there are none, no pod is placed: as gpu-admission, which answers with an error until it has read its quota."""
     stage.sim.put_configmap(configmap(gpu_quota="{"))

@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from gpumgr.cluster.scheduler.leader import Leadership
-from gpumgr.cluster.scheduler.pages import make_pages, page_server
+from gpumgr.cluster.scheduler.pages import page_server
 from gpumgr.kube.reflector import prompt_watches
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.settings import Settings
@@ -156,7 +156,7 @@ async def test_without_watches_and_lists_the_verbs_answer_an_error_until_the_api
 ) -> None:
     async with running(sim, tmp_path, SchedulerSettings(), watch_times=TIMES) as stage:
         settings = Settings(http=HttpSettings(address="127.0.0.1"))
-        pages = page_server(make_pages(stage.server, stage.index, stage.watches, stage.quotas, settings)[0], settings, 0)
+        pages = page_server(stage.pages, settings, 0)
         await pages.start()
         page = f"http://127.0.0.1:{pages.address[1]}"
         item = await stage.create(pod("one", WHOLE))
@@ -169,7 +169,7 @@ async def test_without_watches_and_lists_the_verbs_answer_an_error_until_the_api
         assert told.startswith("the API server has sent nothing about ")
         assert " for 30 s, and a list has failed (ClientConnectorError" in told
         assert told.endswith("; no pod is placed until it answers")
-        assert await stage.bind(item, "a") == stage.extender.problem
+        assert (await stage.bind(item, "a")).endswith("; no pod is placed until it answers")
         for url in (stage.url, page):
             assert (await readyz(f"{url}/readyz"))[0] == 503
         assert 'gpumgr_scheduler_api_silence_seconds{resource="pods"} 30' in (await readyz(f"{page}/metrics"))[1]

@@ -16,7 +16,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from tests.cluster_states import GPU_MEBIBYTES, hami, node_state, request, share, with_mig, with_replicas
+from tests.cluster_states import GPU_MEBIBYTES, expect, hami, node_state, request, share, with_mig, with_replicas
 
 WHOLE = Amounts(100, GPU_MEBIBYTES)
 PAIRS = ((0, 2), (1, 3))
@@ -93,8 +93,7 @@ def test_an_init_container_gets_a_gpu_that_has_room_for_the_containers_after_it(
 def test_gpus_that_are_not_offered_are_not_chosen(bad: str) -> None:
     node = node_state("a", 2, unhealthy=(0,)) if bad == "unhealthy" else node_state("a", 2, cordoned=(0,))
     assert gpus(choose(node, used(node), share(30, 8), "binpack")) == [[1]]
-    found = choose(node, used(node, gpu1=(90, 4)), share(30, 8), "binpack")
-    assert isinstance(found, Misfit)
+    found = expect(Misfit, choose(node, used(node, gpu1=(90, 4)), share(30, 8), "binpack"))
     assert found.not_offered
 
 
@@ -197,8 +196,7 @@ def test_a_gpu_without_memory_information_is_given_whole() -> None:
     node = replace(plain, gpus=(replace(plain.gpus[0], memory_mebibytes=0, replicas=1),))
     every, part = (replica_request([("main", "app", ReplicaRequest(count=1, memory_percent=part))]) for part in (100, 50))
     for wanted in (request(("app", 100, 0)), every):
-        found = choose(node, used(node), wanted, "binpack")
-        assert isinstance(found, NodeChoice)
+        found = expect(NodeChoice, choose(node, used(node), wanted, "binpack"))
         assert [replace(amounts, replicas=0) for _, amounts in found.shares[0]] == [Amounts(100, 0)]
         assert isinstance(choose(node, (Amounts(100, 0, 1),), wanted, "binpack"), Misfit)
     for wanted in (share(30, 4), request(("app", 100, 1)), part):

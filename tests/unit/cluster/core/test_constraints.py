@@ -14,7 +14,7 @@ from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
 from gpumgr.placement.evaluators.constraints import Constraints
-from tests.cluster_states import constrained, node_state, request, share
+from tests.cluster_states import constrained, expect, fits, node_state, request, share
 
 MODELS = ("NVIDIA A100-SXM4-80GB", "Tesla T4", "NVIDIA H100 80GB HBM3", "")
 MIXED = node_state("a", 4, models=MODELS, numa=(0, 0, 1, 1))
@@ -57,8 +57,7 @@ def test_only_gpus_that_satisfy_all_constraints_are_chosen(constraints: dict[str
 
 def test_a_gpu_that_is_cordoned_is_not_chosen_though_it_satisfies_the_constraint() -> None:
     node = node_state("a", 2, models=("T4", "T4"), cordoned=(0,), unhealthy=(1,))
-    found = chosen(node, constrained(share(10, 1), use_uuids=("GPU-a-0",)))
-    assert isinstance(found, Misfit)
+    found = expect(Misfit, chosen(node, constrained(share(10, 1), use_uuids=("GPU-a-0",))))
     assert (
         explain([(1, "a", found)])
         == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB except unhealthy or cordoned ones"
@@ -71,15 +70,13 @@ def test_a_node_without_inventory_satisfies_no_constraint(constraints: dict[str,
 
 
 def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constraints() -> None:
-    told = chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4")))
-    assert isinstance(told, Misfit)
+    told = expect(Misfit, chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4"))))
     assert explain([(1, "a", told)]) == ("has a Topology Manager policy and GPUs besides the ones of model A100 or T4")
     equal = node_state("a", 2, models=("T4", "T4"), numa=(0, 0), naming="none")
     assert chosen(equal, constrained(share(10, 1), use_models=("T4",))) == [[0]]
     assert chosen(equal, constrained(request(("app", 200, 0)), same_numa_node=True)) == [[0, 1]]
     pair = constrained(request(("app", 200, 0)), same_numa_node=True)
-    told = chosen(FIXED, pair)
-    assert isinstance(told, Misfit)
+    told = expect(Misfit, chosen(FIXED, pair))
     assert told.agent_chooses
     assert chosen(FIXED, constrained(share(10, 1), same_numa_node=True)) == [[0]], "one GPU is on one NUMA node"
 
@@ -109,8 +106,7 @@ def test_several_gpus_of_a_container_are_on_one_numa_node(
 
 
 def test_gpus_of_unknown_numa_nodes_are_on_no_common_one() -> None:
-    found = chosen(node_state("a", 2), constrained(request(("app", 200, 0)), same_numa_node=True))
-    assert isinstance(found, Misfit)
+    found = expect(Misfit, chosen(node_state("a", 2), constrained(request(("app", 200, 0)), same_numa_node=True)))
     assert explain([(1, "a", found)]) == "has no GPU with a known NUMA node"
 
 
@@ -145,8 +141,7 @@ def test_the_text_stays_within_its_limit() -> None:
     assert len(constraints.text) == 65
     index = ClusterIndex()
     index.set_node(MIXED)
-    rejected = index.rank(index.shape(PodRequest(share(60, 1).containers, constraints), "binpack"), ["a"])
-    assert isinstance(rejected, Rejection)
+    rejected = expect(Rejection, index.rank(index.shape(PodRequest(share(60, 1).containers, constraints), "binpack"), ["a"]))
     assert len(rejected.text) <= MAX_CHARACTERS
 
 
@@ -156,8 +151,7 @@ def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() 
         index.set_node(node_state(name, 2, models=(model, model), numa=(0, numa)))
 
     def best(wanted: PodRequest, **constraints: Any) -> str:
-        ranked = index.rank(index.shape(constrained(wanted, **constraints), "binpack"), "abcd")
-        assert not isinstance(ranked, Rejection)
+        ranked = fits(index.rank(index.shape(constrained(wanted, **constraints), "binpack"), "abcd"))
         return ranked[0][0]
 
     assert best(share(10, 1), use_models=("A100",)) == "b"
@@ -187,8 +181,7 @@ def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:
 
 @pytest.mark.parametrize(("modes", "text"), [(("mig",), "in mode mig"), ((), "in mode unknown")])
 def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -> None:
-    found = chosen(node_state("a", 2), constrained(share(10, 1), modes=modes))
-    assert isinstance(found, Misfit)
+    found = expect(Misfit, chosen(node_state("a", 2), constrained(share(10, 1), modes=modes)))
     assert explain([(1, "a", found)]) == f"has no GPU {text}"
 
 

@@ -8,13 +8,12 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.request import PodRequest
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
-from tests.cluster_states import node_state, request, share
+from tests.cluster_states import expect, node_state, request, share
 
 
 def misfit(name: str, node: NodeState, wanted: PodRequest, *used: tuple[int, int]) -> tuple[int, str, Misfit]:
     amounts = [Amounts(cores, blocks * 256) for cores, blocks in used]
-    found = choose(node, (*amounts, *[Amounts()] * (len(node.gpus) - len(used))), wanted, "binpack")
-    assert isinstance(found, Misfit)
+    found = expect(Misfit, choose(node, (*amounts, *[Amounts()] * (len(node.gpus) - len(used))), wanted, "binpack"))
     return 1, name, found
 
 

@@ -1,7 +1,6 @@
 """Cases of HAMi's own tests that concern the choice of GPUs, with this scheduler's answer. Numbers: their order in HAMi's suite.
 
-A vcuda container with several GPUs has them whole, one with HAMi's resources may share them. Where the answers differ, the comment says
-why. The other cases of that suite:
+Where the answers differ, the comment says why. The other cases of that suite:
 
 1 to 3    the node's CSV: tests/unit/kube/test_hami_node.py
 4 to 7    device lists: tests/component/kube/test_replica_requests.py, tests/property/test_device_lists.py. An empty text (7) has no
@@ -10,6 +9,7 @@ why. The other cases of that suite:
           the inventory and the kubelet's capacity; the agent writes a handshake for old schedulers, and reads none
 13 to 16  requests: tests/component/kube/test_replica_requests.py. 16Gi is refused with the reason, and does not vanish
 17 to 19  admission: tests/e2e/test_hami_admission.py
+23        more cores than a GPU has: tests/unit/cluster/core/test_choose.py. HAMi takes 120 cores as 100
 32        HAMi's score of a GPU by slots, cores and memory: not here. The evaluators compare cores, then memory; only the sum of a node is
           used, where a pod has a policy for nodes (case 30)
 33        a quota of 0: tests/component/cluster/scheduler/test_hami_pods.py
@@ -30,14 +30,12 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.request import PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
-from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import constraints_of
-from tests.cluster_states import constrained, hami, node_state, request, share, together, with_replicas
+from tests.cluster_states import hami, node_state, share, together, with_replicas
 from tests.topologies import topology_from_matrix
 
 Use = dict[int, tuple[int, int]]
-WHOLE = {count: request(("app", 100 * count, 0)) for count in (1, 2, 3, 4)}
 EIGHT = node_state("n", 8, numa=(0, 0, 0, 0, 1, 1, 1, 1))
 #: Pair scores 100 (0-1), 200 (0-2) and 150 (1-2) become 1, 3 and 2 NVLinks.
 JOINED = replace(
@@ -69,45 +67,6 @@ def play(nodes: Sequence[NodeState], pods: Iterable[PodRequest], policy: Policy)
 
 
 TWO = (node_state("node1", 2, **other({0: (25, 4096)})), node_state("node2", 2, **other({1: (75, 12288)})))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "pods", "policy", "expected"),
-    [
-        pytest.param([node_state("n", 1, **other({0: (0, 16256)}))], [share(1, 2)], "binpack",
-                     ["has no GPU with 1 free cores and 512 MiB (closest: GPU 0, 100 cores and 0 MiB)"], id="20"),
-        pytest.param([node_state("n", 1, **other({0: (20, 256)}))], [WHOLE[1]], "binpack", ["has no entirely free GPU (0 free)"], id="21"),
-        # HAMi: 0 cores. Here a container has 1 or more.
-        pytest.param([node_state("n", 1, **other({0: (100, 0)}))], [share(1, 1)], "binpack",
-                     ["has no GPU with 1 free cores and 256 MiB (closest: GPU 0, 0 cores and 16 GiB)"], id="22"),
-        pytest.param([node_state("n", 2)], [WHOLE[3]], "binpack", ["has fewer than 3 entirely free GPUs (2 free)"], id="24"),
-        pytest.param([node_state("n", 2, cordoned=(1,))], [WHOLE[1]], "binpack", ["n:0"], id="25"),
-        pytest.param([node_state("n", 2, cordoned=(0, 1))], [WHOLE[1]], "binpack",
-                     ["has no entirely free GPU except unhealthy or cordoned ones (0 free)"], id="25, all"),
-        pytest.param([node_state("n", 3, numa=(0, 1, 0), near=((0, 1),))], [constrained(WHOLE[2], same_numa_node=True)], "spread",
-                     ["n:0,2"], id="26"),
-        # HAMi: GPU 1, which has the lowest sum of scores. The evaluator compares groups of the topology, which all GPUs share here.
-        pytest.param([JOINED], [WHOLE[1]], "topology", ["n:0"], id="27"),
-        pytest.param([JOINED], [WHOLE[2]], "topology", ["n:0,2"], id="28"),
-        pytest.param([node_state("n", 3)], [WHOLE[2]], "topology", ["n:0,1"], id="29"),
-        pytest.param(TWO, [share(20, 4)], "binpack", ["node2:1"], id="30, binpack for both"),
-        pytest.param(TWO, [share(20, 4)], "spread", ["node1:1"], id="30, spread for both"),
-        # HAMi: node2:0, since it compares nodes first. Here the fullest GPU of all nodes that has the room for both containers.
-        pytest.param(TWO, [request(("init", 20, 40), ("app", 20, 32))], "binpack", ["node1:0"], id="31"),
-        # HAMi begins at the highest index of equal GPUs.
-        pytest.param([EIGHT], [share(25, 16)] * 10, "spread", [f"n:{gpu % 8}" for gpu in range(10)], id="36"),
-        pytest.param([EIGHT], [share(25, 16)] * 6, "binpack", ["n:0"] * 4 + ["n:1"] * 2, id="37"),
-        # HAMi never uses NUMA node 0.
-        pytest.param([EIGHT], [constrained(WHOLE[3], same_numa_node=True)] * 3, "spread",
-                     ["n:0,1,2", "n:4,5,6", "has fewer than 3 entirely free GPUs on one NUMA node (1 free)"], id="38"),
-        pytest.param([EIGHT], [WHOLE[4]] * 3, "topology",
-                     ["n:0,1,2,3", "n:4,5,6,7", "has fewer than 4 entirely free GPUs (0 free)"], id="39"),
-    ],
-)  # fmt: skip
-def test_the_same_choice_or_a_stated_difference(
-    nodes: Sequence[NodeState], pods: Sequence[PodRequest], policy: Policy, expected: list[str]
-) -> None:
-    assert play(nodes, pods, policy) == expected
 
 
 def annotated(wanted: PodRequest, annotations: dict[str, str]) -> PodRequest:
@@ -162,7 +121,6 @@ def test_pods_with_hamis_resources(
 
 
 @pytest.mark.hami_bug("B28: the score ignores the request")
-@pytest.mark.parametrize("wanted", [hami(cores=20, memory=1000), share(20, 4)])
 @pytest.mark.parametrize(
     ("node_policy", "gpu_policy", "expected"),
     [
@@ -172,12 +130,12 @@ def test_pods_with_hamis_resources(
         ("spread", "spread", "node1:1"),
     ],
 )
-def test_policies_for_nodes_and_gpus(wanted: PodRequest, node_policy: str, gpu_policy: str, expected: str) -> None:
+def test_policies_for_nodes_and_gpus(node_policy: str, gpu_policy: str, expected: str) -> None:
     """Case 30."""
     annotations = {"hami.io/node-scheduler-policy": node_policy, "hami.io/gpu-scheduler-policy": gpu_policy}
     policy = policy_of(annotations)
     assert policy is not None
-    pod = replace(wanted, node_policy=node_policy_of(annotations))
+    pod = replace(hami(cores=20, memory=1000), node_policy=node_policy_of(annotations))
     assert play([with_replicas(node, 10) for node in TWO], [pod], policy) == [expected]
     assert play([with_replicas(node, 10) for node in TWO], [pod], "least-fragmentation")[0].startswith(expected[:5])
 
@@ -224,9 +182,3 @@ def test_an_init_container_of_the_policy_mutex_leaves_its_gpu_to_the_app() -> No
 )
 def test_uuids(annotations: dict[str, str], allowed: list[bool]) -> None:
     assert list(node_state("n", 2).allowed(constraints_of(annotations))) == allowed
-
-
-def test_more_cores_than_a_gpu_has_are_refused() -> None:
-    """Case 23 for vcuda pods; HAMi takes 120 cores as 100."""
-    with pytest.raises(Refusal, match="multiple of 100"):
-        share(120, 4)

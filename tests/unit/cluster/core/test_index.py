@@ -25,7 +25,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
-from tests.cluster_states import hami, node_state, request, share, together, with_mig, with_replicas
+from tests.cluster_states import expect, fits, hami, node_state, request, share, together, with_mig, with_replicas
 
 NODES = (node_state("a", 2), node_state("b", 4, near=((0, 1), (2, 3))))
 NAMES = ("a", "b")
@@ -55,54 +55,19 @@ def computed() -> Iterator[list[int]]:
 
 
 def best(index: ClusterIndex, wanted: PodRequest, policy: Policy = "binpack") -> tuple[str, NodeChoice]:
-    ranked = index.rank(index.shape(wanted, policy), NAMES)
-    assert not isinstance(ranked, Rejection), ranked
+    ranked = fits(index.rank(index.shape(wanted, policy), NAMES))
     return ranked[0]
 
 
 def place(index: ClusterIndex, uid: str, wanted: PodRequest, *, assumed: bool = False) -> PlacedPod:
     name, choice = best(index, wanted)
-    state = index.node(name)
-    assert state is not None
+    state = expect(NodeState, index.node(name))
     pod = PlacedPod(uid=uid, node=name, request=wanted, shares=named_shares(state, choice))
     if assumed:
         index.assume(pod)
     else:
         index.bind(pod)
     return pod
-
-
-def test_binpack_fills_a_node_and_spread_takes_the_emptiest(index: ClusterIndex) -> None:
-    place(index, "one", share(50, 8))
-    assert best(index, share(50, 8))[0] == "a"
-    assert best(index, share(50, 8))[1].shares[0][0][0] == 0
-    assert best(index, share(50, 8), "spread")[0] == "b"
-    assert best(index, request(("app", 100, 0)))[0] == "a"
-    assert best(index, request(("app", 100, 0)), "spread")[0] == "b"
-    assert best(index, request(("app", 200, 0)))[0] == "b"
-
-
-def test_only_nodes_that_are_offered_are_answered(index: ClusterIndex) -> None:
-    ranked = index.rank(index.shape(share(50, 8), "binpack"), ["b", "unknown"])
-    assert not isinstance(ranked, Rejection)
-    assert [name for name, _ in ranked] == ["b"]
-    assert isinstance(index.rank(index.shape(share(50, 8), "binpack"), ["unknown"]), Rejection)
-
-
-def test_what_is_assumed_counts_until_it_is_removed(index: ClusterIndex) -> None:
-    place(index, "one", request(("app", 200, 0)), assumed=True)
-    assert index.used("a")[0].cores == 100
-    index.remove("one")
-    assert index.used("a")[0].cores == 0
-    assert index.assumed_pods == 0
-
-
-def test_a_bound_pod_is_no_longer_assumed(index: ClusterIndex) -> None:
-    pod = place(index, "one", share(50, 8), assumed=True)
-    assert index.is_assumed("one")
-    index.bind(pod)
-    assert not index.is_assumed("one")
-    assert index.used("a")[0] == Amounts(50, 2048)
 
 
 def test_only_changed_nodes_are_computed_again(index: ClusterIndex, computed: list[int]) -> None:
@@ -271,8 +236,7 @@ def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) 
     names = [f"node-{number}" for number in range(20)]
     for name in names:
         index.set_node(node_state(name, 2, unhealthy=(0,) if name == "node-0" else ()))
-    ranked = index.rank(index.shape(TWO, "binpack"), names, 20)
-    assert not isinstance(ranked, Rejection)
+    ranked = fits(index.rank(index.shape(TWO, "binpack"), names, 20))
     assert {name: choice.shares[0][0][0] for name, choice in ranked} == {name: int(name == "node-0") for name in names}
     assert len(computed) == 2
 
@@ -311,8 +275,7 @@ def brute_force(
         found = index.choose_on(name, "", wanted, policy)
         if isinstance(found, NodeChoice):
             alone = ClusterIndex()
-            state = index.node(name)
-            assert state is not None
+            state = expect(NodeState, index.node(name))
             alone.set_node(state)
             for pod in index.pods_on(name).values():
                 alone.bind(pod)
@@ -487,8 +450,7 @@ def test_a_pod_with_several_containers_is_compared_on_the_first_profiles_that_fi
         taken = named_shares(node_state(name, 1), choose_share(node_state(name, 1), 5 + number))
         made.bind(PlacedPod(uid=f"on-{name}", node=name, request=share(5 + number, 8), shares=taken))
     list(made.examine(made.shape(TWO, "binpack"), names))
-    ranked = made.rank(made.shape(TWO, "binpack"), names)
-    assert not isinstance(ranked, Rejection)
+    ranked = fits(made.rank(made.shape(TWO, "binpack"), names))
     assert ranked[0][0] == "n02", "the best of the three"
     assert len(computed) == 3
     assert made.order(made.shape(TWO, "binpack"), names) == names[::-1], "all are ordered"
@@ -496,8 +458,7 @@ def test_a_pod_with_several_containers_is_compared_on_the_first_profiles_that_fi
     for name in names[:-1]:
         made.set_node(replace(node_state(name, 1), gpus=tuple(replace(gpu, healthy=False) for gpu in node_state(name, 1).gpus)))
     assert made.any_fits(made.shape(TWO, "binpack", keep=False), names)
-    ranked = made.rank(made.shape(TWO, "binpack"), names)
-    assert not isinstance(ranked, Rejection)
+    ranked = fits(made.rank(made.shape(TWO, "binpack"), names))
     assert ranked[0][0] == "n11", "the only one that fits"
 
 
@@ -555,9 +516,7 @@ def test_a_pod_that_fits_takes_no_less_than_is_required_in_total(data: st.DataOb
 
 
 def choose_share(node: NodeState, cores: int) -> NodeChoice:
-    choice = choose(node, tuple(Amounts() for _ in node.gpus), share(cores, 8), "binpack")
-    assert isinstance(choice, NodeChoice)
-    return choice
+    return expect(NodeChoice, choose(node, tuple(Amounts() for _ in node.gpus), share(cores, 8), "binpack"))
 
 
 def test_what_follows_from_changes_is_computed_in_steps(index: ClusterIndex) -> None:

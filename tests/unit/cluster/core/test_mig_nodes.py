@@ -12,9 +12,9 @@ from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import NOTHING, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.summary import summarize
-from gpumgr.cluster.core.victims import Preemptor, find_eviction
+from gpumgr.cluster.core.victims import Eviction, Preemptor, find_eviction
 from gpumgr.common.units import Amounts
-from tests.cluster_states import constrained, hami, node_state, request, share, together, with_mig, with_replicas
+from tests.cluster_states import constrained, expect, hami, node_state, request, share, together, with_mig, with_replicas
 
 ONE = with_mig(node_state("m", 1))
 TWO = with_mig(node_state("m", 2))
@@ -71,8 +71,7 @@ def test_one_device_for_an_init_container_and_the_container_that_takes_over(
 ) -> None:
     wanted = together(*containers)
     assert chosen(ONE, wanted) == [[each] for each in expected]
-    found = choose(ONE, (NOTHING,), wanted, "binpack")
-    assert isinstance(found, NodeChoice)
+    found = expect(NodeChoice, choose(ONE, (NOTHING,), wanted, "binpack"))
     pod = PlacedPod(uid="p", node="m", request=wanted, shares=named_shares(ONE, found))
     different = {each[3]: each for each in expected}.values()
     total = sum((Amounts(cores, memory, 0, slices) for _, cores, memory, slices in different), NOTHING)
@@ -82,8 +81,7 @@ def test_one_device_for_an_init_container_and_the_container_that_takes_over(
 def test_a_device_that_is_too_small_for_its_second_container_stays_beside_the_new_one() -> None:
     """The second app container gets GPU 0 from the first init container, and the device of that one was chosen for the others."""
     containers = (hami("init", memory=5000), hami("init", gpus=2, memory=5000), hami(memory=5000), hami(memory=15000))
-    found = chosen(TWO, together(*containers))
-    assert isinstance(found, list)
+    found = expect(list, chosen(TWO, together(*containers)))
     (other,), (last,) = found[2:]
     assert other[0] != last[0]
     assert last[2] == 20096
@@ -123,17 +121,10 @@ def test_a_pod_can_name_the_mode_of_its_gpus(wanted: PodRequest, expected: objec
     if isinstance(expected, str):
         assert chosen(MIXED, wanted) == expected
         return
-    found = choose(MIXED, (NOTHING, NOTHING), wanted, "binpack")
-    assert isinstance(found, NodeChoice)
+    found = expect(NodeChoice, choose(MIXED, (NOTHING, NOTHING), wanted, "binpack"))
     assert [
         [(gpu, each.cores, each.memory_mebibytes, each.slices) for gpu, each in shares] for shares in found.shares
     ] == expected
-
-
-def test_a_node_without_gpus_of_the_mode_says_so() -> None:
-    found = choose(node_state("a", 2), (NOTHING, NOTHING), constrained(SMALL, modes=("mig",)), "binpack")
-    assert isinstance(found, Misfit)
-    assert explain([(1, "a", found)]) == "has no GPU in mode mig"
 
 
 def test_mutex_and_health_hold() -> None:
@@ -168,13 +159,6 @@ def test_a_place_is_free_again_when_its_pod_ends() -> None:
     assert [place("next", SMALL), place("more", SMALL)] == [0b1000, 0]
 
 
-def test_the_largest_device_has_not_the_memory_of_the_gpu() -> None:
-    found = choose(ONE, (NOTHING,), hami(cores=100), "binpack")
-    assert isinstance(found, NodeChoice)
-    pod = PlacedPod(uid="p", node="m", request=hami(cores=100), shares=named_shares(ONE, found))
-    assert used_on(ONE, [pod]) == (Amounts(100, 81152, 1, 0xFF),)
-
-
 def test_a_placement_fits_only_as_long_as_its_place_and_mode_are_there() -> None:
     index = ClusterIndex()
     index.set_node(ONE)
@@ -202,8 +186,7 @@ def test_the_pod_on_the_place_is_evicted_and_no_other() -> None:
         return PlacedPod(uid=uid, node="m", request=SMALL, shares=((("GPU-m-0", held(1 << start)),),), priority=priority)
 
     pods = {each.uid: each for each in (pod("low", 6), pod("high", 1, 20), pod("low2", 5))}
-    found = find_eviction(ONE, pods, Preemptor(request=LARGE, priority=10, policy="binpack"))
-    assert found is not None
+    found = expect(Eviction, find_eviction(ONE, pods, Preemptor(request=LARGE, priority=10, policy="binpack")))
     assert found.victims == {"low", "low2"}
     assert found.choice.shares == (((0, Amounts(42, 40448, 1, 0xF0)),),)
 
@@ -212,8 +195,7 @@ def test_replicas_of_pods_that_the_node_reports_end_with_them() -> None:
     other = {f"p{start}": ((0, Amounts(14, 9984, 1, 1 << start)),) for start in range(7)}
     node = replace(ONE, reported_shares=other)
     pods = {uid: PlacedPod(uid=uid, node="m", request=SMALL) for uid in other}
-    found = find_eviction(node, pods, Preemptor(request=SMALL, priority=10, policy="binpack"))
-    assert found is not None
+    found = expect(Eviction, find_eviction(node, pods, Preemptor(request=SMALL, priority=10, policy="binpack")))
     assert len(found.victims) == 1
 
 

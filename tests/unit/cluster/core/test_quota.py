@@ -17,7 +17,7 @@ from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
-from tests.cluster_states import GPU_MEBIBYTES, constrained, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, fits, node_state, request, share
 
 
 def labelled(name: str, count: int, *models: str, label: str = "", pool: str = "") -> NodeState:
@@ -129,8 +129,7 @@ def test_a_pod_holds_what_its_containers_hold_together(
     """With GPUs that are known, and with others."""
     cluster, wanted = Cluster(), request(*containers)
     choice = cluster.index.choose_on("a", "one", wanted, "spread")
-    state = cluster.index.node("a")
-    assert state is not None
+    state = expect(NodeState, cluster.index.node("a"))
     (found,) = cluster.quotas.choice_holding(choice, wanted, state).values()  # type: ignore[arg-type]
     assert (found.cores, found.memory_mebibytes, found.gpus) == held
     shares = tuple(tuple((state.gpus[gpu].uuid, each) for gpu, each in one) for one in choice.shares)  # type: ignore[union-attr]
@@ -203,8 +202,9 @@ def test_nodes_that_differ_only_by_name_are_examined_once(tried: list[NodeState]
     nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
     cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
     names = [node.name for node in nodes]
-    found = RankWithinQuota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names).rank()
-    assert isinstance(found, Rejection)
+    found = expect(
+        Rejection, RankWithinQuota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names).rank()
+    )
     assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
     assert len(tried) == 1
     # Where the GPUs that the quota allows have no room, no choice is tried; and no node in vain before those with room.
@@ -213,9 +213,8 @@ def test_nodes_that_differ_only_by_name_are_examined_once(tried: list[NodeState]
         shares = (((gpu, Amounts(80, 256)),),)
         cluster.index.bind(PlacedPod(uid=f"p{number}", node=f"n{number}", request=share(80, 1), shares=shares))
     tried.clear()
-    found = RankWithinQuota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", names).rank()
-    assert not isinstance(found, Rejection)
-    assert ([name for name, _ in found], {node.name for node in tried}) == (["n40"], {"n40"})
+    ranked = fits(RankWithinQuota(cluster.index, cluster.quotas, "team", share(50, 4), "binpack", names).rank())
+    assert ([name for name, _ in ranked], {node.name for node in tried}) == (["n40"], {"n40"})
 
 
 class Different:
@@ -271,8 +270,7 @@ def test_what_a_quota_denies_is_found_in_steps_of_one_choice(tried: list[NodeSta
     gc.collect()
     assert profile() is None, "what is kept keeps no profile that no node has"
     stage.cluster.index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n7"))
-    found = RankWithinQuota(*stage.asked).rank()
-    assert not isinstance(found, Rejection)
+    found = fits(RankWithinQuota(*stage.asked).rank())
     assert [name for name, _ in found] == ["n7"]
 
 
@@ -290,42 +288,12 @@ def test_cpu_that_is_taken_after_the_steps_leads_to_no_node_that_was_not_examine
         pass
     best = RankWithinQuota(*asked).denied.best
     assert best
-    ordered = index.order(index.shape(wanted, policy), names, 34)
-    assert not isinstance(ordered, Rejection)
+    ordered = fits(index.order(index.shape(wanted, policy), names, 34))
     for name in {*best, *ordered}:
         index.use_cpu(f"cpu-{name}", name, 16_000)
     assert index.order(index.shape(wanted, policy), names, 1) != best
-    found = RankWithinQuota(*asked).rank()
-    assert not isinstance(found, Rejection)
+    found = fits(RankWithinQuota(*asked).rank())
     assert [name for name, _ in found] == best
-
-
-@pytest.mark.parametrize("step", [0, 1, 20, 70, 115])
-@pytest.mark.parametrize("change", ["pod", "node", "gone", "limits", "none"])
-def test_changes_between_the_steps_count(step: int, change: str) -> None:
-    """The answer is that of the state after the last step, also if another call asks the same in between."""
-
-    def changed(stage: Different) -> None:
-        index, quotas = stage.cluster.index, stage.cluster.quotas
-        if change == "pod":
-            index.remove("own")
-        elif change == "node":
-            index.set_node(replace(labelled("mixed", 2, "H100", "V100"), name="n40"))
-        elif change == "gone":
-            for uid in ("n3-0", "n3-1"):
-                index.remove(uid)
-            index.remove_node("n3")
-        elif change == "limits":
-            quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=0, model="V100"),))}
-
-    sliced, whole, number = Different(), Different(), 0
-    for number, _ in enumerate(RankWithinQuota(*sliced.asked).examine()):
-        if number == step:
-            changed(sliced)
-            next(RankWithinQuota(*sliced.asked).examine(), None)
-    assert number > step
-    changed(whole)
-    assert RankWithinQuota(*sliced.asked).rank() == RankWithinQuota(*whole.asked).rank()
 
 
 class TwoModels:
@@ -354,30 +322,13 @@ def test_a_node_that_was_allowed_is_denied_once_the_namespace_holds_more() -> No
     assert "uses 110 of 100 cores on A100" in found.text
 
 
-def test_what_is_found_while_the_namespace_holds_more_for_a_moment_is_not_kept() -> None:
-    stage, number = Different(), 0
-    limits = Limit(cores=55, model="A100"), Limit(cores=0, model="V100")
-    stage.cluster.quotas.limits = {"team": NamespaceQuota(limits=limits)}
-    for number, _ in enumerate(RankWithinQuota(*stage.asked).examine()):
-        if number == 66:
-            assert RankWithinQuota(*stage.asked).denied.examined, "some nodes have been examined"
-            stage.cluster.hold("n0", share(1, 1), uid="moment")
-        elif number == 76:
-            stage.cluster.index.remove("moment")
-    assert number > 76
-    found = RankWithinQuota(*stage.asked).rank()
-    assert found == RankWithinQuota(*stage.asked[:-1]).rank()
-
-
 def test_there_is_a_reason_if_no_node_of_those_that_were_allowed_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = TwoModels()
     stage.cluster.hold("n3", share(50, 4))
     stage.cluster.hold("v0", share(40, 4))
-    expected = stage.question(None).rank()
-    assert isinstance(expected, Rejection)
+    expect(Rejection, stage.question(None).rank())
     monkeypatch.setattr(RankWithinQuota, "_reason", lambda *_: "")
-    found = stage.question(None).rank()
-    assert isinstance(found, Rejection)
+    found = expect(Rejection, stage.question(None).rank())
     assert "uses 40 of 200 cores on V100; the pod needs 200" in found.text
 
 
@@ -390,8 +341,7 @@ def test_a_node_that_only_its_pods_show_is_examined(by: str) -> None:
     else:
         stage.cluster.index.use_cpu("uid", "unseen", 1000)
     stage.names.append("unseen")
-    found = RankWithinQuota(*stage.asked).rank()
-    assert isinstance(found, Rejection)
+    found = expect(Rejection, RankWithinQuota(*stage.asked).rank())
     assert found.text.startswith("for the quota of 59 nodes: "), "neither unseen nor n59 is denied by the quota"
 
 
@@ -467,8 +417,7 @@ def test_a_rejection_that_is_kept_has_none_of_the_pods_texts(field: str, wanted:
     reference = weakref.ref(text)
     names = [name for name in NAMES if namespace == "team" or field.startswith("use")] or ["nowhere"]
     asked = constrained(wanted, **{field: (text,)})
-    found = RankWithinQuota(cluster.index, cluster.quotas, namespace, asked, "binpack", names, 1, cluster.kept).rank()
-    assert isinstance(found, Rejection)
+    expect(Rejection, RankWithinQuota(cluster.index, cluster.quotas, namespace, asked, "binpack", names, 1, cluster.kept).rank())
     assert len(cluster.kept.rejections) == 1
     del text, asked
     assert reference() is None
@@ -516,9 +465,9 @@ def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted:
 
     def asked() -> Rejection:
         again = replace(wanted, cpu_milli=500)
-        found = RankWithinQuota(cluster.index, cluster.quotas, "team", again, policy, NAMES, 1, cluster.kept).rank()
-        assert isinstance(found, Rejection)
-        return found
+        return expect(
+            Rejection, RankWithinQuota(cluster.index, cluster.quotas, "team", again, policy, NAMES, 1, cluster.kept).rank()
+        )
 
     before = asked()
     cluster.index.take_changed()

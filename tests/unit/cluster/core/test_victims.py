@@ -16,7 +16,7 @@ from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Evictable, Eviction, Preemptor, fewest, find_eviction
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from tests.cluster_states import node_state, request, share
+from tests.cluster_states import expect, node_state, request, share
 
 NODE = node_state("a", 4)
 WHOLE = request(("app", 100, 0))
@@ -36,59 +36,25 @@ def evict(
     return find_eviction(node, {pod.uid: pod for pod in pods}, preemptor, **more)
 
 
-FULL = [held(f"low{gpu}", gpu, 100) for gpu in "123"]
-
-
-@pytest.mark.parametrize(
-    ("pods", "wanted", "victims"),
-    [
-        ([*FULL, held("high", "0", 60, 10)], share(50, 1), "low1"),
-        ([*FULL, held("high", "0", 60, 10), held("own", "0", 10, 9)], share(30, 1), ""),
-        # The pod beside one of a higher priority is of no use.
-        ([held("a", "0", 50), held("b", "1", 50), *[held(f"x{g}", g, 100, 5) for g in "23"], held("c", "1", 50, 9)], WHOLE, "a"),
-        # The lowest highest priority comes first, then the fewest.
-        ([held("one", "0", 90, 5), held("p", "1", 50, 1), held("q", "1", 50, 1), *FULL[1:]], WHOLE, "low2"),
-        ([held("one", "0", 90, 5), held("p", "1", 40, 1), held("q", "1", 50, 1), *[held(f"h{g}", g, 100, 9) for g in "23"]], WHOLE, "p q"),
-        ([held("one", "0", 90, 1), held("p", "1", 40, 1), held("q", "1", 50, 1), *[held(f"h{g}", g, 100, 9) for g in "23"]], WHOLE, "one"),
-        # The large pod alone is enough.
-        ([held("s", "0", 20), held("m", "0", 30), held("l", "0", 50), *[held(f"h{g}", g, 100, 10) for g in "123"]], share(50, 1), "l"),
-        ([held("four", "0123", 100)], WHOLE, "four"),
-        ([held(f"half{g}", g, 50, int(g)) for g in "0123"], request(("app", 200, 0)), "half0 half1"),
-        ([held("h", "0123", 100, 10)], WHOLE, None),
-        ([held("low", "0", 100), held("h", "123", 100, 11)], request(("app", 200, 0)), None),
-        ([held(f"h{g}", g, 60, 10) for g in "0123"], share(50, 1), None),
-    ],
-)  # fmt: skip
-def test_the_victims_are_the_best_set(pods: list[PlacedPod], wanted: PodRequest, victims: str | None) -> None:
-    found = evict(pods, wanted)
-    assert (None if found is None else sorted(found.victims)) == (None if victims is None else victims.split())
-
-
 def test_what_kube_scheduler_proposes_stays_unless_gpus_alone_are_short() -> None:
     pods = [held(f"half{gpu}", gpu, 50, int(gpu)) for gpu in "0123"]
     full = [held(f"{name}{gpu}", gpu, 50) for gpu in "0123" for name in "ab"]
-    found = evict(full, WHOLE, proposed=frozenset({"a1", "a2"}))
-    assert found is not None
+    found = expect(Eviction, evict(full, WHOLE, proposed=frozenset({"a1", "a2"})))
     assert len(found.victims) == 2
     assert len({uid[1] for uid in found.victims}) == 1, "both of one GPU, though kube-scheduler proposed one of each of two"
-    found = evict(full, WHOLE, proposed=frozenset({"cpu-only", "a1"}))
-    assert found is not None
+    found = expect(Eviction, evict(full, WHOLE, proposed=frozenset({"cpu-only", "a1"})))
     assert found.victims == {"cpu-only", "a1", "b1"}
-    found = evict(pods[:2], WHOLE, proposed=frozenset({"half0"}))
-    assert found is not None
+    found = expect(Eviction, evict(pods[:2], WHOLE, proposed=frozenset({"half0"})))
     assert found.victims == {"half0"}, "the node has enough in total, so it is short of something else"
 
 
 def test_pods_that_end_anyway_cost_nothing() -> None:
     pods = [held("ends", "0", 100), held("h", "1", 100, 20), *[held(f"low{gpu}", gpu, 100) for gpu in "23"]]
-    found = evict(pods, WHOLE, ending=frozenset({"ends", "elsewhere"}))
-    assert found is not None
+    found = expect(Eviction, evict(pods, WHOLE, ending=frozenset({"ends", "elsewhere"})))
     assert (found.victims, found.choice.shares[0][0][0]) == (frozenset({"ends"}), 0)
-    found = evict(pods, request(("app", 200, 0)), ending=frozenset({"ends"}))
-    assert found is not None
+    found = expect(Eviction, evict(pods, request(("app", 200, 0)), ending=frozenset({"ends"})))
     assert len(found.victims) == 1
-    found = evict(pods, WHOLE, ending=frozenset({"h"}))
-    assert found is not None
+    found = expect(Eviction, evict(pods, WHOLE, ending=frozenset({"h"})))
     assert (found.victims, found.choice.shares[0][0][0]) == (frozenset(), 1), "it ends by itself, and must not be named"
 
 
@@ -99,8 +65,7 @@ def test_gpus_that_are_not_offered_are_not_freed() -> None:
 
 def test_pods_that_are_not_bound_are_no_victims_and_give_way_to_a_higher_priority() -> None:
     pods = [held("kept", "0", 100, 5), held("equal", "1", 100, 10), *[held(f"low{gpu}", gpu, 100) for gpu in "23"]]
-    found = evict(pods, WHOLE, unbound=frozenset({"kept", "equal"}))
-    assert found is not None
+    found = expect(Eviction, evict(pods, WHOLE, unbound=frozenset({"kept", "equal"})))
     assert (found.victims, found.choice.shares[0][0][0]) == (frozenset(), 0)
 
 
@@ -112,8 +77,7 @@ def test_the_quota_counts_what_the_victims_held() -> None:
 
     preemptor = Preemptor(request=WHOLE, priority=1, policy="binpack", within_quota=within_quota)
     by_uid = {pod.uid: pod for pod in pods}
-    found = find_eviction(NODE, by_uid, preemptor)
-    assert found is not None
+    found = expect(Eviction, find_eviction(NODE, by_uid, preemptor))
     assert found.victims == {"p1"}, "though two GPUs are free"
     assert find_eviction(NODE, by_uid, replace(preemptor, evicts=frozenset({"p0"}))) is None
     only = replace(preemptor, evicts=frozenset({"p1"}))
@@ -124,11 +88,9 @@ def test_the_quota_counts_what_the_victims_held() -> None:
 def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
     node = node_state("a", 2, reported_shares={"agent": ((1, Amounts(100, 16384)),), "foreign": ((0, Amounts(10, 256)),)})
     pods = [PlacedPod(uid=uid, node="a", request=share(80, 1)) for uid in ("agent", "unknown")]
-    found = evict(pods, WHOLE, node=node)
-    assert found is not None
+    found = expect(Eviction, evict(pods, WHOLE, node=node))
     assert found.victims == {"agent"}, "the other GPU has an allocation of no pod"
-    found = evict(pods[1:], share(50, 1), node=node_state("a", 1))
-    assert found is not None
+    found = expect(Eviction, evict(pods[1:], share(50, 1), node=node_state("a", 1)))
     assert found.victims == {"unknown"}
 
 
@@ -151,8 +113,7 @@ def test_the_work_on_a_node_with_many_gpus_is_bounded() -> None:
         calls += 1
         return sum(sum(f"p{gpu}-{number}" in uids for number in range(10)) == 10 for gpu in range(64)) >= 4
 
-    found = fewest(pods, fits)
-    assert found is not None
+    found = expect(tuple, fewest(pods, fits))
     assert len(found) == 40
     assert calls < 16 * (4 + 40) + 10
 

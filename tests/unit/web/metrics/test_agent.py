@@ -17,15 +17,12 @@ def share(letter: str = "a", *, mechanisms: tuple[str, ...] = ("hami-core",)) ->
     return replace(allocation(letter, WEB, cores={0: 0b11111}, blocks={0: 0b11}), mechanisms=mechanisms)
 
 
-def test_before_the_first_picture_it_is_neither_up_nor_ready() -> None:
-    metrics = metrics_of(None)
-    assert series(metrics, "gpumgr_nvml_up") == series(metrics, "gpumgr_agent_ready") == {(): 0.0}
-    assert series(metrics, "gpumgr_nvml_last_sample_timestamp_seconds") == {}
-
-
-@pytest.mark.parametrize(("not_ready", "ready"), [((), 1.0), (("no driver was found yet",), 0.0)])
-def test_the_agent_is_ready_without_a_reason_against_it(not_ready: tuple[str, ...], ready: float) -> None:
-    assert ours(NodeReport(view=view_of(), not_ready=not_ready), "agent_ready") == {(): ready}
+def test_the_agent_is_ready_with_a_picture_and_without_a_reason_against_it() -> None:
+    before = metrics_of(None)
+    assert series(before, "gpumgr_nvml_up") == series(before, "gpumgr_agent_ready") == {(): 0.0}
+    assert series(before, "gpumgr_nvml_last_sample_timestamp_seconds") == {}
+    for not_ready, ready in (((), 1.0), (("no driver was found yet",), 0.0)):
+        assert ours(NodeReport(view=view_of(), not_ready=not_ready), "agent_ready") == {(): ready}
 
 
 @pytest.mark.parametrize(
@@ -83,10 +80,7 @@ def test_what_waits_for_the_api_server() -> None:
     assert writes.pop(("refused", "event")) == 4.0
     zeros = {(outcome, what) for outcome in ("ok", "refused") for what in ("pod", "event", "node", "eviction")}
     assert writes == dict.fromkeys(zeros - {("refused", "event")}, 0.0)
-
-
-def test_an_api_server_that_answers_is_up() -> None:
-    assert ours(NodeReport(view=view_of(), api_queue=ApiQueueState()), "api_server_up") == {(): 1.0}
+    assert ours(replace(report, api_queue=ApiQueueState()), "api_server_up") == {(): 1.0}
 
 
 @pytest.mark.parametrize(

@@ -155,12 +155,6 @@ def test_unknown_utilization_has_no_series_and_is_not_0() -> None:
     assert ours(report, "container_memory_used_bytes") == {SERIES: 700.0}
 
 
-def test_unattributed_memory_that_the_driver_does_not_report_has_no_series() -> None:
-    report = picture_of(share(), processes={99: None}, owners={99: None})
-    assert ours(report, "unaccounted_processes") == {(uuid_of(0),): 1.0, (uuid_of(1),): 0.0}
-    assert ours(report, "unaccounted_memory_bytes") == {(uuid_of(1),): 0.0}
-
-
 def test_a_share_without_memory_blocks_has_no_ratio_of_them() -> None:
     report = picture_of(share(blocks=0), processes={11: 1}, owners={11: container("a", WEB)})
     assert ours(report, "container_over_limit_ratio") == {}
@@ -196,9 +190,14 @@ def test_holders_under_one_name_make_one_series() -> None:
     assert ours(report, "container_core_allocated_ratio") == {SERIES: 0.02, ("", uuid_of(0), "", ""): 0.02}
 
 
-def test_unattributed_processes_are_counted_for_each_gpu() -> None:
-    report = picture_of(share(), processes={98: 5, 99: None}, owners={98: None, 99: None})
-    assert ours(report, "unaccounted_memory_bytes") == {(uuid_of(0),): 5.0, (uuid_of(1),): 0.0}
+@pytest.mark.parametrize(
+    ("processes", "memory"), [({98: 5, 99: None}, {(uuid_of(0),): 5.0}), ({98: None, 99: None}, {})], ids=["of one", "of none"]
+)
+def test_unattributed_processes_are_counted_for_each_gpu_with_the_memory_that_the_driver_reports(
+    processes: dict[int, int | None], memory: dict[tuple[str], float]
+) -> None:
+    report = picture_of(share(), processes=processes, owners={98: None, 99: None})
+    assert ours(report, "unaccounted_memory_bytes") == {**memory, (uuid_of(1),): 0.0}
     assert ours(report, "unaccounted_processes") == {(uuid_of(0),): 2.0, (uuid_of(1),): 0.0}
 
 

@@ -1,4 +1,4 @@
-"""What is counted while it happens, and that all names keep the rules that `promtool check metrics` applies."""
+"""What is counted while it happens. tests/e2e/test_promtool.py has the rules for names."""
 
 import re
 
@@ -12,24 +12,6 @@ from gpumgr.web.metrics.registry import OUTCOMES, Drift, Metrics, catalogue
 
 from .pages import families, full_picture, metrics_of
 from .pictures import uuid_of
-
-#: Words of promtool's linter that must not stand in a name: types, and units that are no base units.
-_FORBIDDEN_WORDS = {
-    *("counter", "gauge", "histogram", "summary", "untyped"),
-    *("s", "sec", "ms", "us", "ns", "b", "kb", "mb", "gb", "kib", "mib", "gib", "percent"),
-    *(
-        "milliseconds",
-        "microseconds",
-        "nanoseconds",
-        "minutes",
-        "hours",
-        "days",
-        "kilobytes",
-        "megabytes",
-        "gigabytes",
-        "mebibytes",
-    ),
-}
 
 
 @pytest.fixture
@@ -152,19 +134,6 @@ def full_metrics() -> Metrics:
     metrics = metrics_of(full_picture(), gpu_manager_names=False)
     metrics.xid(uuid_of(0), 79)
     return metrics
-
-
-def test_names_keep_the_rules_of_promtool() -> None:
-    for family in families(full_metrics()).values():
-        # The parser takes a counter's _total off its name.
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        assert family.documentation, name
-        assert family.type in ("counter", "gauge", "histogram"), name
-        assert re.fullmatch(r"gpumgr(_[a-z]+)+", name), name
-        assert not _FORBIDDEN_WORDS & set(name.split("_")), name
-        assert name.endswith("_total") == (family.type == "counter"), name
-        assert not re.search(r"_(bucket|count|sum|created)$", name), name
-        assert all(re.fullmatch(r"[a-z_]+", label) for s in family.samples for label in s.labels), name
 
 
 def test_the_catalogue_has_what_a_page_has() -> None:
