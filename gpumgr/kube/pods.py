@@ -107,7 +107,7 @@ def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
-    """`placed` and `placement_ignored`. Users may write these annotations, so a wrong one does not make a pod unreadable."""
+    """`placed`, `placement_ignored` and `bound_by_hami`. Users may write the annotations, so a wrong one does not make a pod unreadable."""
     text = annotations.get(PLACEMENT_ANNOTATION)
     if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
         return _placement(text, node)

@@ -1,7 +1,7 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
-A request is decided once, by what its GPUs have left then. More than the container holds is taken from what is free there, and after that
-from what other containers hold and may no longer use since a resize. If that is not enough, suspended containers lend memory: it is used
+A request is decided once, by what its GPUs have left then. What exceeds the container's grant is taken from what is free there, then from
+what other containers hold and may no longer use since a resize. If that is not enough, suspended containers lend memory: it is used
 like a burst, so their resume gets it back as far as it is not in use.
 """
 

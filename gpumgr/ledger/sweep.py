@@ -269,8 +269,8 @@ def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod
 
 
 def unlisted(a: Allocation) -> bool:
-    """Whether `List` never shows it: it belongs to an ordinary init container, or has gpu-manager's ids, or has no container name, which
-    `List` would have given to any other container."""
+    """Whether `List` never shows it: it belongs to an ordinary init container, or has gpu-manager's ids, or has no container name:
+    `List` gives one to each container that it shows."""
     return a.init or a.anonymous or a.container is None
 
 

@@ -2,13 +2,13 @@
 
 The first is a state machine for each GPU of each allocation:
 * An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
-  as many readings in a row that are not. Each change is reported once; the two alternate.
+  as many readings in a row that are not. Each change is reported once.
 * A sample without the allocation's memory is no reading: it neither counts nor interrupts.
 * An allocation that is gone is dropped without a report.
 
-A process of no container either really has none, or is left over from a container that has just ended: the driver lists such processes a
-moment longer. The first kind is reported at once, the second kind only after EXPECTED_SECONDS. Each process is reported once, and not again
-if it was hidden for a while.
+A process of no container either never had one, or is left over from a container that has just ended: the driver lists it a moment longer.
+The first kind is reported at once, the second kind only after EXPECTED_SECONDS. Each process is reported once, even if its
+GPU's process list can't be read, or its container is unknown, for a while.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
