@@ -130,8 +130,8 @@ async def _answer(request: Callable[[str], AbstractAsyncContextManager[aiohttp.C
         try:
             async with request(scheme) as response:
                 text = await response.read()
-        except aiohttp.ClientError as error:
-            failures.append(f"{scheme}: {error}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            failures.append(f"{scheme}: {error or 'no answer in time'}")
             continue
         try:
             document = decode_json(text)
@@ -171,11 +171,15 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
     assert process.stdout is not None, "it is a pipe"
     assert process.stderr is not None, "it is a pipe"
     try:
-        async with asyncio.timeout(_FORWARD_SECONDS):
-            line = (await process.stdout.readline()).decode(errors="replace")
-            if (found := _FORWARDED.match(line)) is None:
-                text = " ".join((await process.stderr.read()).decode(errors="replace").split())
-                raise GpumgrError(f"kubectl port-forward to the scheduler's pod {namespace}/{pod} failed: {text[:300]}")
+        try:
+            async with asyncio.timeout(_FORWARD_SECONDS):
+                line = (await process.stdout.readline()).decode(errors="replace")
+                found = _FORWARDED.match(line)
+                text = "" if found else " ".join((await process.stderr.read()).decode(errors="replace").split())
+        except TimeoutError:
+            found, text = None, f"it printed nothing for {_FORWARD_SECONDS:g} s"
+        if found is None:
+            raise GpumgrError(f"kubectl port-forward to the scheduler's pod {namespace}/{pod} failed: {text[:300]}")
         yield int(found[1])
     finally:
         if process.returncode is None:

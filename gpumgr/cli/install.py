@@ -134,7 +134,10 @@ def uninstall_service(place: Installation) -> list[str]:
     """Stops the service and removes the unit; returns the next step for the user. Raises GpumgrError."""
     for words in (("disable", "--now", place.unit.name), ("daemon-reload",)):
         click.echo(f"run        systemctl {' '.join(words)}")
-        done = subprocess.run(["systemctl", *words], capture_output=True, text=True)
+        try:
+            done = subprocess.run(["systemctl", *words], capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise GpumgrError("systemctl is not installed: this host has no systemd, or PATH lacks it") from error
         if done.returncode and place.unit.exists():
             raise GpumgrError(f"systemctl {' '.join(words)} failed: {(done.stderr or done.stdout).strip()}")
         place.unit.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ DEPRECATED: Final = 26
 #: The codes that mean: the driver, GPU or user lacks the capability that the call needs. Then the answer is unknown; that is no failure.
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The codes of a driver that is not loaded, or was reloaded.
-_DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
+_DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED})
 #: Codes that mean "there is none", which is no failure. (If a list is empty, the binding raises an error with the code SUCCESS.)
 _NONE_YET: Final = frozenset(
     {

@@ -17,13 +17,13 @@ import yaml
 
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.units import VCUDA_NAMES
+from gpumgr.common.unix_socket import MAX_PATH_BYTES
+from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import MOST_BURST_PERIOD_SECONDS, Settings, allowed, build, missing_file, sections
 from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
-#: The size of sun_path in Linux's sockaddr_un, without the closing NUL.
-_MAX_SOCKET_PATH_BYTES: Final = 107
 #: The length of the longest name of gpumgr's sockets in the device plugin folder, and of the slash before it.
 _OUR_SOCKET_BYTES: Final = 24
 #: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr". They are not settings.
@@ -305,22 +305,25 @@ def _hami(settings: Settings) -> Iterator[tuple[str, str]]:
             "node.profile",
             f"{settings.node.profile} needs the API server: the requested memory is only in the pod; allowed: tencent",
         )
-    hami = settings.hami
-    names = (hami.count_resource, hami.memory_resource, hami.memory_percentage_resource, hami.core_resource)
-    if len({*names, *VCUDA_NAMES}) < len(names) + len(VCUDA_NAMES):
-        yield (
-            "hami.count_resource",
-            f"the names {', '.join(names)} must differ from one another and from {' and '.join(VCUDA_NAMES)}",
-        )
+    default = ReplicaResources()
+    keys = [each for each in ReplicaResources.__struct_fields__ if each.endswith("_resource")]
+    names = [getattr(settings.hami, key) for key in keys]
+    for key, name in zip(keys, names, strict=True):
+        if name != getattr(default, key) and [*names, *VCUDA_NAMES].count(name) > 1:
+            yield (
+                f"hami.{key}",
+                f"the names {', '.join(names)} must differ from one another and from {' and '.join(VCUDA_NAMES)}",
+            )
+            return
 
 
 def _socket_paths(settings: Settings) -> Iterator[tuple[str, str]]:
     kubelet = settings.kubelet
     for key, path, limit in (
-        ("kubelet.device_plugin_dir", kubelet.device_plugin_dir, _MAX_SOCKET_PATH_BYTES - _OUR_SOCKET_BYTES),
-        ("kubelet.pod_resources_socket", kubelet.pod_resources_socket, _MAX_SOCKET_PATH_BYTES),
-        ("http.socket", settings.http.socket, _MAX_SOCKET_PATH_BYTES),
-        ("display.socket", settings.display.socket, _MAX_SOCKET_PATH_BYTES),
+        ("kubelet.device_plugin_dir", kubelet.device_plugin_dir, MAX_PATH_BYTES - _OUR_SOCKET_BYTES),
+        ("kubelet.pod_resources_socket", kubelet.pod_resources_socket, MAX_PATH_BYTES),
+        ("http.socket", settings.http.socket, MAX_PATH_BYTES),
+        ("display.socket", settings.display.socket, MAX_PATH_BYTES),
     ):
         if (length := len(os.fsencode(path))) > limit:
             yield key, f"the path has {length} bytes; allowed: {limit}, since unix sockets can't have longer names"

@@ -633,7 +633,7 @@ EXPORT result_t nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
     for (int slot = 0; uuid && found < 0 && slot < node.gpus * MAX_INSTANCES; slot++)
         if (instance_at(slot) && !strcmp(instance_at(slot)->uuid, uuid)) {
             result_t r = give_handle(__func__, slot / MAX_INSTANCES, device);
-            *device = mig_handle + slot;
+            if (!r) *device = mig_handle + slot;
             return leave(r);
         }
     return leave(give_handle(__func__, found, device));

@@ -50,7 +50,7 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand],
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
         if text := _refusal(demand, unused, _Sums()):
             remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""
-            decision.refused.append((pod, f"{text}; the quota alone does not allow it{remedy}"))
+            decision.refused.append((pod, f"{text}; even the unused quota does not allow it{remedy}"))
         elif text := _refusal(demand, quotas, granted):
             first.setdefault(demand.namespace, pod)
             reserved.add(demand)

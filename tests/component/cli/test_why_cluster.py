@@ -11,6 +11,7 @@ import pytest
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestServer
 
+from gpumgr.cli import cluster_why
 from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.sim.apiserver import SimApiServer
@@ -211,11 +212,14 @@ async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, gp
             "echo 'Forwarding from 127.0.0.1:1 -> 1234'; exec sleep 60",
             "the scheduler does not answer at the forwarded port: http: ",
         ),
+        ("exec sleep 60", "gpu/leader failed: it printed nothing for 0.5 s"),
     ],
 )
 async def test_a_port_that_can_not_be_forwarded_is_named(
-    folder: Path, tmp_path: Path, gpumgr_command: Gpumgr, script: str, said: str
+    folder: Path, tmp_path: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
+    if script == "exec sleep 60":
+        monkeypatch.setattr(cluster_why, "_FORWARD_SECONDS", 0.5)
     forwards(tmp_path, script)
     ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
     assert (ended.code, ended.out) == (1, "")

@@ -86,6 +86,10 @@ def test_an_uninstall_removes_the_unit_alone(place: Installation, tmp_path: Path
     with pytest.raises(GpumgrError, match=r"systemctl disable --now gpumgr\.service failed"):
         uninstall_service(place)
     assert place.unit.exists()
+    with monkeypatch.context() as bare:
+        bare.setenv("PATH", str(tmp_path / "empty"))
+        with pytest.raises(GpumgrError, match="systemctl is not installed"):
+            uninstall_service(place)
     (tmp_path / "broken").unlink()
     uninstall_service(place)
     assert (place.unit.exists(), place.config.exists()) == (False, True)

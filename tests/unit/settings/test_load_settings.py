@@ -175,6 +175,15 @@ MISTAKES = {
     "nvml: {sample_period_seconds: 5}\nenforcement: {memory_burst: true}": [
         "FILE:2: enforcement.memory_burst: true needs nvml.sample_period_seconds of at most 4: a start waits for two samples"
     ],
+    "node: {profile: hami}\nhami: {memory_resource: nvidia.com/gpu}": [
+        "FILE:2: hami.memory_resource: the names nvidia.com/gpu, nvidia.com/gpu, nvidia.com/gpumem-percentage, nvidia.com/gpucores, "
+        "nvidia.com/priority must differ from one another and from tencent.com/vcuda-core and tencent.com/vcuda-memory"
+    ],
+    "node: {profile: hami}\nhami: {priority_resource: tencent.com/vcuda-core}": [
+        "FILE:2: hami.priority_resource: the names nvidia.com/gpu, nvidia.com/gpumem, nvidia.com/gpumem-percentage, "
+        "nvidia.com/gpucores, tencent.com/vcuda-core must differ from one another and from tencent.com/vcuda-core and "
+        "tencent.com/vcuda-memory"
+    ],
     "node: {mig_strategy: single, profile: hami}": [
         "FILE:1: node.mig_strategy: single offers MIG devices as nvidia.com/gpu, which node.profile hami offers, too"
     ],

@@ -76,14 +76,14 @@ def test_a_pod_that_never_fits_holds_no_other_back() -> None:
     waiting = [(pod("huge", "1"), demand(share(90))), (pod("small", "2"), demand(share(10)))]
     allowed, refused = names(decide(waiting, [], quotas(Limit(cores=60))))
     assert allowed == ["small"]
-    assert refused["huge"] == "namespace team uses 0 of 60 cores; the pod needs 90; the quota alone does not allow it"
+    assert refused["huge"] == "namespace team uses 0 of 60 cores; the pod needs 90; even the unused quota does not allow it"
 
 
 def test_a_pod_that_may_get_forbidden_gpus_needs_a_selector() -> None:
     made = Quotas({"team": NamespaceQuota(labels=frozenset({"A100"}))})
     _, refused = names(decide([(pod("a"), demand(share(10), kinds=BOTH))], [], made))
     assert (
-        "no quota for model V100; its models: A100; the quota alone does not allow it; its nodeSelector may name" in refused["a"]
+        "no quota for model V100; its models: A100; even the unused quota does not allow it; its nodeSelector may name" in refused["a"]
     )
     assert names(decide([(pod("a"), demand(share(10)))], [], made))[0] == ["a"]
 
