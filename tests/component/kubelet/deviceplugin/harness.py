@@ -14,7 +14,7 @@ from gpumgr.common.units import Resource
 from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.kubelet.deviceplugin.plugin import DevicePlugin, PluginServer
 from gpumgr.ledger.answer import ContainerResponse, Mount
-from tests.kubelet_api import deviceplugin_services
+from tests.kubelet_api import deviceplugin, deviceplugin_services
 
 RESPONSE = ContainerResponse(
     envs={"NVIDIA_VISIBLE_DEVICES": "0"}, mounts=(Mount(container_path="/usr/local/nvidia", host_path="/run/x", read_only=True),)
@@ -59,6 +59,10 @@ async def kubelet_stub(path: Path) -> AsyncIterator[Any]:
     options = [("grpc.default_authority", "localhost")]
     async with grpc.aio.insecure_channel(f"unix:{path}", options=options) as channel:
         yield deviceplugin_services.DevicePluginStub(channel)
+
+
+def allocate_request(*ids: str) -> Any:
+    return deviceplugin.AllocateRequest(container_requests=[deviceplugin.ContainerAllocateRequest(devices_ids=ids)])
 
 
 def device_list(count: int, *, sick: int = 0) -> bytes:

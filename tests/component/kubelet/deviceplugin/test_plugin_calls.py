@@ -8,12 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.common.errors import Refusal, RefusalCode
-from tests.component.kubelet.deviceplugin.harness import RESPONSE, Served, device_list, kubelet_stub
+from tests.component.kubelet.deviceplugin.harness import RESPONSE, Served, allocate_request, device_list, kubelet_stub
 from tests.kubelet_api import deviceplugin as pb
-
-
-def allocate_request(*ids: str) -> Any:
-    return pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -61,32 +57,23 @@ async def test_refusals_keep_their_sentence(stub: Any, served: Served, code: Ref
 
 
 @pytest.mark.parametrize(
-    ("request_", "sentence"),
+    ("ids", "sentence"),
     [
-        pytest.param(pb.AllocateRequest(), "names no id of tencent.com/vcuda-memory", id="no container"),
-        pytest.param(allocate_request(), "names no id of tencent.com/vcuda-memory", id="no id"),
-        pytest.param(allocate_request("a-m0", "a-m1", "a-m0"), "names a-m0 twice", id="one id twice"),
-        pytest.param(
-            pb.AllocateRequest(
-                container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"]), pb.ContainerAllocateRequest()]
-            ),
-            "a container without any id",
-            id="an empty second container",
-        ),
+        ([], "names no id of tencent.com/vcuda-memory"),
+        ([[]], "names no id of tencent.com/vcuda-memory"),
+        ([["a-m0", "a-m1", "a-m0"]], "names a-m0 twice"),
+        ([["a-m0"], []], "a container without any id"),
+        (None, "-1 devices"),
     ],
+    ids=["no container", "no id", "one id twice", "an empty second container", "a negative preference"],
 )
-async def test_requests_that_make_no_sense(stub: Any, served: Served, request_: Any, sentence: str) -> None:
-    status, text = await refusal(stub.Allocate(request_))
+async def test_requests_that_make_no_sense(stub: Any, served: Served, ids: list[list[str]] | None, sentence: str) -> None:
+    negative = pb.PreferredAllocationRequest(container_requests=[pb.ContainerPreferredAllocationRequest(allocation_size=-1)])
+    wanted = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=each) for each in ids or ()])
+    status, text = await refusal(stub.GetPreferredAllocation(negative) if ids is None else stub.Allocate(wanted))
     assert status is grpc.StatusCode.INVALID_ARGUMENT
     assert sentence in text
     assert served.allocator.calls == []
-
-
-async def test_a_negative_preference(stub: Any) -> None:
-    wanted = pb.ContainerPreferredAllocationRequest(allocation_size=-1)
-    status, text = await refusal(stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[wanted])))
-    assert status is grpc.StatusCode.INVALID_ARGUMENT
-    assert "-1 devices" in text
 
 
 async def test_malformed_bytes_are_refused_and_the_server_continues(served: Served) -> None:

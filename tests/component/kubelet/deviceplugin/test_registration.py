@@ -20,8 +20,7 @@ from gpumgr.kubelet.deviceplugin.codec import encode_devices
 from gpumgr.kubelet.deviceplugin.registration import SOCKET_STEMS, KubeletLink, LinkTiming
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletVersion
-from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, kubelet_stub
-from tests.kubelet_api import deviceplugin as pb
+from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, allocate_request, kubelet_stub
 
 QUICK = LinkTiming(
     poll_seconds=0.01,
@@ -100,14 +99,19 @@ def socket_of(kubelet: SimKubelet, kind: Resource) -> Path:
 @asynccontextmanager
 async def held_call(link: Link, path: Path) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """An Allocate that runs at this socket; call the result to let it end."""
-    async with kubelet_stub(path) as stub:
+    async with AsyncExitStack() as connection:
+        stub = await connection.enter_async_context(kubelet_stub(path))
         held = link.allocator.hold = asyncio.Event()
-        call = stub.Allocate(pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a-m0"])]))
+        call = stub.Allocate(allocate_request("a-m0"))
         await link.allocator.began.wait()
 
         async def end() -> None:
+            """A stop also waits for the end of the connection, which lasts while a call of it exists."""
+            nonlocal call, stub
             held.set()
             await call
+            await connection.aclose()
+            call = stub = None
 
         yield end
 
@@ -337,14 +341,6 @@ async def test_a_hanging_kubelet_is_given_up_and_tried_again(kubelet: SimKubelet
         assert all("there was no answer in time" in str(state.error) for state in link.link.states.values())
         kubelet.register_hangs = False
         await offered(kubelet)
-
-
-async def test_a_node_without_kubelet_and_then_with_one(folder: Path) -> None:
-    kubelet = SimKubelet(folder)
-    async with linked(kubelet.plugin_folder) as link:
-        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
-        async with kubelet:
-            await offered(kubelet)
 
 
 @pytest.mark.parametrize(

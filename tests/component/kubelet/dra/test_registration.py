@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,19 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kubelet.dra.registration import DraLink
 from gpumgr.kubelet.dra.service import DraHealth
-from tests.component.kubelet.dra.harness import DRIVER, POOL, QUICK, Caller, StubKubelet, claim, linked, plugin_of, soon, until
+from tests.component.kubelet.dra.harness import (
+    DRIVER,
+    POOL,
+    QUICK,
+    Caller,
+    Linked,
+    StubKubelet,
+    claim,
+    linked,
+    plugin_of,
+    soon,
+    until,
+)
 
 REGISTRATION = f"{DRIVER}-reg.sock"
 
@@ -24,6 +37,18 @@ REGISTRATION = f"{DRIVER}-reg.sock"
 def dead_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
+
+
+@pytest.fixture
+async def one(folder: Path) -> AsyncIterator[Linked]:
+    async with linked(folder) as made:
+        yield made
+
+
+@pytest.fixture
+async def registered(one: Linked) -> Linked:
+    await one.kubelet.register()
+    return one
 
 
 async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
@@ -45,41 +70,36 @@ async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
         assert one.state.value == LinkState(registered=False, registrations=1)
 
 
-async def test_a_restarted_kubelet_registers_again(folder: Path) -> None:
-    async with linked(folder) as one:
-        await one.kubelet.register()
-        with capture_logs() as logs:
-            await one.kubelet.end()
-            await one.until(lambda state: not state.registered)
-        assert "the kubelet closed its connection to" in str(one.link.state.error)
-        assert [(line["event"], line["reason"]) for line in logs] == [("registration_lost", one.link.state.error)]
-        await one.kubelet.register()
-        assert one.link.state == LinkState(registered=True, registrations=2)
-        assert one.state.value == one.link.state
+async def test_a_restarted_kubelet_registers_again(registered: Linked) -> None:
+    with capture_logs() as logs:
+        await registered.kubelet.end()
+        await registered.until(lambda state: not state.registered)
+    assert "the kubelet closed its connection to" in str(registered.link.state.error)
+    assert [(line["event"], line["reason"]) for line in logs] == [("registration_lost", registered.link.state.error)]
+    await registered.kubelet.register()
+    assert registered.link.state == LinkState(registered=True, registrations=2)
+    assert registered.state.value == registered.link.state
 
 
-async def test_a_new_connection_alone_is_the_old_registration(folder: Path) -> None:
-    async with linked(folder) as one:
-        connection = await one.kubelet.register()
-        await one.kubelet.end()
-        await one.until(lambda state: not state.registered)
-        connection = grpc.aio.insecure_channel(f"unix:{one.kubelet.plugins}/{DRIVER}/dra.sock")
-        await Caller(connection).prepare()
-        await one.until(lambda state: state == LinkState(registered=True, registrations=1))
-        await connection.close()
+async def test_a_new_connection_alone_is_the_old_registration(one: Linked) -> None:
+    connection = await one.kubelet.register()
+    await one.kubelet.end()
+    await one.until(lambda state: not state.registered)
+    connection = grpc.aio.insecure_channel(f"unix:{one.kubelet.plugins}/{DRIVER}/dra.sock")
+    await Caller(connection).prepare()
+    await one.until(lambda state: state == LinkState(registered=True, registrations=1))
+    await connection.close()
 
 
-async def test_a_kubelet_that_ends_at_once_is_noticed(folder: Path) -> None:
-    async with linked(folder) as one:
-        await one.kubelet.register(hang_up=True)
-        await one.until(lambda state: not state.registered)
+async def test_a_kubelet_that_ends_at_once_is_noticed(one: Linked) -> None:
+    await one.kubelet.register(hang_up=True)
+    await one.until(lambda state: not state.registered)
 
 
-async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(folder: Path) -> None:
-    async with linked(folder) as one:
-        await one.kubelet.register(connect=False)
-        await asyncio.sleep(2 * QUICK.unconnected_seconds)
-        assert one.link.state.registered
+async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(one: Linked) -> None:
+    await one.kubelet.register(connect=False)
+    await asyncio.sleep(2 * QUICK.unconnected_seconds)
+    assert one.link.state.registered
 
 
 async def test_a_refusal_has_the_kubelets_sentence_and_is_logged_once(folder: Path) -> None:
@@ -126,40 +146,33 @@ async def test_a_callback_that_fails_does_not_undo_the_registration(folder: Path
     assert link.state.registered
 
 
-async def test_the_registration_socket_is_made_again_and_registered(folder: Path) -> None:
-    async with linked(folder) as one:
-        await one.kubelet.register()
-        (one.kubelet.registry / REGISTRATION).unlink()
-        with capture_logs() as logs:
-            await one.until(lambda state: not state.registered)
-        assert [line["event"] for line in logs] == ["socket_made_again", "registration_lost"]
-        await one.kubelet.register()
-        assert one.link.state == LinkState(registered=True, registrations=2)
+async def test_the_registration_socket_is_made_again_and_registered(registered: Linked) -> None:
+    (registered.kubelet.registry / REGISTRATION).unlink()
+    with capture_logs() as logs:
+        await registered.until(lambda state: not state.registered)
+    assert [line["event"] for line in logs] == ["socket_made_again", "registration_lost"]
+    await registered.kubelet.register()
+    assert registered.link.state == LinkState(registered=True, registrations=2)
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "folder removed"])
-async def test_the_dra_socket_is_made_again_and_calls_go_on(folder: Path, how: str) -> None:
-    async with linked(folder) as one:
-        connection = await one.kubelet.register()
-        one.claims.hold = asyncio.Event()
-        running = asyncio.ensure_future(_result(Caller(connection).prepare(claim("a"))))
-        await until(one.claims.running, lambda count: count == 1)
-        path = one.kubelet.plugins / DRIVER / "dra.sock"
-        path.unlink()
-        if how == "replaced":
-            dead_socket(path)
-        if how == "folder removed":
-            path.parent.rmdir()
-        await soon(lambda: one.link._dra.in_place)
-        one.claims.hold.set()
-        assert list((await running).claims) == ["uid-a"]
-        async with grpc.aio.insecure_channel(f"unix:{path}") as second:
-            assert list((await Caller(second).prepare(claim("b"))).claims) == ["uid-b"]
-        assert one.link.state == LinkState(registered=True, registrations=1)
-
-
-async def _result(call: Any) -> Any:
-    return await call
+async def test_the_dra_socket_is_made_again_and_calls_go_on(one: Linked, how: str) -> None:
+    connection = await one.kubelet.register()
+    one.claims.hold = asyncio.Event()
+    running = Caller(connection).prepare(claim("a"))
+    await until(one.claims.running, lambda count: count == 1)
+    path = one.kubelet.plugins / DRIVER / "dra.sock"
+    path.unlink()
+    if how == "replaced":
+        dead_socket(path)
+    if how == "folder removed":
+        path.parent.rmdir()
+    await soon(lambda: one.link._dra.in_place)
+    one.claims.hold.set()
+    assert list((await running).claims) == ["uid-a"]
+    async with grpc.aio.insecure_channel(f"unix:{path}") as second:
+        assert list((await Caller(second).prepare(claim("b"))).claims) == ["uid-b"]
+    assert one.link.state == LinkState(registered=True, registrations=1)
 
 
 @pytest.mark.parametrize("place", [f"plugins_registry/{REGISTRATION}", f"plugins/{DRIVER}/dra.sock"])
@@ -239,18 +252,17 @@ async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kil
             assert kubelet.sockets() == made
 
 
-async def test_a_stop_unregisters_first_and_lets_calls_end(folder: Path) -> None:
-    async with linked(folder) as one:
-        connection = await one.kubelet.register()
-        one.claims.hold = asyncio.Event()
-        running = asyncio.ensure_future(_result(Caller(connection).prepare(claim("a"))))
-        await until(one.claims.running, lambda count: count == 1)
-        stopping = asyncio.create_task(one.link.stop(30))
-        await soon(lambda: not one.kubelet.sockets())
-        await one.until(lambda state: not state.registered)
-        assert not stopping.done()
-        one.claims.hold.set()
-        assert list((await running).claims) == ["uid-a"]
-        with capture_logs() as logs:
-            await stopping
-        assert (one.link.state.registered, logs) == (False, [])
+async def test_a_stop_unregisters_first_and_lets_calls_end(one: Linked) -> None:
+    connection = await one.kubelet.register()
+    one.claims.hold = asyncio.Event()
+    running = Caller(connection).prepare(claim("a"))
+    await until(one.claims.running, lambda count: count == 1)
+    stopping = asyncio.create_task(one.link.stop(30))
+    await soon(lambda: not one.kubelet.sockets())
+    await one.until(lambda state: not state.registered)
+    assert not stopping.done()
+    one.claims.hold.set()
+    assert list((await running).claims) == ["uid-a"]
+    with capture_logs() as logs:
+        await stopping
+    assert (one.link.state.registered, logs) == (False, [])

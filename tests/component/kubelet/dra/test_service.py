@@ -89,20 +89,15 @@ async def test_failures_are_those_of_their_claim(channel: Any, served: Served, v
 async def test_claims_are_decided_at_the_same_time_and_to_the_end(channel: Any, served: Served) -> None:
     served.claims.hold = asyncio.Event()
     call = Caller(channel).prepare(claim("a"), claim("b"))
-    waiting = asyncio.ensure_future(_result(call))
     await until(served.claims.running, lambda count: count == 2)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await waiting
+        await call
     await soon(lambda: bool(served.outcomes))
     assert served.outcomes == [("NodePrepareResources", "cancelled")]
     assert served.claims.ended.value == 0
     served.claims.hold.set()
     await until(served.claims.ended, lambda count: count == 2)
-
-
-async def _result(call: Any) -> Any:
-    return await call
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,13 @@ def test_a_node_waits_for_the_pods_of_the_other_mode() -> None:
         assert f"node.mode is {mode}" in reason
     assert holders_of_other_mode(ledger(("by-claim", CLAIM)), "dra") is None
     assert holders_of_other_mode(Ledger(), "plugin") is None
+    many = holders_of_other_mode(ledger(*((f"p{n}", None) for n in range(9))), "dra") or ""
+    assert ("and 4 more" in many, "p5" in many) == (True, False)
 
 
 def test_what_the_kubelet_remembers_of_deleted_pods_is_not_taken_over() -> None:
     static = "0123456789abcdef" * 2
-    pods = MemoryPods(
-        {("team", "runs"): PodView(namespace="team", name="runs", uid="runs")},
-    )
+    pods = MemoryPods({("team", "runs"): PodView(namespace="team", name="runs", uid="runs")})
     pods.views["team", "mirror"] = PodView(namespace="team", name="mirror", uid="mirror", runtime_uid="of-the-kubelet")
     entries = [
         CheckpointEntry(pod_uid=uid, container="main", resource="tencent.com/vcuda-core", listed=["a-c00"])
@@ -70,22 +70,17 @@ def test_what_the_kubelet_remembers_of_deleted_pods_is_not_taken_over() -> None:
     assert of_existing_pods(entries, pods) == entries
 
 
-def test_only_five_holders_are_named() -> None:
-    reason = holders_of_other_mode(ledger(*((f"p{n}", None) for n in range(9))), "dra") or ""
-    assert "and 4 more" in reason
-    assert "p5" not in reason
-
-
 @pytest.mark.parametrize("effect", ["NoSchedule", "NoExecute"])
-def test_a_failed_gpu_has_the_taint_of_the_settings_and_a_cordoned_one_its_own(effect: str) -> None:
+def test_a_failed_gpu_has_the_taint_of_the_settings_and_a_cordoned_one_its_own(
+    effect: Literal["NoSchedule", "NoExecute"],
+) -> None:
     node = snapshot(3)
     uuids = [gpu.uuid for gpu in node.gpus]
     health = HardwareHealth(failed={uuids[0]: "XID 79"}, cordoned={uuids[0]: "maintenance", uuids[1]: "maintenance"})
     inventory = Inventory(snapshot=node, health=health)
     registry = inventory.register(Ledger().gpu_registry)
     names = [gpu.name for gpu in registry.gpus]
-    assert effect in ("NoSchedule", "NoExecute")
-    found = gpu_taints(registry, inventory, "NoExecute" if effect == "NoExecute" else "NoSchedule")
+    found = gpu_taints(registry, inventory, effect)
     assert {gpu: [(taint.key, taint.effect) for taint in taints] for gpu, taints in found.items()} == {
         names[0]: [(UNHEALTHY_TAINT, effect)],
         names[1]: [(CORDONED_TAINT, "NoSchedule")],
@@ -121,18 +116,6 @@ class ClaimServer:
         self.sent: list[str] = []
         self.refusals: list[Exception] = []
 
-    def add(self, world: World, name: str, gpu: int, *, node: str = "node-1", results: Sequence[Any] | None = None) -> None:
-        device = device_name(world.ledger.gpu_registry.gpus[gpu].name)
-        amounts = {"shareID": "s", "consumedCapacity": {"cores": "30", "memory": "256Mi"}}
-        given = [{"request": "gpu", "driver": DRA_DRIVER, "pool": node, "device": device, **amounts}]
-        status = {
-            "allocation": {"devices": {"results": given if results is None else results}},
-            "reservedFor": [{"resource": "pods", "name": name, "uid": f"pod-{name}"}],
-        }
-        self.claims[name] = {"metadata": {"uid": f"claim-{name}"}, "status": status}
-        use = ClaimUse(container="main", claim=name)
-        world.pods.views["team", name] = PodView(namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,))
-
     async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:  # noqa: ARG002
         name = path.rpartition("/")[2]
         if self.failures.get(name):
@@ -146,62 +129,96 @@ class ClaimServer:
         return True
 
 
-def side_of(
-    world: World,
-    server: ClaimServer,
-    folder: Path,
-    *,
-    driver: DraDriver | None = None,
-    lost: bool = True,
-    mode: Literal["plugin", "dra"] = "dra",
-) -> DraSide:
-    return DraSide(
-        Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=KubeletSettings(plugins_dir=folder / "plugins")),
-        driver or DraDriver(folder, folder, None, "node-1"),
-        cast("ApiServer", server),
-        ClaimParts(
-            agent_state=world.agent_state,
-            starts=world.agent.container_starts,
-            pods=world.pods,
-            enforcement=world.limits,
-            pod_resources=cast("Any", None),
-        ),
-        lost=lost,
-    )
+class Node:
+    """Two GPUs, a server with claims, and a kubelet. CDI specs are in `cdi`."""
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.folder, self.world, self.server, self.kubelet = folder, world, ClaimServer(), StubKubelet(folder)
+        self.cdi = folder / "cdi"
+
+    @property
+    def held(self) -> set[str]:
+        """The claims in the ledger."""
+        return {a.claim.name for a in self.world.ledger.allocations.values() if a.claim is not None}
+
+    def add(self, name: str, gpu: int = 0, *, node: str = "node-1", results: Sequence[Any] | None = None) -> None:
+        """A claim and its pod, which runs."""
+        device = device_name(self.world.ledger.gpu_registry.gpus[gpu].name)
+        amounts = {"shareID": "s", "consumedCapacity": {"cores": "30", "memory": "256Mi"}}
+        given = [{"request": "gpu", "driver": DRA_DRIVER, "pool": node, "device": device, **amounts}]
+        status = {
+            "allocation": {"devices": {"results": given if results is None else results}},
+            "reservedFor": [{"resource": "pods", "name": name, "uid": f"pod-{name}"}],
+        }
+        self.server.claims[name] = {"metadata": {"uid": f"claim-{name}"}, "status": status}
+        use = ClaimUse(container="main", claim=name)
+        view = PodView(namespace="team", name=name, uid=f"pod-{name}", phase="Running", claims=(use,))
+        self.world.pods.views["team", name] = view
+
+    def side(self, *, lost: bool = True, mode: Literal["plugin", "dra"] = "dra") -> DraSide:
+        return DraSide(
+            Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=KubeletSettings(plugins_dir=self.kubelet.plugins)),
+            DraDriver(self.kubelet.plugins, self.kubelet.registry, None, "node-1"),
+            cast("ApiServer", self.server),
+            ClaimParts(
+                agent_state=self.world.agent_state,
+                starts=self.world.agent.container_starts,
+                pods=self.world.pods,
+                enforcement=self.world.limits,
+                pod_resources=cast("Any", None),
+            ),
+            lost=lost,
+        )
+
+    async def prepared(self) -> Path:
+        """A claim is prepared by an earlier process; the path of its CDI spec."""
+        self.add("a")
+        await prepare(self.side(), "a")
+        self.server.claims.clear()
+        (spec,) = self.cdi.iterdir()
+        return spec
+
+
+async def prepare(side: DraSide, name: str) -> None:
+    await side.claims.prepare(ClaimRef(namespace="team", name=name, uid=f"claim-{name}"), deadline=math.inf)
+
+
+@pytest.fixture
+async def node(folder: Path) -> Node:
+    return Node(folder, await World.made(snapshot(2, 80), limits=unlimited(folder / "cdi")))
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ADOPT_SECONDS", "RECLAIM_SECONDS", "CDI_CHECK_SECONDS"):
+        monkeypatch.setattr(dra_side, name, 0.01)
+    monkeypatch.setattr(dra_side, "WITHDRAWAL_PAUSES", (0.01, 0.02))
 
 
 @asynccontextmanager
-async def after_a_lost_ledger(world: World, server: ClaimServer, folder: Path) -> AsyncIterator[DraSide]:
-    side = side_of(world, server, folder)
+async def after_a_lost_ledger(node: Node) -> AsyncIterator[DraSide]:
+    side = node.side()
     task = asyncio.create_task(side._adopt())
     try:
-        yield side
         async with asyncio.timeout(30):
+            yield side
             await task
     finally:
         task.cancel()
 
 
-def held(world: World) -> set[str]:
-    return {a.claim.name for a in world.ledger.allocations.values() if a.claim is not None}
-
-
-async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything_is_decided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
-    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
-    server.add(world, "a", 0)
-    server.add(world, "b", 0)
-    server.add(world, "elsewhere", 1, node="node-2")
-    server.add(world, "odd", 1, results=[{}])
-    server.failures = {"a": [AnswerError("HTTP 503: no leader", status=503), TimeoutError()], "b": [OSError("reset")]}
-    uuid = world.node.gpus[0].uuid
-    await world.agent_state.set_health(HardwareHealth(failed={uuid: "XID 79"}, cordoned={}))
+async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything_is_decided(node: Node) -> None:
+    node.add("a")
+    node.add("b")
+    node.add("elsewhere", 1, node="node-2")
+    node.add("odd", 1, results=[{}])
+    node.server.failures = {"a": [AnswerError("HTTP 503: no leader", status=503), TimeoutError()], "b": [OSError("reset")]}
+    uuid = node.world.node.gpus[0].uuid
+    await node.world.agent_state.set_health(HardwareHealth(failed={uuid: "XID 79"}, cordoned={}))
     with capture_logs() as logs:
-        async with after_a_lost_ledger(world, server, tmp_path):
+        async with after_a_lost_ledger(node):
             pass
-    assert held(world) == {"a", "b"}
+    assert node.held == {"a", "b"}
     assert [each["claim"] for each in logs if each["event"] == "claim_not_adopted"] == ["team/odd"]
 
 
@@ -213,135 +230,119 @@ async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything
         (ssl.SSLCertVerificationError("expired"), "claim team/a: SSLCertVerificationError: "),
     ],
 )
-async def test_while_claims_can_not_be_adopted_the_reason_is_shown(
-    failure: Exception, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
-    world, server = await World.made(snapshot(1, 80), limits=unlimited(tmp_path)), ClaimServer()
-    world.pods.synced = False
-    async with after_a_lost_ledger(world, server, tmp_path) as side:
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert "has not listed the pods" in (side.states[DRA_DRIVER].error or "")
-        server.add(world, "a", 0)
-        server.failures["a"] = [failure] * 5
-        world.pods.synced = True
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert shown in (side.states[DRA_DRIVER].error or "")
-    assert held(world) == {"a"}
+async def test_while_claims_can_not_be_adopted_the_reason_is_shown(failure: Exception, shown: str, node: Node) -> None:
+    node.world.pods.synced = False
+    async with after_a_lost_ledger(node) as side:
+        await soon(lambda: "has not listed the pods" in (side.states[DRA_DRIVER].error or ""))
+        node.add("a")
+        node.server.failures["a"] = [failure] * 5
+        node.world.pods.synced = True
+        await soon(lambda: shown in (side.states[DRA_DRIVER].error or ""))
+    assert node.held == {"a"}
 
 
-async def test_running_claims_are_adopted_once_a_driver_that_is_up_late_lists_the_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.0)
-    former, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
-    server.add(former, "a", 0)
-    world = World(snapshot(2, 80), limits=unlimited(tmp_path / "2"))
-    world.pods.views.update(former.pods.views)
-    async with after_a_lost_ledger(world, server, tmp_path) as side:
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert "the driver has not listed the GPUs" in (side.states[DRA_DRIVER].error or "")
-        await world.agent_state.set_snapshot(world.node)
-    assert held(world) == {"a"}
+async def test_running_claims_are_adopted_once_a_driver_that_is_up_late_lists_the_gpus(node: Node, tmp_path: Path) -> None:
+    late = Node(tmp_path, World(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")))
+    node.add("a")
+    late.world.pods.views.update(node.world.pods.views)
+    late.server = node.server
+    async with after_a_lost_ledger(late) as side:
+        await soon(lambda: "the driver has not listed the GPUs" in (side.states[DRA_DRIVER].error or ""))
+        await late.world.agent_state.set_snapshot(late.world.node)
+    assert late.held == {"a"}
 
 
 @asynccontextmanager
-async def ending_side(
-    world: World, server: ClaimServer, folder: Path, *, lost: bool
-) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
+async def ending_side(node: Node, *, lost: bool) -> AsyncIterator[DraSide]:
     """In mode plugin."""
-    kubelet = StubKubelet(folder)
-    driver = DraDriver(kubelet.plugins, kubelet.registry, None, "node-1")
-    side = side_of(world, server, folder, driver=driver, lost=lost, mode="plugin")
-    task = asyncio.create_task(side.run_out())
+    side = node.side(lost=lost, mode="plugin")
+    async with ended(node, side, asyncio.create_task(side.run_out())):
+        yield side
+
+
+@asynccontextmanager
+async def running_side(node: Node, *, lost: bool = False) -> AsyncIterator[DraSide]:
+    """A former part of the process has registered its driver."""
+    side = node.side(lost=lost)
+    former = asyncio.create_task(side.link.run())
+    async with ended(node, side, former):
+        await node.kubelet.register()
+        former.cancel()
+        await asyncio.wait([former])
+        async with ended(node, side, asyncio.create_task(side.run())):
+            yield side
+
+
+@asynccontextmanager
+async def ended(node: Node, side: DraSide, task: asyncio.Task[None]) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(30):
-            yield side, kubelet
+            yield
     finally:
         task.cancel()
         await asyncio.wait([task])
         await side.link.stop(0)
-        await kubelet.end()
+        await node.kubelet.end()
 
 
-async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is_registered(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.01)
-    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
-    server.add(world, "a", 0)
-    server.failures["a"] = [AnswerError("HTTP 503: no leader", status=503)] * 3
-    world.pods.synced = False
-    (folder / "plugins" / DRA_DRIVER).mkdir(parents=True)
-    async with ending_side(world, server, folder, lost=True) as (side, kubelet):
+async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is_registered(node: Node) -> None:
+    node.add("a")
+    node.server.failures["a"] = [AnswerError("HTTP 503: no leader", status=503)] * 3
+    node.world.pods.synced = False
+    (node.kubelet.plugins / DRA_DRIVER).mkdir()
+    async with ending_side(node, lost=True) as side:
         assert side.held_back
         await soon(lambda: "has not listed the pods" in (side.held_back or ""))
-        world.pods.synced = True
+        node.world.pods.synced = True
         await soon(lambda: "HTTP 503" in (side.held_back or ""))
         await soon(lambda: side.held_back is None)
-        assert held(world) == {"a"}
-        await kubelet.register()
+        assert node.held == {"a"}
+        await node.kubelet.register()
         with pytest.raises(Refusal, match="serves no new claims"):
-            await side.claims.prepare(ClaimRef(namespace="team", name="b", uid="claim-b"), deadline=math.inf)
+            await prepare(side, "b")
 
 
 @pytest.mark.parametrize("fault", ["no pods", "no right"])
-async def test_a_node_that_was_never_in_mode_dra_does_not_wait_for_claims(
-    fault: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.01)
-    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
-    server.add(world, "nic", 0, results=[])
-    server.failures["nic"] = [AnswerError("HTTP 403: forbidden", status=403)] * (fault == "no right")
-    world.pods.synced = fault != "no pods"
-    async with ending_side(world, server, folder, lost=True) as (side, _):
+async def test_a_node_that_was_never_in_mode_dra_does_not_wait_for_claims(fault: str, node: Node) -> None:
+    node.add("nic", results=[])
+    node.server.failures["nic"] = [AnswerError("HTTP 403: forbidden", status=403)] * (fault == "no right")
+    node.world.pods.synced = fault != "no pods"
+    async with ending_side(node, lost=True) as side:
         await soon(lambda: side.held_back is None)
-    assert not world.ledger.allocations
+    assert not node.world.ledger.allocations
 
 
-async def test_mode_plugin_restores_claims_at_once_and_deletes_the_slice_with_retries(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dra_side, "WITHDRAWAL_PAUSES", (0.01, 0.02))
-    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
-    spec = await prepared(world, tmp_path)
+async def test_mode_plugin_restores_claims_at_once_and_deletes_the_slice_with_retries(node: Node) -> None:
+    spec = await node.prepared()
     spec.unlink()
-    server.refusals = [OSError("no route to host")] * 10 + [AnswerError("HTTP 403: forbidden", status=403)] * 2
+    node.server.refusals = [OSError("no route to host")] * 10 + [AnswerError("HTTP 403: forbidden", status=403)] * 2
     with capture_logs() as logs:
-        async with ending_side(world, server, folder, lost=False) as (_, kubelet):
-            await kubelet.register()
+        async with ending_side(node, lost=False):
+            await node.kubelet.register()
             assert spec.exists()
-            await soon(lambda: not server.refusals)
+            await soon(lambda: not node.server.refusals)
             await asyncio.sleep(0.1)
-    assert set(server.sent) == {f"DELETE /apis/resource.k8s.io/v1/resourceslices/{slice_name('node-1')}"}
-    assert len(server.sent) == 13
+    assert set(node.server.sent) == {f"DELETE /apis/resource.k8s.io/v1/resourceslices/{slice_name('node-1')}"}
+    assert len(node.server.sent) == 13
     assert [each["log_level"] for each in logs if each["event"] == "slice_not_withdrawn"] == ["warning", "info"]
 
 
 @pytest.mark.parametrize("was_in_mode_dra", [False, True])
-async def test_mode_plugin_deletes_no_slice_where_the_node_never_had_one(
-    tmp_path: Path, folder: Path, was_in_mode_dra: bool
-) -> None:
-    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi")), ClaimServer()
+async def test_mode_plugin_deletes_no_slice_where_the_node_never_had_one(node: Node, was_in_mode_dra: bool) -> None:
     if was_in_mode_dra:
-        (folder / "plugins" / DRA_DRIVER).mkdir(parents=True)
-    async with ending_side(world, server, folder, lost=False) as (side, _):
+        (node.kubelet.plugins / DRA_DRIVER).mkdir()
+    async with ending_side(node, lost=False) as side:
         await soon(lambda: side.held_back is None)
         await asyncio.sleep(0.1)
-    assert [text.partition(" ")[0] for text in server.sent] == ["DELETE"] * was_in_mode_dra
+    assert [text.partition(" ")[0] for text in node.server.sent] == ["DELETE"] * was_in_mode_dra
 
 
-async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dra_side, "RECLAIM_SECONDS", 0.01)
-    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
-    side = side_of(world, server, tmp_path)
+async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(node: Node) -> None:
+    side = node.side()
     for name in ("a", "b", "c"):
-        server.add(world, name, 0)
-        await side.claims.prepare(ClaimRef(namespace="team", name=name, uid=f"claim-{name}"), deadline=math.inf)
-    world.pods.views.clear()
+        node.add(name)
+        await prepare(side, name)
+    node.world.pods.views.clear()
     listings: list[Listing | Exception] = [KubeletError("no socket"), KeyError("pod")]
 
     class PodResources:
@@ -352,35 +353,34 @@ async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(tmp_path: 
             return found
 
     side._pod_resources = PodResources()
-    server.claims = {"b": {"metadata": {}}}
-    server.failures["a"] = [AnswerError("HTTP 403: forbidden", status=403)] * 1000
+    node.server.claims = {"b": {"metadata": {}}}
+    node.server.failures["a"] = [AnswerError("HTTP 403: forbidden", status=403)] * 1000
     with capture_logs() as logs:
         task = asyncio.create_task(side._reclaim())
-        await soon(lambda: held(world) == {"a", "b"})
+        await soon(lambda: node.held == {"a", "b"})
         await asyncio.sleep(0.1)
         task.cancel()
-    errors = [each["errors"] for each in logs if each["event"] == "leaked_claims_not_examined"]
-    assert [[*each] for each in errors] == [["the kubelet's list"], ["the kubelet's list"], ["team/a", "team/b"]]
-    assert {each["consequence"] for each in logs if each["event"] == "leaked_claims_not_examined"} == {
+    told = [each for each in logs if each["event"] == "leaked_claims_not_examined"]
+    assert [[*each["errors"]] for each in told] == [["the kubelet's list"], ["the kubelet's list"], ["team/a", "team/b"]]
+    assert {each["consequence"] for each in told} == {
         f"these claims keep their GPUs; the agent examines them again after {dra_side.RECLAIM_SECONDS:g} s"
     }
 
 
-async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(tmp_path: Path) -> None:
-    world, server = await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer()
-    side = side_of(world, server, tmp_path)
+async def test_a_changed_share_mode_changes_the_slice_and_the_next_decision(node: Node) -> None:
+    side = node.side()
     side.update()
     assert [each.shared for each in side.publisher.devices or ()] == [True, True]
     side.apply(Settings(node=NodeSettings(name="node-1", mode="dra"), placement=PlacementSettings(share_mode=False)))
     assert [each.shared for each in side.publisher.devices or ()] == [False, False]
-    server.add(world, "a", 0)
+    node.add("a")
     with pytest.raises(Refusal, match=r"placement\.share_mode is off"):
-        await side.claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"), deadline=math.inf)
+        await prepare(side, "a")
 
 
-async def test_only_a_registration_makes_all_waiting_pods_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_registration_makes_all_waiting_pods_due(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that the kubelet connects again."""
-    side = side_of(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)), ClaimServer(), tmp_path)
+    side = node.side()
     due: list[int] = []
     monkeypatch.setattr(side._waiting_pods, "retry_now", lambda: due.append(side.publisher.registration.registrations))
     for registered, registrations in ((True, 1), (False, 1), (True, 1), (False, 1), (True, 2)):
@@ -389,12 +389,11 @@ async def test_only_a_registration_makes_all_waiting_pods_due(tmp_path: Path, mo
     assert due == [0, 1]
 
 
-async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpus_that_the_driver_does_not_list_are_not_offered(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a start without the driver the former slice would offer them."""
-    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path))
-    await world.agent_state.set_snapshot(EMPTY)
+    await node.world.agent_state.set_snapshot(EMPTY)
     monkeypatch.setattr(dra_side, "SLOW_DRIVER_SECONDS", 0.1)
-    side = side_of(world, ClaimServer(), tmp_path)
+    side = node.side()
 
     def offer() -> list[list[str]] | None:
         """The taints of each device."""
@@ -405,92 +404,53 @@ async def test_gpus_that_the_driver_does_not_list_are_not_offered(tmp_path: Path
     assert offer() is None, "the driver may only be slow: the slice of the former agent stays"
     await asyncio.sleep(0.1)
     assert offer() == []
-    await world.agent_state.set_snapshot(world.node)
+    await node.world.agent_state.set_snapshot(node.world.node)
     assert offer() == [[], []]
-    await world.agent_state.set_snapshot(EMPTY)
+    await node.world.agent_state.set_snapshot(EMPTY)
     assert offer() == [[LOST_TAINT], [LOST_TAINT]]
 
 
-@asynccontextmanager
-async def running_side(world: World, folder: Path, *, lost: bool = False) -> AsyncIterator[tuple[DraSide, StubKubelet]]:
-    """A former part of the process has registered its driver."""
-    kubelet = StubKubelet(folder)
-    side = side_of(world, ClaimServer(), folder, driver=DraDriver(kubelet.plugins, kubelet.registry, None, "node-1"), lost=lost)
-    former = asyncio.create_task(side.link.run())
-    task = None
-    try:
-        async with asyncio.timeout(30):
-            await kubelet.register()
-            former.cancel()
-            await asyncio.wait([former])
-            task = asyncio.create_task(side.run())
-            yield side, kubelet
-    finally:
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-        await side.link.stop(0)
-        await kubelet.end()
-
-
 @pytest.mark.parametrize("reason", ["holder", "lost"])
-async def test_a_driver_that_may_not_be_registered_yet_is_registered_anew_later(
-    reason: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dra_side, "ADOPT_SECONDS", 0.05)
-    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path))
+async def test_a_driver_that_may_not_be_registered_yet_is_registered_anew_later(reason: str, node: Node) -> None:
+    world = node.world
     if reason == "holder":
         gpu = world.ledger.gpu_registry.gpus[0].name
         holder = Allocation(id="a", pod=("team", "by-plugin"), container="main", gpus={gpu: Amounts(10, 256)})
         world.agent_state.ledger = world.ledger.occupy(holder)
     else:
         world.pods.synced = False
-    async with running_side(world, folder, lost=reason == "lost") as (side, kubelet):
-        await soon(lambda: f"{DRA_DRIVER}-reg.sock" not in kubelet.sockets())
+    async with running_side(node, lost=reason == "lost") as side:
+        await soon(lambda: f"{DRA_DRIVER}-reg.sock" not in node.kubelet.sockets())
         assert not side.states[DRA_DRIVER].registered
         assert side.states[DRA_DRIVER].error
         world.agent_state.ledger, world.pods.synced = world.ledger.free(["a"]), True
-        await kubelet.register()
+        await node.kubelet.register()
         await soon(lambda: side.states[DRA_DRIVER].registered)
         assert side.states[DRA_DRIVER].error is None
 
 
-async def prepared(world: World, folder: Path) -> Path:
-    """A claim is prepared by an earlier process; the path of its CDI spec."""
-    server = ClaimServer()
-    server.add(world, "a", 0)
-    await side_of(world, server, folder).claims.prepare(ClaimRef(namespace="team", name="a", uid="claim-a"), deadline=math.inf)
-    (spec,) = (folder / "cdi").iterdir()
-    return spec
-
-
-async def test_cdi_specs_are_there_before_anything_is_decided(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi"))
-    spec, found = await prepared(world, tmp_path), list[bool]()
+async def test_cdi_specs_are_there_before_anything_is_decided(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, found = await node.prepared(), list[bool]()
     spec.unlink()
     monkeypatch.setattr(DraPlugin, "decide_with", lambda *_: found.append(spec.exists()))
-    async with running_side(world, folder):
+    async with running_side(node):
         await soon(lambda: bool(found))
     assert found == [True]
 
 
 async def test_a_cdi_spec_that_others_change_is_written_again_and_one_that_is_intact_is_left_alone(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dra_side, "CDI_CHECK_SECONDS", 0.01)
-    world = await World.made(snapshot(2, 80), limits=unlimited(tmp_path / "cdi"))
-    spec = await prepared(world, tmp_path)
+    spec = await node.prepared()
     content, starts = spec.read_text(), list[str]()
-    start = world.agent.container_starts.start
+    start = node.world.agent.container_starts.start
 
     async def counted(allocation: Allocation) -> None:
         await start(allocation)
         starts.append(allocation.id)
 
-    monkeypatch.setattr(world.agent.container_starts, "start", counted)
-    async with running_side(world, folder):
+    monkeypatch.setattr(node.world.agent.container_starts, "start", counted)
+    async with running_side(node):
         await soon(lambda: len(starts) == 1)
         for garbage in ("", "garbage" * 9, content.swapcase()):
             await asyncio.sleep(0.1)
@@ -505,10 +465,9 @@ async def test_a_cdi_spec_that_others_change_is_written_again_and_one_that_is_in
 
 
 async def test_a_stop_does_not_spend_its_time_on_an_api_server_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = await World.made(snapshot(1, 80), limits=unlimited(tmp_path))
-    side = side_of(world, ClaimServer(), tmp_path)
+    side = node.side()
     given = list[float]()
 
     async def withdraw(*, timeout_seconds: float) -> bool:

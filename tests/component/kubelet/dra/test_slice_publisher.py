@@ -64,12 +64,8 @@ class Stage:
             while not condition():  # noqa: ASYNC110 (state of several tasks)
                 await asyncio.sleep(0.005)
 
-    async def settled(self, *names: str) -> None:
-        await self.until(lambda: self.publisher.state.published and self.published() == list(names))
-
-
-def names(*devices: SliceDevice) -> list[str]:
-    return [each.name for each in devices]
+    async def settled(self, *devices: SliceDevice) -> None:
+        await self.until(lambda: self.publisher.state.published and self.published() == [each.name for each in devices])
 
 
 @asynccontextmanager
@@ -88,20 +84,33 @@ async def staged(
         await server.close()
 
 
-async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.publisher.offer((*DEVICES, device(2)))
-        await stage.until(stage.publisher._reflector.synced.is_set)
-        assert (stage.methods, stage.publisher.state.published) == ([], False)
-        stage.register(1)
-        await stage.settled(*names(*DEVICES, device(2)))
-        (owner,) = stage.slice["metadata"]["ownerReferences"]
-        assert (owner["kind"], owner["uid"]) == ("Node", "uid-node-1")
-        assert stage.publisher.state.devices == 3
-        stage.register(2)
-        stage.publisher.offer((device(3),))
-        await stage.settled(device(3).name)
-        assert stage.methods == ["POST", "PUT"], "neither what the server spells anew nor a registration is a change"
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def published(stage: Stage) -> Stage:
+    """The devices are in the slice."""
+    stage.register(1)
+    await stage.settled(*DEVICES)
+    return stage
+
+
+async def test_it_publishes_once_after_the_registration(stage: Stage) -> None:
+    stage.publisher.offer((*DEVICES, device(2)))
+    await stage.until(stage.publisher._reflector.synced.is_set)
+    assert (stage.methods, stage.publisher.state.published) == ([], False)
+    stage.register(1)
+    await stage.settled(*DEVICES, device(2))
+    (owner,) = stage.slice["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("Node", "uid-node-1")
+    assert stage.publisher.state.devices == 3
+    stage.register(2)
+    stage.publisher.offer((device(3),))
+    await stage.settled(device(3))
+    assert stage.methods == ["POST", "PUT"], "neither what the server spells anew nor a registration is a change"
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -111,7 +120,7 @@ async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_
 
     async with staged(tmp_path, prepare=before) as stage:
         stage.register(1)
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
         assert stage.slice["spec"]["pool"]["generation"] == 7
         # The watch may not have listed it yet: then it is found by a POST that is refused.
         assert [method for method in stage.methods if method == "PUT"] == ([] if same else ["PUT"])
@@ -124,9 +133,9 @@ async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp
     """Whichever comes first. The end of `notify_seconds` is far away."""
     async with staged(tmp_path, replace(AT_ONCE, notify_seconds=LONG)) as stage:
         stage.register(1)
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
         stage.resources.remove(NAME)  # the registration was lately
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
         stage.publisher._registered_at = float("-inf")  # it was long ago
         stage.resources.remove(NAME)
         await stage.until(lambda: not stage.publisher._stored)
@@ -134,19 +143,16 @@ async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp
             await asyncio.sleep(0)
         assert stage.slice is None
         stage.register(2)
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
 
 
-async def test_while_the_driver_is_not_registered_nothing_is_written(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        stage.register(0)
-        stage.resources.remove(NAME)
-        await stage.until(lambda: not stage.publisher._stored)
-        assert stage.methods == ["POST"]
-        stage.register(2)
-        await stage.settled(*names(*DEVICES))
+async def test_while_the_driver_is_not_registered_nothing_is_written(published: Stage) -> None:
+    published.register(0)
+    published.resources.remove(NAME)
+    await published.until(lambda: not published.publisher._stored)
+    assert published.methods == ["POST"]
+    published.register(2)
+    await published.settled(*DEVICES)
 
 
 async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_write(
@@ -167,114 +173,97 @@ async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_w
         assert stage.methods == []
         monkeypatch.undo()
         stage.register(2)
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
 
 
-async def test_what_others_change_is_changed_back(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        stage.resources.put({**stage.slice, "spec": {**stage.slice["spec"], "devices": []}})
-        await stage.settled(*names(*DEVICES))
-        assert stage.methods == ["POST", "PUT"]
+async def test_what_others_change_is_changed_back(published: Stage) -> None:
+    published.resources.put({**published.slice, "spec": {**published.slice["spec"], "devices": []}})
+    await published.settled(*DEVICES)
+    assert published.methods == ["POST", "PUT"]
 
 
-async def test_a_conflict_is_answered_with_the_present_version(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        stage.resources.answers += [failure(409, "Conflict", "modified")]
-        stage.publisher.offer(DEVICES[:1])
-        await stage.settled(*names(*DEVICES[:1]))
-        assert (stage.methods, stage.publisher.state.error) == (["POST", "PUT", "PUT"], None)
+async def test_a_conflict_is_answered_with_the_present_version(published: Stage) -> None:
+    published.resources.answers += [failure(409, "Conflict", "modified")]
+    published.publisher.offer(DEVICES[:1])
+    await published.settled(*DEVICES[:1])
+    assert (published.methods, published.publisher.state.error) == (["POST", "PUT", "PUT"], None)
 
 
-async def test_an_expired_watch_finds_the_deletion(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        await stage.until(lambda: stage.publisher._reflector._objects)
-        await stage.sim.stop()
-        stage.resources.remove(NAME)
-        stage.resources.forget()
-        await stage.sim.start()
-        await stage.until(lambda: stage.slice is not None)
-        await stage.settled(*names(*DEVICES))
+async def test_an_expired_watch_finds_the_deletion(published: Stage) -> None:
+    await published.until(lambda: published.publisher._reflector._objects)
+    await published.sim.stop()
+    published.resources.remove(NAME)
+    published.resources.forget()
+    await published.sim.start()
+    await published.until(lambda: published.slice is not None)
+    await published.settled(*DEVICES)
 
 
-async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(tmp_path: Path) -> None:
+async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(stage: Stage) -> None:
     """The connection breaks between the answer to the write and its event, and the history is lost."""
-    async with staged(tmp_path) as stage:
-        await stage.until(stage.publisher._reflector.synced.is_set)
-        stage.resources.send_events(False)
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        assert not stage.publisher._reflector._objects
-        await stage.sim.stop()
-        stage.resources.send_events(True)
-        stage.resources.remove(NAME)
-        stage.resources.forget()
-        await stage.sim.start()
-        await stage.until(lambda: stage.slice is not None)
-        await stage.settled(*names(*DEVICES))
-        assert stage.methods == ["POST", "POST"]
+    await stage.until(stage.publisher._reflector.synced.is_set)
+    stage.resources.send_events(False)
+    stage.register(1)
+    await stage.settled(*DEVICES)
+    assert not stage.publisher._reflector._objects
+    await stage.sim.stop()
+    stage.resources.send_events(True)
+    stage.resources.remove(NAME)
+    stage.resources.forget()
+    await stage.sim.start()
+    await stage.until(lambda: stage.slice is not None)
+    await stage.settled(*DEVICES)
+    assert stage.methods == ["POST", "POST"]
 
 
 @pytest.mark.parametrize(("newer", "methods"), [(True, ["POST"]), (False, ["POST", "POST"])])
 async def test_a_list_without_the_slice_is_a_deletion_unless_the_slice_is_newer(
-    tmp_path: Path, newer: bool, methods: list[str]
+    published: Stage, newer: bool, methods: list[str]
 ) -> None:
     """The slice exists: a creation is refused, and the slice is read."""
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        await stage.until(lambda: stage.publisher._reflector._objects)
-        stage.publisher._listed("0" if newer else stage.slice["metadata"]["resourceVersion"], ())
-        await stage.until(lambda: stage.methods == methods and stage.publisher._stored)
-        await stage.settled(*names(*DEVICES))
-        assert (stage.methods, stage.publisher.state.error) == (methods, None)
+    await published.until(lambda: published.publisher._reflector._objects)
+    published.publisher._listed("0" if newer else published.slice["metadata"]["resourceVersion"], ())
+    await published.until(lambda: published.methods == methods and published.publisher._stored)
+    await published.settled(*DEVICES)
+    assert (published.methods, published.publisher.state.error) == (methods, None)
 
 
 @pytest.mark.parametrize("listed", [False, True])
-async def test_a_deletion_is_found_although_it_is_known_before_the_answer_to_the_write(tmp_path: Path, listed: bool) -> None:
+async def test_a_deletion_is_found_although_it_is_known_before_the_answer_to_the_write(stage: Stage, listed: bool) -> None:
     """By an event, or by a list that begins the watch anew. A kubelet that starts deletes the slice a moment after its creation."""
-    async with staged(tmp_path) as stage:
-        publisher, changes = stage.publisher, list[bool]()
-        send, changed = publisher._send, publisher._reflector._on_change
+    publisher, changes = stage.publisher, list[bool]()
+    send, changed = publisher._send, publisher._reflector._on_change
 
-        def on_change(before: StoredSlice | None, after: StoredSlice | None) -> None:
-            changed(before, after)
-            changes.append(after is not None)
+    def on_change(before: StoredSlice | None, after: StoredSlice | None) -> None:
+        changed(before, after)
+        changes.append(after is not None)
 
-        async def send_and_delete(sent: Any, stored: StoredSlice | None) -> Any:
-            answer = await send(sent, stored)
-            if len(stage.methods) == 1:
-                stage.resources.remove(NAME)
-                if listed:
-                    publisher._listed(answer["metadata"]["resourceVersion"], ())
-                else:
-                    await stage.until(lambda: changes == [True, False])
-            return answer
+    async def send_and_delete(sent: Any, stored: StoredSlice | None) -> Any:
+        answer = await send(sent, stored)
+        if len(stage.methods) == 1:
+            stage.resources.remove(NAME)
+            if listed:
+                publisher._listed(answer["metadata"]["resourceVersion"], ())
+            else:
+                await stage.until(lambda: changes == [True, False])
+        return answer
 
-        await stage.until(publisher._reflector.synced.is_set)
-        publisher._send, publisher._reflector._on_change = send_and_delete, on_change  # type: ignore[method-assign]
-        stage.resources.send_events(not listed)
-        stage.register(1)
-        await stage.until(lambda: stage.methods == ["POST", "POST"])
-        await stage.settled(*names(*DEVICES))
+    await stage.until(publisher._reflector.synced.is_set)
+    publisher._send, publisher._reflector._on_change = send_and_delete, on_change  # type: ignore[method-assign]
+    stage.resources.send_events(not listed)
+    stage.register(1)
+    await stage.until(lambda: stage.methods == ["POST", "POST"])
+    await stage.settled(*DEVICES)
 
 
-async def test_only_a_registration_counts_as_one(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        stage.publisher._registered_at = float("-inf")
-        stage.publisher.follow(LinkState(registered=True, registrations=1, error="the folder is read-only"))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert stage.publisher._registered_at == float("-inf")
-        stage.register(2)
-        await stage.until(lambda: stage.publisher._registered_at > float("-inf"))
+async def test_only_a_registration_counts_as_one(published: Stage) -> None:
+    published.publisher._registered_at = float("-inf")
+    published.publisher.follow(LinkState(registered=True, registrations=1, error="the folder is read-only"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert published.publisher._registered_at == float("-inf")
+    published.register(2)
+    await published.until(lambda: published.publisher._registered_at > float("-inf"))
 
 
 async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,18 +293,18 @@ async def test_changes_are_written_together_and_the_last_one_counts(tmp_path: Pa
     async with staged(tmp_path, replace(AT_ONCE, change_seconds=2.0)) as stage:
         stage.publisher._clock = lambda: now[0]
         stage.register(1)
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
         for number in range(5):
             stage.publisher.offer((device(number + 5),))
             await asyncio.sleep(0.01)
         assert stage.methods == ["POST"]
         now[0] += 2.0
         stage.publisher._wake.set()
-        await stage.settled(device(9).name)
+        await stage.settled(device(9))
         assert stage.methods == ["POST", "PUT"]
         now[0] += 2.0
         stage.publisher.offer(DEVICES)
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
 
 
 async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) -> None:
@@ -326,7 +315,7 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
             stage.register(1)
             await stage.until(lambda: len(stage.methods) == 3)
             assert stage.publisher.state.error == f"HTTP 422: {sentence}"
-            await stage.settled(*names(*DEVICES))
+            await stage.settled(*DEVICES)
             assert stage.publisher.state.error is None
     (line,) = [each for each in logs if each["event"] == "slice_not_published"]
     assert (line["error"], line["consequence"]) == (
@@ -345,18 +334,17 @@ async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: 
             assert not stage.methods
             most = tuple(device(n) for n in range(64))
             stage.publisher.offer(most)
-            await stage.settled(*names(*most))
+            await stage.settled(*most)
     (error,) = [each["error"] for each in logs if each["event"] == "slice_not_published"]
     assert "this node has 65 GPUs, and a ResourceSlice can have 64 devices" in error
 
 
-async def test_the_api_server_comes_back(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        await stage.sim.stop()
-        stage.register(1)
-        await stage.until(lambda: stage.publisher.state.error)
-        await stage.sim.start()
-        await stage.settled(*names(*DEVICES))
+async def test_the_api_server_comes_back(stage: Stage) -> None:
+    await stage.sim.stop()
+    stage.register(1)
+    await stage.until(lambda: stage.publisher.state.error)
+    await stage.sim.start()
+    await stage.settled(*DEVICES)
 
 
 async def test_a_server_without_the_api_is_named(tmp_path: Path) -> None:
@@ -379,13 +367,16 @@ async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate
             wanted = (DEVICES[0], device(1, taints=(SICK,)))
             stage.publisher.offer(wanted)
             stage.register(1)
-            await stage.settled(*names(*left))
+            await stage.settled(*left)
             assert gate in str(stage.publisher.state.dropped)
-            assert all(names(*left) == [each["name"] for each in sent["spec"]["devices"]] for _, sent in stage.resources.writes)
+            assert all(
+                [each.name for each in left] == [each["name"] for each in sent["spec"]["devices"]]
+                for _, sent in stage.resources.writes
+            )
             probes = stage.resources.probes
             await stage.until(lambda: stage.resources.probes > probes)
             stage.resources.without = set()
-            await stage.settled(*names(*wanted))
+            await stage.settled(*wanted)
             await stage.until(lambda: stage.publisher.state.dropped is None)
     assert len([each for each in logs if each["event"] == "slice_fields_dropped"]) == 1
 
@@ -393,7 +384,7 @@ async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate
 async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tmp_path: Path) -> None:
     async with staged(tmp_path, replace(AT_ONCE, probe_seconds=LONG)) as stage:
         stage.register(1)
-        await stage.settled(*names(*DEVICES))
+        await stage.settled(*DEVICES)
         stage.resources.without = {"DRAConsumableCapacity"}
         stage.publisher.offer(DEVICES[:1])
         await stage.settled()
@@ -403,16 +394,13 @@ async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tm
 # -- the end -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_withdrawn_slice_stays_away(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
-        stage.register(1)
-        await stage.settled(*names(*DEVICES))
-        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
-        stage.publisher.offer(())
-        stage.register(2)
-        await stage.until(lambda: not stage.publisher._stored)
-        assert (stage.slice, stage.publisher.state.published) == (None, False)
-        assert await stage.publisher.withdraw(timeout_seconds=5.0) is True
-        assert stage.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
-        await stage.sim.stop()
-        assert await stage.publisher.withdraw(timeout_seconds=5.0) is False
+async def test_a_withdrawn_slice_stays_away(published: Stage) -> None:
+    assert await published.publisher.withdraw(timeout_seconds=5.0) is True
+    published.publisher.offer(())
+    published.register(2)
+    await published.until(lambda: not published.publisher._stored)
+    assert (published.slice, published.publisher.state.published) == (None, False)
+    assert await published.publisher.withdraw(timeout_seconds=5.0) is True
+    assert published.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
+    await published.sim.stop()
+    assert await published.publisher.withdraw(timeout_seconds=5.0) is False
