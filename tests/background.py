@@ -1,7 +1,7 @@
-"""Daemons of a test."""
+"""Daemons of a test, and what it waits for."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -16,3 +16,9 @@ async def background(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Ta
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """For what has no event, such as files. The test's own time limit ends it."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)

@@ -36,7 +36,8 @@ from gpumgr.settings.schema import (
     ProcessSettings,
 )
 from gpumgr.sim.library import SimNode, prepare
-from tests.component.kubelet.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked, soon
+from tests.background import until
+from tests.component.kubelet.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked
 
 
 def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new") -> Settings:
@@ -162,7 +163,7 @@ async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> No
     settings = settings_of(folder)
     with lock_node(settings.process.lock_path):
         async with second(settings, stop) as (_driver, held):
-            await soon(lambda: len(kubelet.sockets()) == 2)
+            await until(lambda: len(kubelet.sockets()) == 2)
             stop.set()
             assert await held is False
             assert kubelet.sockets() == []

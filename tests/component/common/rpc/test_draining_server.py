@@ -15,7 +15,7 @@ from h2.settings import SettingCodes
 
 from gpumgr.common.rpc import server as server_module
 from gpumgr.common.rpc.server import DrainingServer
-from tests.component.kubelet.dra.harness import soon
+from tests.background import until
 
 #: Much more than the buffers of a unix socket hold.
 MESSAGE = bytes(8 << 20)
@@ -116,7 +116,7 @@ async def test_a_peer_that_does_not_close_is_disconnected(folder: Path) -> None:
     await server.start(path=str(folder / "sender.sock"))
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(str(folder / "sender.sock"))
-        await soon(lambda: server.accepted == 1)
+        await until(lambda: server.accepted == 1)
         await server.drain(0)
         assert disconnected(peer)
 

@@ -451,3 +451,23 @@ class Tenant:
             if pipe is not None and not pipe.closed:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+
+
+def containers_of(folder: Path, shares: Sequence[int], ceiling: int = 0, gpus: int = 1) -> list[Container]:
+    """One for each share; `ceiling`: in percent, 0: the share."""
+    return [
+        Container(folder / str(number), share_percent=share, ceiling_percent=ceiling, gpus=gpus)
+        for number, share in enumerate(shares)
+    ]
+
+
+def started(node: Node, container: Container | None, lookup: str = "proc", gpu: int = 0) -> Tenant:
+    """A tenant with a context, whose time is the model clock's."""
+    tenant = node.start(container, lookup, clock=True)
+    assert tenant.ask(f"init {gpu}")[0] == 0
+    return tenant
+
+
+def arbitrated(node: Node, containers: Sequence[Container]) -> tuple[Arbiter, list[Tenant]]:
+    """An arbiter, and a tenant in each container."""
+    return node.arbitrate(containers), [started(node, container) for container in containers]

@@ -2,14 +2,12 @@
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import Node
+from tests.component.enforcement.limiter.harness import Node, started
 
 
 def _gpu_time_percent(node: Node, works: list[str]) -> list[float]:
     """The GPU time of tenants that work at the same time for two seconds."""
-    tenants = [node.start(clock=True) for _ in works]
-    for tenant in tenants:
-        assert tenant.ask("init 0")[0] == 0
+    tenants = [started(node, None) for _ in works]
     for tenant, work in zip(tenants, works, strict=True):
         tenant.send(f"work {work} 2000 {len(works)}")
     answers = [tenant.answer() for tenant in tenants]

@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import Container, Node, Tenant, take_all_slots
+from tests.component.enforcement.limiter.harness import (
+    Container,
+    Node,
+    Tenant,
+    arbitrated,
+    containers_of,
+    started,
+    take_all_slots,
+)
 
 _MS = 10_000
-
-
-def _containers(folder: Path, shares: Sequence[int]) -> list[Container]:
-    return [Container(folder / str(number), share_percent=share) for number, share in enumerate(shares)]
-
-
-def _started(node: Node, container: Container | None) -> Tenant:
-    tenant = node.start(container, clock=True)
-    assert tenant.ask("init 0")[0] == 0
-    return tenant
 
 
 @contextlib.contextmanager
@@ -44,9 +42,9 @@ _DAMAGES = ("random", "zero", "truncated", "grown", "grant")
 @pytest.mark.parametrize("how", [*_DAMAGES, "claim"])
 @pytest.mark.parametrize("share", [50, 75])
 def test_a_tenant_that_keeps_rewriting_its_page_costs_the_other_nothing(node: Node, tmp_path: Path, share: int, how: str) -> None:
-    containers = _containers(tmp_path, [100 - share, share])
+    containers = containers_of(tmp_path, [100 - share, share])
     arbiter = node.arbitrate(containers)
-    other = _started(node, containers[1])
+    other = started(node, containers[1])
     with _again_and_again(containers[0], how):
         other.send(f"work products {_MS} 1")
         _, gpu, elapsed = other.answer()
@@ -60,7 +58,7 @@ def test_a_tenant_that_keeps_rewriting_its_page_costs_the_other_nothing(node: No
 
 @pytest.mark.parametrize("how", _DAMAGES)
 def test_a_damaged_page_is_made_whole(node: Node, tmp_path: Path, how: str) -> None:
-    [container] = _containers(tmp_path, [50])
+    [container] = containers_of(tmp_path, [50])
     arbiter = node.arbitrate([container])
     container.damage(how)
     while not arbiter.figures()[0][2]:
@@ -70,9 +68,8 @@ def test_a_damaged_page_is_made_whole(node: Node, tmp_path: Path, how: str) -> N
 
 @pytest.mark.parametrize("how", ["random", "zero", "grown", "grant"])
 def test_a_tenant_whose_page_was_damaged_has_its_share_again(node: Node, tmp_path: Path, how: str) -> None:
-    containers = _containers(tmp_path, [25, 75])
-    arbiter = node.arbitrate(containers)
-    tenants = [_started(node, container) for container in containers]
+    containers = containers_of(tmp_path, [25, 75])
+    arbiter, tenants = arbitrated(node, containers)
     for tenant in tenants:
         tenant.send(f"work products {_MS} 2")
     while not containers[0].holds_a_turn_after(10):
@@ -85,10 +82,10 @@ def test_a_tenant_whose_page_was_damaged_has_its_share_again(node: Node, tmp_pat
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_processes_without_a_slot_share_the_turn(node: Node, tmp_path: Path, processes: int) -> None:
-    containers = _containers(tmp_path, [40, 60])
+    containers = containers_of(tmp_path, [40, 60])
     take_all_slots(containers[0].page("use"))
     node.arbitrate(containers)
-    tenants = [_started(node, containers[number]) for number in [0] * processes + [1]]
+    tenants = [started(node, containers[number]) for number in [0] * processes + [1]]
     for tenant in tenants:
         tenant.send(f"work products {_MS} {processes + 1}")
     *parts, other = [100 * gpu / elapsed for _, gpu, elapsed in (tenant.answer() for tenant in tenants)]
@@ -98,9 +95,9 @@ def test_processes_without_a_slot_share_the_turn(node: Node, tmp_path: Path, pro
 
 def test_a_thousand_processes_cost_the_other_nothing(node: Node, tmp_path: Path) -> None:
     """More than there are slots; those of the container that work have its share."""
-    containers = _containers(tmp_path, [40, 60])
+    containers = containers_of(tmp_path, [40, 60])
     node.arbitrate(containers)
-    crowd, hostile, other = [_started(node, containers[number]) for number in (0, 0, 1)]
+    crowd, hostile, other = [started(node, containers[number]) for number in (0, 0, 1)]
     assert crowd.ask("crowd 1030")[1] == 1030
     for tenant in (hostile, other):
         tenant.send(f"work products {_MS} 2")
@@ -110,7 +107,7 @@ def test_a_thousand_processes_cost_the_other_nothing(node: Node, tmp_path: Path)
 
 def _slice_percent(node: Node, container: Container | None, works: Sequence[str], hostile: Tenant) -> float:
     """The GPU time of a second tenant, which has the second work."""
-    other = _started(node, container)
+    other = started(node, container)
     hostile.send(f"work {works[0]} {_MS} 2")
     other.send(f"work {works[1]} {_MS} 2")
     _, gpu, elapsed = other.answer()
@@ -118,25 +115,25 @@ def _slice_percent(node: Node, container: Container | None, works: Sequence[str]
 
 
 def test_work_that_does_not_end_leaves_the_other_its_time_slices(node: Node, tmp_path: Path) -> None:
-    containers = _containers(tmp_path, [25, 75])
+    containers = containers_of(tmp_path, [25, 75])
     arbiter = node.arbitrate(containers)
     works = ("endless", "products")
-    endless = _started(node, containers[0])
+    endless = started(node, containers[0])
     assert _slice_percent(node, containers[1], works, endless) > 36  # without a limiter 41
     assert arbiter.figures()[0][1] == 1
 
 
 def test_launches_without_the_turn_leave_the_other_its_time_slices(node: Node, tmp_path: Path) -> None:
     """The process has not loaded the library; no figure of the arbiter shows it."""
-    containers = _containers(tmp_path, [25, 75])
+    containers = containers_of(tmp_path, [25, 75])
     node.arbitrate(containers)
-    assert _slice_percent(node, containers[1], ("products", "products"), _started(node, None)) > 0.75 * 50
+    assert _slice_percent(node, containers[1], ("products", "products"), started(node, None)) > 0.75 * 50
 
 
 def test_a_turn_that_a_tenant_grants_to_itself_leaves_the_other_its_time_slices(node: Node, tmp_path: Path) -> None:
-    containers = _containers(tmp_path, [25, 75])
+    containers = containers_of(tmp_path, [25, 75])
     arbiter = node.arbitrate(containers)
-    hostile = _started(node, containers[0])
+    hostile = started(node, containers[0])
     with _again_and_again(containers[0], "grant"):
         assert _slice_percent(node, containers[1], ("products", "products"), hostile) > 0.75 * 50
     assert arbiter.figures()[0][2] > 0

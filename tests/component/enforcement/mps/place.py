@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.settings.schema import MpsSettings
 from tests import mps_control
+from tests.background import until
 from tests.shares import gpu_share, shared_gpu
 
 UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"
@@ -189,14 +189,6 @@ class Place:
             if (found := processes.find_daemon(pipe)) is not None:
                 processes.send_signal(found, signal.SIGKILL)
         shutil.rmtree(self.root)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """The test's own time limit ends it."""
-    for _ in itertools.count():
-        if condition():
-            return
-        await asyncio.sleep(0.01)
 
 
 def program(path: Path, text: str) -> Path:

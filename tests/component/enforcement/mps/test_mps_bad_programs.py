@@ -13,7 +13,8 @@ from gpumgr.common.errors import MpsTransientError, Refusal
 from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.control import ControlProgram
-from tests.component.enforcement.mps.place import UUID, Place, program, running, tenant, until
+from tests.background import until
+from tests.component.enforcement.mps.place import UUID, Place, program, running, tenant
 
 
 def control_program(folder: Path, text: str, *, timeout_seconds: float) -> ControlProgram:

@@ -11,7 +11,8 @@ from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
 from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.folders import Share
-from tests.component.enforcement.mps.place import CHECK_SECONDS, GIB, IDLE_SECONDS, UUID, Place, tenant, until
+from tests.background import until
+from tests.component.enforcement.mps.place import CHECK_SECONDS, GIB, IDLE_SECONDS, UUID, Place, tenant
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 

@@ -11,7 +11,8 @@ import pytest
 from gpumgr.common.errors import MpsError, Refusal
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
-from tests.component.enforcement.mps.place import CHECK_SECONDS, IDLE_SECONDS, UUID, Place, running, tenant, until
+from tests.background import until
+from tests.component.enforcement.mps.place import CHECK_SECONDS, IDLE_SECONDS, UUID, Place, running, tenant
 
 
 async def test_a_hung_daemon_is_reported_for_its_containers_and_not_killed(place: Place) -> None:

@@ -9,7 +9,8 @@ from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import commands
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.control import ControlProgram
-from tests.component.enforcement.mps.place import GIB, Place, running, tenant, until
+from tests.background import until
+from tests.component.enforcement.mps.place import GIB, Place, running, tenant
 
 
 async def say(place: Place, *lines: str) -> None:

@@ -16,6 +16,7 @@ from gpumgr.common.unix_socket import is_served
 from gpumgr.kubelet.dra.registration import DraLink, LinkTiming
 from gpumgr.kubelet.dra.service import Claims, DraHealth, DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest
+from tests.background import until
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
 
@@ -67,16 +68,11 @@ def plugin_of(claims: Claims) -> DraPlugin:
     return plugin
 
 
-async def until(value: LatestValue[Any], condition: Callable[[Any], bool]) -> None:
+async def changed(value: LatestValue[Any], condition: Callable[[Any], bool]) -> None:
     with value.subscribe() as values:
         async for each in values:
             if condition(each):
                 return
-
-
-async def soon(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (files have no event)
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -134,9 +130,9 @@ class StubKubelet:
         """Waits for the registration socket: of this name, or one that is served. Returns the connection to the endpoint; with `hang_up` it
         ends before Notify."""
         if name is None:
-            await soon(lambda: bool(self.served()))
+            await until(lambda: bool(self.served()))
             (name,) = self.served()
-        await soon((self.registry / name).exists)
+        await until((self.registry / name).exists)
         info = await self.info(name)
         connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")
         self._channels.append(connection)
@@ -165,7 +161,7 @@ class Linked:
     state: LatestValue[LinkState]
 
     async def until(self, condition: Callable[[LinkState], bool]) -> None:
-        await until(self.state, condition)
+        await changed(self.state, condition)
 
 
 @asynccontextmanager

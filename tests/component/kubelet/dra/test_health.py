@@ -13,7 +13,8 @@ import pytest
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.kubelet.dra.service import DraHealth, Faults
-from tests.component.kubelet.dra.harness import channel_to, soon
+from tests.background import until
+from tests.component.kubelet.dra.harness import channel_to
 from tests.kubelet_api import drahealth as pb
 
 GPUS: Faults = {f"gpu-{number}": None for number in range(3)}
@@ -65,7 +66,7 @@ async def test_the_whole_list_comes_at_once_and_on_each_change(folder: Path, ver
         one.faults.set({})
         assert states(await stream.read()) == []
         stream.cancel()
-        await soon(lambda: one.faults.readers == 0)
+        await until(lambda: one.faults.readers == 0)
 
 
 async def test_the_list_is_repeated_with_a_new_time(folder: Path) -> None:

@@ -17,6 +17,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kubelet.dra.registration import DraLink
 from gpumgr.kubelet.dra.service import DraHealth
+from tests.background import until
 from tests.component.kubelet.dra.harness import (
     DRIVER,
     POOL,
@@ -24,11 +25,10 @@ from tests.component.kubelet.dra.harness import (
     Caller,
     Linked,
     StubKubelet,
+    changed,
     claim,
     linked,
     plugin_of,
-    soon,
-    until,
 )
 
 REGISTRATION = f"{DRIVER}-reg.sock"
@@ -121,7 +121,7 @@ async def test_a_kubelet_that_does_not_call_is_reported_once(folder: Path, asked
     with capture_logs() as logs:
         async with linked(folder, timing=replace(QUICK, patience_seconds=0.1)) as one:
             if asked:
-                await soon(lambda: REGISTRATION in one.kubelet.sockets())
+                await until(lambda: REGISTRATION in one.kubelet.sockets())
                 await one.kubelet.info()
                 await one.until(lambda state: "has not reported the result" in str(state.error))
             else:
@@ -160,14 +160,14 @@ async def test_the_dra_socket_is_made_again_and_calls_go_on(one: Linked, how: st
     connection = await one.kubelet.register()
     one.claims.hold = asyncio.Event()
     running = Caller(connection).prepare(claim("a"))
-    await until(one.claims.running, lambda count: count == 1)
+    await changed(one.claims.running, lambda count: count == 1)
     path = one.kubelet.plugins / DRIVER / "dra.sock"
     path.unlink()
     if how == "replaced":
         dead_socket(path)
     if how == "folder removed":
         path.parent.rmdir()
-    await soon(lambda: one.link._dra.in_place)
+    await until(lambda: one.link._dra.in_place)
     one.claims.hold.set()
     assert list((await running).claims) == ["uid-a"]
     async with grpc.aio.insecure_channel(f"unix:{path}") as second:
@@ -256,9 +256,9 @@ async def test_a_stop_unregisters_first_and_lets_calls_end(one: Linked) -> None:
     connection = await one.kubelet.register()
     one.claims.hold = asyncio.Event()
     running = Caller(connection).prepare(claim("a"))
-    await until(one.claims.running, lambda count: count == 1)
+    await changed(one.claims.running, lambda count: count == 1)
     stopping = asyncio.create_task(one.link.stop(30))
-    await soon(lambda: not one.kubelet.sockets())
+    await until(lambda: not one.kubelet.sockets())
     await one.until(lambda state: not state.registered)
     assert not stopping.done()
     one.claims.hold.set()

@@ -15,7 +15,8 @@ from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.enforcement import cdi
 from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef
-from tests.component.kubelet.dra.harness import GPU, HELD, POOL, Caller, ScriptedClaims, channel_to, claim, plugin_of, soon, until
+from tests.background import until
+from tests.component.kubelet.dra.harness import GPU, HELD, POOL, Caller, ScriptedClaims, changed, channel_to, claim, plugin_of
 
 
 class Served:
@@ -89,15 +90,15 @@ async def test_failures_are_those_of_their_claim(channel: Any, served: Served, v
 async def test_claims_are_decided_at_the_same_time_and_to_the_end(channel: Any, served: Served) -> None:
     served.claims.hold = asyncio.Event()
     call = Caller(channel).prepare(claim("a"), claim("b"))
-    await until(served.claims.running, lambda count: count == 2)
+    await changed(served.claims.running, lambda count: count == 2)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await soon(lambda: bool(served.outcomes))
+    await until(lambda: bool(served.outcomes))
     assert served.outcomes == [("NodePrepareResources", "cancelled")]
     assert served.claims.ended.value == 0
     served.claims.hold.set()
-    await until(served.claims.ended, lambda count: count == 2)
+    await changed(served.claims.ended, lambda count: count == 2)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ async def test_a_decision_whose_limits_take_too_long_is_a_refusal_and_goes_on(mo
         await plugin._prepare(claim("a"))
     assert claims.hold is not None
     claims.hold.set()
-    await soon(lambda: claims.ended.value == 1)
+    await until(lambda: claims.ended.value == 1)
 
 
 async def test_a_call_that_waits_too_long_is_refused_with_the_reason() -> None:

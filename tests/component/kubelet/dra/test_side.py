@@ -29,7 +29,8 @@ from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
-from tests.component.kubelet.dra.harness import StubKubelet, soon
+from tests.background import until
+from tests.component.kubelet.dra.harness import StubKubelet
 from tests.component.stage.stage import MemoryPods, snapshot, unlimited
 from tests.unit.agent.world import World
 
@@ -233,11 +234,11 @@ async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything
 async def test_while_claims_can_not_be_adopted_the_reason_is_shown(failure: Exception, shown: str, node: Node) -> None:
     node.world.pods.synced = False
     async with after_a_lost_ledger(node) as side:
-        await soon(lambda: "has not listed the pods" in (side.states[DRA_DRIVER].error or ""))
+        await until(lambda: "has not listed the pods" in (side.states[DRA_DRIVER].error or ""))
         node.add("a")
         node.server.failures["a"] = [failure] * 5
         node.world.pods.synced = True
-        await soon(lambda: shown in (side.states[DRA_DRIVER].error or ""))
+        await until(lambda: shown in (side.states[DRA_DRIVER].error or ""))
     assert node.held == {"a"}
 
 
@@ -247,7 +248,7 @@ async def test_running_claims_are_adopted_once_a_driver_that_is_up_late_lists_th
     late.world.pods.views.update(node.world.pods.views)
     late.server = node.server
     async with after_a_lost_ledger(late) as side:
-        await soon(lambda: "the driver has not listed the GPUs" in (side.states[DRA_DRIVER].error or ""))
+        await until(lambda: "the driver has not listed the GPUs" in (side.states[DRA_DRIVER].error or ""))
         await late.world.agent_state.set_snapshot(late.world.node)
     assert late.held == {"a"}
 
@@ -292,10 +293,10 @@ async def test_mode_plugin_adopts_the_claims_of_a_lost_ledger_before_anything_is
     (node.kubelet.plugins / DRA_DRIVER).mkdir()
     async with ending_side(node, lost=True) as side:
         assert side.held_back
-        await soon(lambda: "has not listed the pods" in (side.held_back or ""))
+        await until(lambda: "has not listed the pods" in (side.held_back or ""))
         node.world.pods.synced = True
-        await soon(lambda: "HTTP 503" in (side.held_back or ""))
-        await soon(lambda: side.held_back is None)
+        await until(lambda: "HTTP 503" in (side.held_back or ""))
+        await until(lambda: side.held_back is None)
         assert node.held == {"a"}
         await node.kubelet.register()
         with pytest.raises(Refusal, match="serves no new claims"):
@@ -308,7 +309,7 @@ async def test_a_node_that_was_never_in_mode_dra_does_not_wait_for_claims(fault:
     node.server.failures["nic"] = [AnswerError("HTTP 403: forbidden", status=403)] * (fault == "no right")
     node.world.pods.synced = fault != "no pods"
     async with ending_side(node, lost=True) as side:
-        await soon(lambda: side.held_back is None)
+        await until(lambda: side.held_back is None)
     assert not node.world.ledger.allocations
 
 
@@ -320,7 +321,7 @@ async def test_mode_plugin_restores_claims_at_once_and_deletes_the_slice_with_re
         async with ending_side(node, lost=False):
             await node.kubelet.register()
             assert spec.exists()
-            await soon(lambda: not node.server.refusals)
+            await until(lambda: not node.server.refusals)
             await asyncio.sleep(0.1)
     assert set(node.server.sent) == {f"DELETE /apis/resource.k8s.io/v1/resourceslices/{slice_name('node-1')}"}
     assert len(node.server.sent) == 13
@@ -332,7 +333,7 @@ async def test_mode_plugin_deletes_no_slice_where_the_node_never_had_one(node: N
     if was_in_mode_dra:
         (node.kubelet.plugins / DRA_DRIVER).mkdir()
     async with ending_side(node, lost=False) as side:
-        await soon(lambda: side.held_back is None)
+        await until(lambda: side.held_back is None)
         await asyncio.sleep(0.1)
     assert [text.partition(" ")[0] for text in node.server.sent] == ["DELETE"] * was_in_mode_dra
 
@@ -357,7 +358,7 @@ async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(node: Node
     node.server.failures["a"] = [AnswerError("HTTP 403: forbidden", status=403)] * 1000
     with capture_logs() as logs:
         task = asyncio.create_task(side._reclaim())
-        await soon(lambda: node.held == {"a", "b"})
+        await until(lambda: node.held == {"a", "b"})
         await asyncio.sleep(0.1)
         task.cancel()
     told = [each for each in logs if each["event"] == "leaked_claims_not_examined"]
@@ -420,12 +421,12 @@ async def test_a_driver_that_may_not_be_registered_yet_is_registered_anew_later(
     else:
         world.pods.synced = False
     async with running_side(node, lost=reason == "lost") as side:
-        await soon(lambda: f"{DRA_DRIVER}-reg.sock" not in node.kubelet.sockets())
+        await until(lambda: f"{DRA_DRIVER}-reg.sock" not in node.kubelet.sockets())
         assert not side.states[DRA_DRIVER].registered
         assert side.states[DRA_DRIVER].error
         world.agent_state.ledger, world.pods.synced = world.ledger.free(["a"]), True
         await node.kubelet.register()
-        await soon(lambda: side.states[DRA_DRIVER].registered)
+        await until(lambda: side.states[DRA_DRIVER].registered)
         assert side.states[DRA_DRIVER].error is None
 
 
@@ -434,7 +435,7 @@ async def test_cdi_specs_are_there_before_anything_is_decided(node: Node, monkey
     spec.unlink()
     monkeypatch.setattr(DraPlugin, "decide_with", lambda *_: found.append(spec.exists()))
     async with running_side(node):
-        await soon(lambda: bool(found))
+        await until(lambda: bool(found))
     assert found == [True]
 
 
@@ -451,16 +452,16 @@ async def test_a_cdi_spec_that_others_change_is_written_again_and_one_that_is_in
 
     monkeypatch.setattr(node.world.agent.container_starts, "start", counted)
     async with running_side(node):
-        await soon(lambda: len(starts) == 1)
+        await until(lambda: len(starts) == 1)
         for garbage in ("", "garbage" * 9, content.swapcase()):
             await asyncio.sleep(0.1)
             assert len(starts) == 1
             starts.clear()
             spec.write_text(garbage)
-            await soon(lambda: len(starts) == 1)
+            await until(lambda: len(starts) == 1)
             assert spec.read_text() == content
         spec.unlink()
-        await soon(lambda: len(starts) == 2)
+        await until(lambda: len(starts) == 2)
         assert spec.exists()
 
 

@@ -18,7 +18,7 @@ from gpumgr.kubelet.dra.slices import SliceDevice, StoredSlice, Taint, resource_
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure
-from tests.background import background
+from tests.background import background, until
 
 from .resources import Resources
 
@@ -59,13 +59,8 @@ class Stage:
     def published(self) -> list[str]:
         return [each["name"] for each in self.slice["spec"]["devices"]] if self.slice is not None else []
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():  # noqa: ASYNC110 (state of several tasks)
-                await asyncio.sleep(0.005)
-
     async def settled(self, *devices: SliceDevice) -> None:
-        await self.until(lambda: self.publisher.state.published and self.published() == [each.name for each in devices])
+        await until(lambda: self.publisher.state.published and self.published() == [each.name for each in devices])
 
 
 @asynccontextmanager
@@ -100,7 +95,7 @@ async def published(stage: Stage) -> Stage:
 
 async def test_it_publishes_once_after_the_registration(stage: Stage) -> None:
     stage.publisher.offer((*DEVICES, device(2)))
-    await stage.until(stage.publisher._reflector.synced.is_set)
+    await until(stage.publisher._reflector.synced.is_set)
     assert (stage.methods, stage.publisher.state.published) == ([], False)
     stage.register(1)
     await stage.settled(*DEVICES, device(2))
@@ -138,7 +133,7 @@ async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp
         await stage.settled(*DEVICES)
         stage.publisher._registered_at = float("-inf")  # it was long ago
         stage.resources.remove(NAME)
-        await stage.until(lambda: not stage.publisher._stored)
+        await until(lambda: not stage.publisher._stored)
         for _ in range(20):
             await asyncio.sleep(0)
         assert stage.slice is None
@@ -149,7 +144,7 @@ async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp
 async def test_while_the_driver_is_not_registered_nothing_is_written(published: Stage) -> None:
     published.register(0)
     published.resources.remove(NAME)
-    await published.until(lambda: not published.publisher._stored)
+    await until(lambda: not published.publisher._stored)
     assert published.methods == ["POST"]
     published.register(2)
     await published.settled(*DEVICES)
@@ -169,7 +164,7 @@ async def test_a_registration_that_ends_while_the_api_server_is_asked_ends_the_w
         found = ApiServer.read
         monkeypatch.setattr(ApiServer, "read", read)
         stage.register(1)
-        await stage.until(lambda: f"/api/v1/nodes/{NODE}" in asked and not stage.publisher._writing.locked())
+        await until(lambda: f"/api/v1/nodes/{NODE}" in asked and not stage.publisher._writing.locked())
         assert stage.methods == []
         monkeypatch.undo()
         stage.register(2)
@@ -190,18 +185,18 @@ async def test_a_conflict_is_answered_with_the_present_version(published: Stage)
 
 
 async def test_an_expired_watch_finds_the_deletion(published: Stage) -> None:
-    await published.until(lambda: published.publisher._reflector._objects)
+    await until(lambda: published.publisher._reflector._objects)
     await published.sim.stop()
     published.resources.remove(NAME)
     published.resources.forget()
     await published.sim.start()
-    await published.until(lambda: published.slice is not None)
+    await until(lambda: published.slice is not None)
     await published.settled(*DEVICES)
 
 
 async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(stage: Stage) -> None:
     """The connection breaks between the answer to the write and its event, and the history is lost."""
-    await stage.until(stage.publisher._reflector.synced.is_set)
+    await until(stage.publisher._reflector.synced.is_set)
     stage.resources.send_events(False)
     stage.register(1)
     await stage.settled(*DEVICES)
@@ -211,7 +206,7 @@ async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(stage: 
     stage.resources.remove(NAME)
     stage.resources.forget()
     await stage.sim.start()
-    await stage.until(lambda: stage.slice is not None)
+    await until(lambda: stage.slice is not None)
     await stage.settled(*DEVICES)
     assert stage.methods == ["POST", "POST"]
 
@@ -221,9 +216,9 @@ async def test_a_list_without_the_slice_is_a_deletion_unless_the_slice_is_newer(
     published: Stage, newer: bool, methods: list[str]
 ) -> None:
     """The slice exists: a creation is refused, and the slice is read."""
-    await published.until(lambda: published.publisher._reflector._objects)
+    await until(lambda: published.publisher._reflector._objects)
     published.publisher._listed("0" if newer else published.slice["metadata"]["resourceVersion"], ())
-    await published.until(lambda: published.methods == methods and published.publisher._stored)
+    await until(lambda: published.methods == methods and published.publisher._stored)
     await published.settled(*DEVICES)
     assert (published.methods, published.publisher.state.error) == (methods, None)
 
@@ -245,14 +240,14 @@ async def test_a_deletion_is_found_although_it_is_known_before_the_answer_to_the
             if listed:
                 publisher._listed(answer["metadata"]["resourceVersion"], ())
             else:
-                await stage.until(lambda: changes == [True, False])
+                await until(lambda: changes == [True, False])
         return answer
 
-    await stage.until(publisher._reflector.synced.is_set)
+    await until(publisher._reflector.synced.is_set)
     publisher._send, publisher._reflector._on_change = send_and_delete, on_change  # type: ignore[method-assign]
     stage.resources.send_events(not listed)
     stage.register(1)
-    await stage.until(lambda: stage.methods == ["POST", "POST"])
+    await until(lambda: stage.methods == ["POST", "POST"])
     await stage.settled(*DEVICES)
 
 
@@ -263,7 +258,7 @@ async def test_only_a_registration_counts_as_one(published: Stage) -> None:
         await asyncio.sleep(0)
     assert published.publisher._registered_at == float("-inf")
     published.register(2)
-    await published.until(lambda: published.publisher._registered_at > float("-inf"))
+    await until(lambda: published.publisher._registered_at > float("-inf"))
 
 
 async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +308,7 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
         async with staged(tmp_path) as stage:
             stage.resources.answers += [failure(422, "Invalid", sentence) for _ in range(3)]
             stage.register(1)
-            await stage.until(lambda: len(stage.methods) == 3)
+            await until(lambda: len(stage.methods) == 3)
             assert stage.publisher.state.error == f"HTTP 422: {sentence}"
             await stage.settled(*DEVICES)
             assert stage.publisher.state.error is None
@@ -330,7 +325,7 @@ async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: 
         async with staged(tmp_path) as stage:
             stage.publisher.offer(tuple(device(n) for n in range(65)))
             stage.register(1)
-            await stage.until(lambda: stage.publisher.state.error)
+            await until(lambda: stage.publisher.state.error)
             assert not stage.methods
             most = tuple(device(n) for n in range(64))
             stage.publisher.offer(most)
@@ -342,7 +337,7 @@ async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: 
 async def test_the_api_server_comes_back(stage: Stage) -> None:
     await stage.sim.stop()
     stage.register(1)
-    await stage.until(lambda: stage.publisher.state.error)
+    await until(lambda: stage.publisher.state.error)
     await stage.sim.start()
     await stage.settled(*DEVICES)
 
@@ -350,7 +345,7 @@ async def test_the_api_server_comes_back(stage: Stage) -> None:
 async def test_a_server_without_the_api_is_named(tmp_path: Path) -> None:
     async with staged(tmp_path, prepare=lambda resources: resources.without.add("resource.k8s.io/v1")) as stage:
         stage.register(1)
-        await stage.until(lambda: stage.publisher.state.error)
+        await until(lambda: stage.publisher.state.error)
         assert "use Kubernetes 1.34 or later" in str(stage.publisher.state.error)
 
 
@@ -374,10 +369,10 @@ async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate
                 for _, sent in stage.resources.writes
             )
             probes = stage.resources.probes
-            await stage.until(lambda: stage.resources.probes > probes)
+            await until(lambda: stage.resources.probes > probes)
             stage.resources.without = set()
             await stage.settled(*wanted)
-            await stage.until(lambda: stage.publisher.state.dropped is None)
+            await until(lambda: stage.publisher.state.dropped is None)
     assert len([each for each in logs if each["event"] == "slice_fields_dropped"]) == 1
 
 
@@ -388,7 +383,7 @@ async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tm
         stage.resources.without = {"DRAConsumableCapacity"}
         stage.publisher.offer(DEVICES[:1])
         await stage.settled()
-        await stage.until(lambda: stage.publisher.state.dropped is not None)
+        await until(lambda: stage.publisher.state.dropped is not None)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------------
@@ -398,7 +393,7 @@ async def test_a_withdrawn_slice_stays_away(published: Stage) -> None:
     assert await published.publisher.withdraw(timeout_seconds=5.0) is True
     published.publisher.offer(())
     published.register(2)
-    await published.until(lambda: not published.publisher._stored)
+    await until(lambda: not published.publisher._stored)
     assert (published.slice, published.publisher.state.published) == (None, False)
     assert await published.publisher.withdraw(timeout_seconds=5.0) is True
     assert published.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
