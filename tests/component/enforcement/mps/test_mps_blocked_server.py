@@ -12,16 +12,31 @@ from structlog.testing import capture_logs
 from gpumgr.common.errors import Refusal
 from gpumgr.enforcement import cuda_client
 from gpumgr.enforcement.mps import processes
+from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.processes import CLIENT
 from tests.component.enforcement.mps.place import CHECK_SECONDS, Place, Unhurried, own, running, tenant
+
+
+def reconfigure(backend: Unhurried, *client: str, client_seconds: float = 0.5) -> None:
+    """The program with which the agent tries its daemons."""
+    assert backend._supervisor is not None
+    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=client, client_seconds=client_seconds))
+
+
+async def for_one_user(place: Place) -> tuple[Unhurried, Daemon, Path]:
+    """Without the multi-user mode. The file exists after a trial."""
+    place.behave(protocols=[2], multiuser=False)
+    backend = await place.started(protocol="2")
+    marker = place.root / "tried"
+    reconfigure(backend, "/bin/sh", "-c", f"touch {marker}; exec sleep 3600")
+    (daemon,) = backend.daemons()
+    return backend, daemon, marker
 
 
 async def blocked(place: Place, *others: str, hangs: bool = True) -> Unhurried:
     """A client of a1 has left, its server accepts no others (if it `hangs`), and the agent has looked. `others` share the GPU."""
     backend = await place.started(protocol="2")
-    assert backend._supervisor is not None
-    program = (str(place.program), "attach")
-    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=program, client_seconds=0.5 if hangs else 60.0))
+    reconfigure(backend, str(place.program), "attach", client_seconds=0.5 if hangs else 60.0)
     for name in others:
         await backend.start(tenant(name))
     await place.attach(backend, tenant())
@@ -84,8 +99,7 @@ async def test_a_server_that_recovers_is_found_to_work(place: Place) -> None:
 async def test_a_trial_that_does_not_get_as_far_changes_nothing(place: Place, status: int) -> None:
     """systemd-run failed (1), CUDA refused (2), or there is no libcuda (3)."""
     backend = await blocked(place)
-    assert backend._supervisor is not None
-    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=("/bin/sh", "-c", f"exit {status}")))
+    reconfigure(backend, "/bin/sh", "-c", f"exit {status}")
     await place.pass_time(backend, 60.0)
     (daemon,) = backend.daemons()
     assert daemon._tried_at == place.seconds
@@ -104,14 +118,8 @@ async def test_trials_have_a_pause_between_them(place: Place) -> None:
 
 
 async def test_a_server_of_another_user_is_not_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the multi-user mode a client of the agent would wait until that user's clients have ended."""
-    place.behave(protocols=[2], multiuser=False)
-    backend = await place.started(protocol="2")
-    assert backend._supervisor is not None
-    marker = place.root / "tried"
-    client = ("/bin/sh", "-c", f"touch {marker}; exec sleep 3600")
-    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=client, client_seconds=0.5))
-    (daemon,) = backend.daemons()
+    """A client of the agent would wait until that user's clients have ended."""
+    backend, daemon, marker = await for_one_user(place)
     await place.attach(backend, tenant(), FAKE_MPS_AS_USER=str(os.geteuid() + 1))
     monkeypatch.setattr(processes, "user_of", lambda _: os.geteuid() + 1)
     daemon._client_left, daemon.hang = True, "the server before it hung"
@@ -122,13 +130,7 @@ async def test_a_server_of_another_user_is_not_tried(place: Place, monkeypatch: 
 
 
 async def test_a_trial_during_which_another_users_server_begins_is_no_hang(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.behave(protocols=[2], multiuser=False)
-    backend = await place.started(protocol="2")
-    assert backend._supervisor is not None
-    marker = place.root / "tried"
-    client = ("/bin/sh", "-c", f"touch {marker}; exec sleep 3600")
-    backend._supervisor.reconfigure(replace(backend._supervisor.config, client=client, client_seconds=0.5))
-    (daemon,) = backend.daemons()
+    backend, daemon, marker = await for_one_user(place)
     await place.attach(backend, tenant())
     await place.pass_time(backend)
     monkeypatch.setattr(processes, "user_of", lambda _: os.geteuid() + marker.exists())

@@ -112,6 +112,9 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
 
 async def test_the_compute_mode_is_set_or_restored_as_the_setting_requires(place: Place) -> None:
     old = await place.started()
+    place.modes.now[UUID] = 0
+    await place.pass_time(old)
+    assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}, "it is set again"
     await old.close()
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
     new = await place.agent(exclusive_process=False)
@@ -119,13 +122,6 @@ async def test_the_compute_mode_is_set_or_restored_as_the_setting_requires(place
     assert place.modes.now == {UUID: 0}
     await new.start(tenant("b2"))
     assert place.modes.now == {UUID: 0}
-
-
-async def test_a_changed_compute_mode_is_set_again(place: Place) -> None:
-    backend = await place.started()
-    place.modes.now[UUID] = 0
-    await place.pass_time(backend)
-    assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
 
 
 @pytest.mark.parametrize("error", [MpsError("it hangs"), OSError("it is busy"), AssertionError("a bug")])

@@ -98,16 +98,19 @@ async def test_a_daemon_in_another_run_dir_ends_when_its_containers_are_gone(pla
     assert (place.modes.now, new.daemons()) == ({UUID: 2}, [])
 
 
-async def test_the_original_mode_is_restored_although_the_folder_was_emptied(place: Place) -> None:
+@pytest.mark.parametrize("before", [0, EXCLUSIVE_PROCESS])
+async def test_the_original_mode_is_restored_although_the_folder_was_emptied(place: Place, before: int) -> None:
+    """An operator's own exclusive mode stays."""
+    place.modes.now[UUID] = before
     await begun(place)
     await place.kill_daemon()
     shutil.rmtree(place.folder.root)
     new = await place.agent()
     await new.recover([])
     await new.start(tenant("b2"))
-    assert place.former_mode() == 0
+    assert place.former_mode() == before
     await new.vacate([UUID])
-    assert place.modes.now == {UUID: 0}
+    assert place.modes.now == {UUID: before}
 
 
 async def test_a_mode_of_ours_is_not_taken_for_the_one_before_when_the_records_are_lost(place: Place) -> None:
@@ -118,13 +121,6 @@ async def test_a_mode_of_ours_is_not_taken_for_the_one_before_when_the_records_a
     assert place.daemon_pid() == pid
     await new.vacate([UUID])
     assert place.modes.now == {UUID: 0}
-
-
-async def test_an_operators_own_exclusive_mode_stays(place: Place) -> None:
-    place.modes.now[UUID] = EXCLUSIVE_PROCESS
-    backend = await place.started()
-    await backend.vacate([UUID])
-    assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
 
 
 @pytest.mark.parametrize("how", ["gone", "unreadable"])

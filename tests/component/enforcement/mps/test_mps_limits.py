@@ -7,7 +7,6 @@ import pytest
 
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
-from gpumgr.ledger.gpu_share import Strength
 from tests.component.enforcement.mps.place import GIB, UUID, Place, own, running, tenant
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
@@ -17,6 +16,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 async def test_first_use_starts_a_daemon_that_keeps_the_limits(place: Place, setting: ProtocolSetting) -> None:
     backend = await place.agent(protocol=setting)
     assert await backend.unavailable() is None
+    assert backend.limits == {"core": "hard" if setting == "3" else "soft", "memory": "soft"}
     assert place.daemon_pid() is None
     await backend.start(tenant())
     pid = place.daemon_pid()
@@ -70,6 +70,7 @@ async def test_the_protocol_stays_while_containers_use_it(place: Place) -> None:
 
 async def test_a_process_that_bypasses_mps_is_reported_after_some_checks(place: Place) -> None:
     backend = await place.started(exclusive_process=False)
+    assert backend.limits["core"] == "soft"
     client, _ = await place.attach(backend, tenant())
     other = os.getpid()
     look = [running(tenant(), client, other, gpu=(client, other))]
@@ -88,14 +89,3 @@ async def test_a_running_container_without_files_is_reported(place: Place, tmp_p
     assert (finding.allocation, finding.code) == ("lost", "broken")
     empty = await place.agent(run_dir=tmp_path, state_dir=tmp_path / "state")
     assert set(empty.remains()) == set()
-
-
-@pytest.mark.parametrize(
-    ("setting", "exclusive", "cores"),
-    [("2", True, "soft"), ("3", True, "hard"), ("3", False, "soft")],
-)
-async def test_the_strength_of_the_limits_is_that_of_the_protocol_and_the_compute_mode(
-    place: Place, setting: ProtocolSetting, exclusive: bool, cores: Strength
-) -> None:
-    backend = await place.agent(protocol=setting, exclusive_process=exclusive)
-    assert backend.limits == {"core": cores, "memory": "soft"}

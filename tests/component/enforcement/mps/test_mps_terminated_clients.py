@@ -16,26 +16,16 @@ async def test_the_pods_clients_are_terminated_and_no_others(place: Place, setti
     await backend.start(tenant("b2"))
     mine, got = await place.attach(backend, tenant())
     other, _ = await place.attach(backend, tenant("b2"))
+    before = place.heard()
+    await backend.end_clients({"GPU-another": [mine]})
+    assert place.heard() == before, "the daemon of another GPU"
+    await backend.end_clients({UUID: [1]})
+    assert terminated(place) == [], "no client"
     await backend.end_clients({UUID: [mine, 1]})
     assert terminated(place) == [command.format(server=got["server"], pid=mine)]
     await place.pass_time(backend)
     (daemon,) = backend.daemons()
     assert list(daemon.clients) == [other]
-
-
-@pytest.mark.parametrize("setting", ["2", "3"])
-async def test_processes_that_are_no_clients_cost_nothing(place: Place, setting: str) -> None:
-    backend = await place.started(protocol=setting)
-    await backend.end_clients({UUID: [1]})
-    assert terminated(place) == []
-
-
-async def test_the_daemon_of_another_gpu_is_not_asked(place: Place) -> None:
-    backend = await place.started(protocol="2")
-    mine, _ = await place.attach(backend, tenant())
-    before = place.heard()
-    await backend.end_clients({"GPU-another": [mine]})
-    assert place.heard() == before
 
 
 @pytest.mark.parametrize("setting", ["2", "3"])

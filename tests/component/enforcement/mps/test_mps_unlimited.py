@@ -55,24 +55,15 @@ async def test_an_exempt_container_gets_a_finding_for_a_broken_daemon_only(place
     place.behave(protocols=[2])
     mps = await place.agent(exclusive_process=False)
     exempt = UnlimitedMps(mps, ignore)
+    await mps.start(tenant("a1"))
     await exempt.start(OPEN)
-    look = [running(OPEN, 1, gpu=(1,))]
+    look, other = [running(OPEN, 1, gpu=(1,))], [running(tenant("a1"), 1, gpu=(1,))]
     for _ in range(4):
         await place.pass_time(mps)
+        found = await mps.observe(other)
         assert list(await exempt.observe(look)) == []
+    assert [finding.code for finding in found] == ["unregistered"], "the others keep their findings"
     place.behave(protocols=[2], garbage="?")
     await place.pass_time(mps)
     (finding,) = await exempt.observe(look)
     assert (finding.allocation, finding.code) == ("open", "broken")
-
-
-async def test_checking_exempt_containers_keeps_findings_of_the_others(place: Place) -> None:
-    mps = await place.agent(exclusive_process=False)
-    exempt = UnlimitedMps(mps, ignore)
-    await mps.start(tenant("a1"))
-    await exempt.start(OPEN)
-    for _ in range(3):
-        await place.pass_time(mps)
-        found = await mps.observe([running(tenant("a1"), 1, gpu=(1,))])
-        await exempt.observe([running(OPEN)])
-    assert [finding.code for finding in found] == ["unregistered"]
