@@ -218,13 +218,14 @@ async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world:
     assert list(world.backend.remains()) == []
 
 
-async def test_a_burst_changes_the_limit_at_once(world: DriverNode) -> None:
+async def test_bursts_and_resizes_change_the_limit_at_once(world: DriverNode) -> None:
     (gpu,) = world.tenant.gpus
     await world.backend.start(world.tenant)
-    for more in (GIB, GIB // 2, 0):
-        world.tenant = replace(world.tenant, gpus=(replace(gpu, burst_bytes=more),))
-        await world.backend.adjust(world.running)
-        assert world.limit == MemoryLimit(soft_bytes=0, hard_bytes=2 * GIB + more)
+    for base, more in ((2 * GIB, GIB), (2 * GIB, GIB // 2), (2 * GIB, 0), (3 * GIB, 0), (GIB, 0)):
+        now = replace(gpu, memory_bytes=base, burst_bytes=more)
+        world.tenant = replace(world.tenant, gpus=(now,), resized=base != 2 * GIB)
+        assert await world.backend.adjust(world.running) == {}
+        assert world.limit == MemoryLimit(soft_bytes=0, hard_bytes=base + more)
     assert await world.findings() == []
 
 
@@ -273,7 +274,9 @@ async def test_each_container_of_a_claim_has_the_limit(world: DriverNode) -> Non
 
 
 async def test_a_changed_limit_is_set_again_at_the_next_check(world: DriverNode) -> None:
+    world.control.set_memory_limit(1, str(world.cgroup), MemoryLimit(soft_bytes=2 * GIB, hard_bytes=2 * GIB))
     await world.backend.adjust(world.running)
+    assert world.limit == GRANTED, "a guarantee, of an earlier version, say, would be kept by the ancestors of the cgroup"
     other = MemoryLimit(soft_bytes=0, hard_bytes=9 * GIB)
     world.control.set_memory_limit(1, str(world.cgroup), other)
     await world.backend.adjust(world.running)
@@ -293,13 +296,6 @@ async def test_a_restarted_agent_takes_over_existing_limits(world: DriverNode) -
     await world.backend.cleanup("a1")
     assert list(world.backend.remains()) == []
     await world.backend.close()
-
-
-async def test_a_guarantee_that_is_found_is_taken_back(world: DriverNode) -> None:
-    """Another, or an earlier version, set it; the ancestors keep it if the cgroup goes first."""
-    world.control.set_memory_limit(1, str(world.cgroup), MemoryLimit(soft_bytes=2 * GIB, hard_bytes=2 * GIB))
-    await world.backend.adjust(world.running)
-    assert world.limit == GRANTED
 
 
 async def test_a_container_that_ends_takes_no_call_of_the_driver(world: DriverNode) -> None:
@@ -330,31 +326,25 @@ async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(worl
     assert world.limit == GRANTED
 
 
-async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:
-    backend = DriverMemory(Kept(1 << 60))
-    tenant = gpu_share("a1", shared_gpu(memory_bytes=2 * GIB))
-    running = [
-        RunningContainer(tenant=tenant, container=Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", cgroup="/x"))
-    ]
-    await backend.adjust(running)
-    (finding,) = await backend.observe(running)
-    assert "the driver accepted it and reports no limit; more than that may be in use already" in finding.message
+async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding(world: DriverNode) -> None:
+    world.backend = DriverMemory(Kept(1 << 60))
+    await world.backend.adjust(world.running)
+    (message,) = await world.findings()
+    assert "the driver accepted it and reports no limit; more than that may be in use already" in message
 
 
 async def test_a_container_with_an_unknown_cgroup_is_a_finding(world: DriverNode) -> None:
-    world.container = replace(world.container, cgroup=None)
+    known, unknown = world.container, replace(world.container, cgroup=None)
+    world.container = unknown
     assert await world.findings() == []
-    await world.backend.adjust(world.running)
-    assert "its cgroup is not known" in (await world.findings())[0]
-    world.container = replace(world.container, cgroup="/kubepods/container")
-    await world.backend.adjust(world.running)
-    assert (await world.findings(), world.limit) == ([], GRANTED)
-    world.container = replace(world.container, cgroup=None)
-    await world.backend.adjust(world.running)
-    assert len(await world.findings()) == 1
-    world.container = replace(world.container, cgroup="/kubepods/container")
-    await world.backend.adjust(world.running)
-    assert await world.findings() == []
+    for _ in range(2):
+        world.container = unknown
+        await world.backend.adjust(world.running)
+        (message,) = await world.findings()
+        assert "its cgroup is not known" in message
+        world.container = known
+        await world.backend.adjust(world.running)
+        assert (await world.findings(), world.limit) == ([], GRANTED)
 
 
 # -- never listed ------------------------------------------------------------------------------------------------------------
@@ -422,13 +412,3 @@ async def test_a_container_before_its_memory_call_gets_no_limit(world: DriverNod
     world.tenant = replace(world.tenant, gpus=(shared_gpu(world.uuids[1], memory_bytes=0),))
     await world.backend.adjust(world.running)
     assert world.limit is None
-
-
-async def test_a_resize_changes_the_limit_in_both_directions(world: DriverNode) -> None:
-    (gpu,) = world.tenant.gpus
-    await world.backend.start(world.tenant)
-    for size in (3 * GIB, GIB):
-        world.tenant = replace(world.tenant, gpus=(replace(gpu, memory_bytes=size),), resized=True)
-        assert await world.backend.adjust(world.running) == {}
-        assert world.limit == MemoryLimit(soft_bytes=0, hard_bytes=size)
-    assert await world.findings() == []

@@ -23,8 +23,9 @@ PIDS = {"a": 11, "t": 21, "b": 31}
 TOTAL = BLOCKS * BLOCK_BYTES
 
 
-def share(letter: str, pod: tuple[str, str], blocks: int, mechanism: str = "limiter") -> Allocation:
-    return replace(allocation(letter, pod, cores={0: 0b1}, blocks={0: blocks}), mechanisms=(mechanism,))
+def share(letter: str, pod: tuple[str, str], blocks: int, mechanism: str = "limiter", *, cores: int = 0b1) -> Allocation:
+    """Of GPU 0. `blocks`, `cores`: masks."""
+    return replace(allocation(letter, pod, cores={0: cores}, blocks={0: blocks}), mechanisms=(mechanism,))
 
 
 A, T = share("a", WEB, 0b11), share("t", TRAIN, 0b111100)

@@ -227,35 +227,29 @@ async def test_a_container_is_over_its_memory_on_one_of_its_gpus() -> None:
     assert running.gpu_pids == {11, 12}
 
 
-async def test_the_return_below_the_limit_is_reported_too() -> None:
+async def test_the_return_below_the_limit_is_reported_too_and_each_crossing_has_the_same_message() -> None:
+    """So that it is one event."""
     node = sharing()
     with capture_logs() as logs:
-        for used in [LIMIT + 1] * 3 + [LIMIT] * 3:
-            await node.sampled(sample({11: used}, {}))
+        for used in (LIMIT + 1, LIMIT, LIMIT + 5 * MIB, LIMIT, LIMIT + 300 * MIB, LIMIT):
+            for _ in range(3):
+                await node.sampled(sample({11: used}, {}))
     assert not node.memory_watcher.over
-    assert [entry["event"] for entry in logs] == ["container_over_limit", "container_within_limit"]
-    assert len(node.told) == 1
+    assert [entry["event"] for entry in logs] == ["container_over_limit", "container_within_limit"] * 3
+    assert (node.meter.over, len(node.told), len({told.why for told in node.told})) == (3, 3, 1)
 
 
 async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() -> None:
     node = sharing(evict=True)
-    for _ in range(5):
-        await node.sampled(sample({11: LIMIT + 1}, {}))
+    for _ in range(60):
+        await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=60)
+    assert list(node.publisher.wanted) == ["uid-a"]
     assert node.publisher.evictions == [(WEB, "uid-a", "container main stayed over its GPU memory")]
     assert node.meter.evictions == 1
     over, evicted = node.told
     assert "; the pod is evicted" in over.why
     assert (evicted.what, evicted.code, evicted.id, evicted.pod, evicted.pod_uid) == ("event", "GpuPodEvicted", "a", WEB, "uid-a")
     assert evicted.why == "the pod is evicted: container main stayed over its GPU memory"
-
-
-async def test_each_crossing_has_the_same_message_so_that_it_is_one_event() -> None:
-    node = sharing()
-    for used in (LIMIT + 1, LIMIT, LIMIT + 5 * MIB, LIMIT, LIMIT + 300 * MIB):
-        for _ in range(3):
-            await node.sampled(sample({11: used}, {}))
-    assert node.meter.over == 3
-    assert len({told.why for told in node.told}) == 1
 
 
 async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() -> None:
@@ -283,15 +277,6 @@ async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes()
     node.memory_watcher.apply(OverLimit(samples=3, slack_bytes=0, evict=False))
     await node.sampled(sample({11: LIMIT + 1}, {}))
     assert node.publisher.withdrawn == ["uid-a"]
-
-
-async def test_a_pod_that_stays_over_its_memory_is_counted_and_reported_once() -> None:
-    node = sharing(evict=True)
-    for _ in range(60):
-        await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=60)
-    assert list(node.publisher.wanted) == ["uid-a"]
-    assert node.meter.evictions == 1
-    assert [told.code for told in node.told] == ["GpuMemoryOverLimit", "GpuPodEvicted"]
 
 
 async def test_without_an_api_server_no_pod_is_evicted() -> None:
@@ -420,7 +405,7 @@ def finding(code: FindingCode = "tampered", of: str = "a") -> tuple[str, Finding
 
 async def test_a_finding_is_reported_once_and_repaired_afterwards() -> None:
     node = sharing()
-    node.backends.findings = [finding("tampered"), finding("broken")]
+    node.backends.findings = [finding("tampered"), finding("broken"), finding(of="z")]  # the last one's has ended
     with capture_logs() as logs:
         for _ in range(3):
             await node.sampled(sample({}, {}))
@@ -445,14 +430,6 @@ async def test_a_recurring_finding_is_reported_again_only_after_a_while() -> Non
         await node.sampled(sample({}, {}))
     assert [entry["event"] for entry in logs] == ["enforcement_finding", "enforcement_finding_gone", "enforcement_finding"]
     assert len(node.told) == 2
-
-
-async def test_findings_of_ended_containers_are_not_reported() -> None:
-    node = sharing()
-    node.backends.findings = [finding(of="z")]
-    await node.sampled(sample({}, {}))
-    assert not node.told
-    assert not node.meter.findings
 
 
 # -- patience ------------------------------------------------------------------------------------------------------------------
@@ -496,15 +473,11 @@ async def test_a_mechanism_that_hangs_is_not_called_twice_at_once() -> None:
     assert [what for what, _ in node.backends.seen] == ["observe", "adjust", "observe", "adjust"]
 
 
-async def test_a_bug_in_a_mechanism_is_not_swallowed() -> None:
+async def test_a_bug_in_a_mechanism_is_not_swallowed_and_one_that_shows_late_comes_out_with_the_next_sample() -> None:
     node = sharing()
     node.backends.bug = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
         await node.sampled(sample({}, {}))
-
-
-async def test_a_bug_that_shows_late_comes_out_with_the_next_sample() -> None:
-    node = sharing()
     node.backends.ready.clear()
     node.set_timeout(0.05)
     await node.sampled(sample({}, {}))

@@ -13,22 +13,17 @@ from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.node import node_devices
 from gpumgr.placement.pods import NO_RESIZE, PodKey, PodView, ResizeRequest
 from gpumgr.runtime.memory_limit_watcher import OverLimit
-from tests.unit.web.metrics.pictures import allocation, name_of
+from tests.unit.web.metrics.pictures import allocation
 
 from .node import Node, breathe
-from .test_bursts import GPU, PIDS, TRAIN, WEB, uses
+from .test_bursts import GPU, PIDS, TRAIN, WEB, share, uses
 from .test_suspensions import inline, sampled, with_driver
 
 from tests.unit.ledger.usage.samples import container  # isort: skip
 
 
-def share(letter: str, pod: PodKey, cores: int, blocks: int, mechanism: str = "limiter") -> Allocation:
-    """Cores and blocks as masks."""
-    return replace(allocation(letter, pod, cores={0: cores}, blocks={0: blocks}), mechanisms=(mechanism,))
-
-
 #: 50 cores and 512 MiB; 30 cores and 1024 MiB.
-A, T = share("a", WEB, (1 << 50) - 1, 0b11), share("t", TRAIN, ((1 << 30) - 1) << 50, 0b111100)
+A, T = share("a", WEB, 0b11, cores=(1 << 50) - 1), share("t", TRAIN, 0b111100, cores=((1 << 30) - 1) << 50)
 MOST = Amounts(100, 2048)
 MIB = 1 << 20
 
@@ -139,7 +134,7 @@ async def test_growth_waits_until_a_lower_limit_of_memory_is_in_force() -> None:
 
 
 async def test_growth_waits_while_a_backend_can_not_lower_the_limit_of_the_other_container() -> None:
-    full = share("t", TRAIN, 0b11 << 50, 0b1111_1100)
+    full = share("t", TRAIN, 0b1111_1100, cores=0b11 << 50)
     node = node_with(A, full)
     ask(node, "a", WEB, wants(mebibytes=256))
     node.backends.obstacles = {"a": "the driver reports 0/512 MiB"}
@@ -217,8 +212,8 @@ def whole() -> Allocation:
         ),
         (lambda: node_with(whole()), wants(50), "only a container with a share of a GPU can be resized"),
         (lambda: node_with(replace(A, init=True)), wants(40), "an init container can't be resized"),
-        (lambda: node_with(share("a", WEB, 0b1, 0b11, "vcuda")), wants(mebibytes=300), "the backend vcuda can't"),
-        (lambda: node_with(share("a", WEB, 0b1, 0b11, "nvml-memory")), wants(2), "no backend limits the container's cores"),
+        (lambda: node_with(share("a", WEB, 0b11, "vcuda", cores=0b1)), wants(mebibytes=300), "the backend vcuda can't"),
+        (lambda: node_with(share("a", WEB, 0b11, "nvml-memory", cores=0b1)), wants(2), "no backend limits the container's cores"),
         (lambda: node_with(replace(A, limits={GPU: Amounts(99, 512)})), wants(40), "grants cores or memory more than once"),
         (lambda: node_with(A), ResizeRequest(problem="it is no JSON"), "it is no JSON"),
         (
@@ -253,7 +248,7 @@ async def test_memory_that_is_not_known_can_not_be_taken_away() -> None:
 
 
 async def test_the_most_counts_for_all_containers_of_a_pod_together() -> None:
-    b = replace(share("t", WEB, ((1 << 30) - 1) << 50, 0b1111_00), uid="uid-a", container="side")
+    b = replace(share("t", WEB, 0b1111_00, cores=((1 << 30) - 1) << 50), uid="uid-a", container="side")
     node = node_with(A, b, most=Amounts(10, 100))
     resizes = (("main", wants(56)), ("side", wants(35)))
     ask(node, "a", WEB, resizes=resizes)
@@ -263,7 +258,7 @@ async def test_the_most_counts_for_all_containers_of_a_pod_together() -> None:
 
 
 async def test_a_burst_uses_what_was_shrunk_and_prevents_growth() -> None:
-    full = share("t", TRAIN, 0b11 << 50, 0b1111_1100)
+    full = share("t", TRAIN, 0b1111_1100, cores=0b11 << 50)
     node = node_with(A, full, burst=True)
     node.pods.views[TRAIN] = replace(node.pods.views[TRAIN], memory_limits=(("main", 2048),))
     ask(node, "a", WEB, wants(mebibytes=100))
@@ -275,16 +270,6 @@ async def test_a_burst_uses_what_was_shrunk_and_prevents_growth() -> None:
     assert (
         "has 112 MiB left for it, and it needs 200 more; team/train (main) has 300 MiB above its request there" in told(node)[-1]
     )
-
-
-async def test_the_quarantine_and_other_gpus_are_as_before() -> None:
-    node = node_with(A)
-    ask(node, "a", WEB, wants(60))
-    await node.sampled(uses(a=1))
-    ledger = node.agent_state.ledger
-    assert ledger.available(name_of(1)) == Amounts(100, 2048)
-    assert ledger.available(GPU) == Amounts(40, 1536)
-    assert ledger.in_force(GPU) == Amounts(60, 512)
 
 
 async def test_a_limit_that_an_earlier_agent_may_not_have_lowered_delays_growth() -> None:
@@ -335,7 +320,7 @@ async def test_growth_that_waits_for_a_lower_limit_in_vain_is_refused(obstacles:
 async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumgr.runtime.suspend_operations.HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
-    node = with_driver(node_with(A, share("t", TRAIN, 0b11 << 50, 0b1111_1100)))
+    node = with_driver(node_with(A, share("t", TRAIN, 0b1111_1100, cores=0b11 << 50)))
     ask(node, "a", WEB, suspend=True)
     for _ in range(3):
         await sampled(node, uses(a=500, t=100))
@@ -370,7 +355,7 @@ async def test_a_start_waits_until_what_was_given_back_is_no_limit_in_force() ->
     node.backends.ready.clear()
     ask(node, "a", WEB)
     await node.sampled(uses(a=0, t=0))
-    new = share("b", ("team", "new"), 1 << 90, 0b1100_0000)
+    new = share("b", ("team", "new"), 0b1100_0000, cores=1 << 90)
     node.holds(new)
     start = asyncio.create_task(node.memory_watcher.bursts.make_room(new))
     for _ in range(2):
@@ -389,7 +374,7 @@ async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_
 ) -> None:
     monkeypatch.setattr("gpumgr.runtime.suspend_operations.HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
-    node = with_driver(node_with(A, share("t", TRAIN, 0b11 << 50, 0b0111_1100, "mps")))
+    node = with_driver(node_with(A, share("t", TRAIN, 0b0111_1100, "mps", cores=0b11 << 50)))
     ask(node, "a", WEB, suspend=True)
     for _ in range(3):
         await sampled(node, uses(a=500, t=100))
@@ -403,7 +388,7 @@ async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_
     assert answers["main"]["newProgramsOnly"] is True
 
 
-NEW = share("b", ("team", "new"), 1 << 90, 0b1100_0000)
+NEW = share("b", ("team", "new"), 0b1100_0000, cores=1 << 90)
 #: All that A does not hold.
 REST = replace(NEW, device_ids={**NEW.device_ids, "memory": {GPU: 0b1111_1100}}, gpus={GPU: Amounts(1, 1536)})
 KEPT = "its process 11 keeps the limit with which it started"
@@ -523,7 +508,7 @@ async def test_after_a_restart_a_start_waits_for_programs_that_keep_a_limit_abov
 
 async def test_a_burst_can_not_take_the_memory_that_a_growing_container_gets() -> None:
     """It may take all that is free until its limit is lower, also after the sample by which the growth is decided."""
-    node = node_with(A, share("t", TRAIN, 0b11 << 50, 0b0011_1100), burst=True)
+    node = node_with(A, share("t", TRAIN, 0b0011_1100, cores=0b11 << 50), burst=True)
     ask(node, "t", TRAIN, memory_limits=(("main", 2048),))
     for _ in range(2):
         await node.sampled(uses(a=100, t=100))
@@ -543,4 +528,4 @@ async def test_a_burst_can_not_take_the_memory_that_a_growing_container_gets() -
 
 async def test_after_a_restart_a_start_waits_for_nothing_where_nobody_was_resized() -> None:
     assert await starts_at_once(node_with(A))
-    assert await starts_at_once(node_with(share("a", WEB, 0b1, 0b11, "vcuda"), burst=True)), "nor can it burst"
+    assert await starts_at_once(node_with(share("a", WEB, 0b11, "vcuda", cores=0b1), burst=True)), "nor can it burst"

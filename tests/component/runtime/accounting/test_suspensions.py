@@ -19,7 +19,7 @@ from tests.unit.ledger.usage.samples import container
 from tests.unit.web.metrics.pictures import allocation
 
 from .node import Node, breathe
-from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, share, uses
+from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, limits, share, uses
 
 MIB = 1 << 20
 
@@ -309,7 +309,7 @@ async def test_a_state_without_sizes_ends_no_evaluation() -> None:
     node = two(memory_limits=(("main", 2048),))
     node.agent_state.suspensions = {"a": Suspension(state="suspended", processes=((PIDS["a"], 110),))}
     await sampled(node, uses(a=0, t=100))
-    assert limit(node, "a") == 512
+    assert limits(node)["a"] == 512
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -512,21 +512,17 @@ async def test_a_resume_is_tried_until_there_is_memory_and_fails_if_the_driver_c
 
 async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() -> None:
     """8 blocks: 2 are granted to `a`, 4 to `t`."""
-    node = with_driver(Node(A, T))
-    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, burst=True))
+    node = two(memory_limits=(("main", 2048),))
     demanding(node, suspend=True)
-    node.pods.views[TRAIN] = PodView(namespace="team", name="train", uid="uid-t", memory_limits=(("main", 2048),))
-    node.runs(container("a", WEB), PIDS["a"])
-    node.runs(container("t", TRAIN), PIDS["t"])
     await sampled(node, uses(a=500, t=1024))
     assert state(node) == "suspended"
     await sampled(node, uses(a=0, t=1024))
-    assert limit(node, "t") == 2048
+    assert limits(node)["t"] == 2048
     await sampled(node, uses(a=0, t=1800))
     await ask(node)
     for _ in range(3):
         await sampled(node, uses(a=0, t=1800))
-    assert (state(node), limit(node, "t")) == ("suspended", 1800)
+    assert (state(node), limits(node)["t"]) == ("suspended", 1800)
     assert "used by team/train (main) (1800 MiB)" in events(node, "GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=1500))
     assert state(node) == "running"
@@ -538,10 +534,8 @@ async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_s
         replace(share(letter, pod, 0b1111 << (4 * place)), limits={GPU: Amounts(1, 2048)})
         for place, (letter, pod) in enumerate((("a", WEB), ("t", TRAIN)))
     )
-    node = with_driver(Node(one, other))
+    node = two(a=one, t=other)
     demanding(node, suspend=True)
-    node.runs(container("a", WEB), PIDS["a"])
-    node.runs(container("t", TRAIN), PIDS["t"])
     await node.sampled(uses(a=1500, t=100))
     (first,) = [entry for entry in node.told if entry.code == "overcommitted"]
     assert (first.what, first.gpus) == ("gpu", (GPU,))
@@ -561,12 +555,6 @@ async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_s
     assert "team/web (main) waits" in waits.why
     await sampled(node, uses(a=0, t=500))
     assert state(node) == "running"
-
-
-def limit(node: Node, name: str) -> int:
-    _, seen = node.backends.seen[-1]
-    (found,) = [each.tenant.gpus[0].limit_bytes // MIB for each, _ in seen if each.tenant.allocation == name]
-    return found
 
 
 async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -> None:
