@@ -1,13 +1,10 @@
 """Node mode dra on a simulated node: its mode changes while pods hold GPUs, and it starts without its driver."""
 
-import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml
 
 from gpumgr.kubelet.dra.slices import slice_name
@@ -20,7 +17,7 @@ from tests.background import until
 from tests.component.kubelet.dra.harness import DRIVER, Caller, StubKubelet
 from tests.component.kubelet.dra.resources import Resources
 
-from .stage import HASTY, app, stage
+from .stage import HASTY, app, probe, stage, until_ready
 
 KUBELET = {"plugins_dir": "plugins", "plugins_registry_dir": "plugins_registry"}
 
@@ -32,25 +29,12 @@ def set_mode(node: SimulatedNode, mode: str) -> None:
     node.config.write_text(yaml.safe_dump(settings))
 
 
-async def readiness(node: SimulatedNode) -> tuple[int, str]:
-    async with aiohttp.ClientSession() as http, http.get(f"{node.url}/readyz") as answer:
-        return answer.status, await answer.text()
-
-
-async def until_ready(node: SimulatedNode) -> None:
-    async def ready() -> None:
-        while (await readiness(node))[0] != 200:  # noqa: ASYNC110 (it is another process)
-            await asyncio.sleep(0.05)
-
-    await node.agent.while_running(ready())
-
-
 async def until_held_back(node: SimulatedNode, holder: str) -> None:
     """The log and the probe name the holder."""
     line = await node.agent.while_running(node.agent_log.until("registration_waits"))
     assert holder in line["reason"]
     await node.agent.while_running(node.agent_log.until("web_listening"))
-    status, text = await readiness(node)
+    status, text = await probe(node)
     assert status == 503
     assert holder in text
     assert "set node.mode back" in text
@@ -113,49 +97,6 @@ async def test_from_dra_to_plugin(folder: Path) -> None:
         await node.agent.while_running(until(lambda: kubelet.sockets() == []))
         assert node.ledger().allocations == {}
         assert (await node.run(node.pod("next", app(100)))).phase == "Running"
-
-
-async def test_from_dra_to_plugin_after_a_lost_ledger_gives_no_gpu_twice(folder: Path) -> None:
-    async with dra_stage(folder) as (node, kubelet, resources):
-        _, kept, answer = await prepared(node, kubelet, resources)
-        await kubelet.end()
-        await node.agent.kill()
-        pod = {
-            "metadata": {"namespace": "demo", "name": "holder-kept", "uid": "pod-kept"},
-            "spec": {
-                "nodeName": NODE_NAME,
-                "resourceClaims": [{"name": "gpu", "resourceClaimName": "kept"}],
-                "containers": [{"name": "main", "resources": {"claims": [{"name": "gpu"}]}}],
-            },
-            "status": {"phase": "Running"},
-        }
-        assert node.api is not None
-        node.api.put_document(pod)
-        set_mode(node, "plugin")
-        shutil.rmtree(yaml.safe_load(node.config.read_text())["checkpoint"]["dir"])
-        await node.agent.start()
-        await until_held_back(node, "demo/holder-kept")
-        channel = await node.agent.while_running(kubelet.register())
-        assert (await Caller(channel).prepare(kept)).claims[kept.uid] == answer
-        assert node.kubelet.registrations == []
-        assert not (await Caller(channel).unprepare(kept)).claims[kept.uid].error
-        await node.until_offered()
-
-
-async def test_from_dra_to_plugin_without_claims_leaves_neither_slice_nor_sockets(folder: Path) -> None:
-    async with dra_stage(folder) as (node, kubelet, resources):
-        set_mode(node, "dra")
-        await node.agent.start()
-        await node.agent.while_running(kubelet.register())
-        await node.agent.while_running(until(lambda: resources.named(slice_name(NODE_NAME)) is not None))
-        await kubelet.end()
-        await node.agent.kill()
-        assert kubelet.sockets()
-        set_mode(node, "plugin")
-        await node.agent.start()
-        await node.until_offered()
-        assert kubelet.sockets() == []
-        await node.agent.while_running(until(lambda: resources.named(slice_name(NODE_NAME)) is None))
 
 
 async def test_a_start_without_the_driver_offers_no_gpus(folder: Path) -> None:

@@ -204,7 +204,8 @@ async def test_auto_does_not_take_a_mechanism_that_the_node_can_not_use_and_a_ch
         made.files.limits = {"core": "hard", "memory": "soft"}
         for _ in range(2):
             await made.limits.choose(gpus)
-    limited = "GPU 0: memory soft (limiter), cores {} (limiter); GPU 1: memory none (limiter can't be used), cores none (limiter can't be used)"
+    on_mig = "GPU 1: memory none (limiter can't be used), cores none (limiter can't be used)"
+    limited = "GPU 0: memory soft (limiter), cores {} (limiter); " + on_mig
     assert [(line["log_level"], line["uses"], line["limits"].partition("; measured")[0]) for line in logs] == [
         ("warning", "none", "GPU 0-1: memory none, cores none"),
         ("info", "limiter", limited.format("soft")),

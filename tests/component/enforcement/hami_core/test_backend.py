@@ -239,7 +239,7 @@ async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
 
 @pytest.mark.parametrize(("cores", "memory_bytes"), [(-1, 1 << 30), (100, 1 << 30), (30, 0)])
 async def test_limits_that_mean_unlimited_are_refused(tmp_path: Path, backend: HamiCore, cores: int, memory_bytes: int) -> None:
-    """And so is a start whose folder can't be made."""
+    """A start is refused, too, if its folder can't be made."""
     with pytest.raises(Refusal, match=r"team/p \(main\) can't start with the backend hami-core"):
         await backend.start(tenant(cores=cores, memory_bytes=memory_bytes))
     (tmp_path / "run").write_text("in the way")

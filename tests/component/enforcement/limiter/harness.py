@@ -462,7 +462,7 @@ def containers_of(folder: Path, shares: Sequence[int], ceiling: int = 0, gpus: i
 
 
 def started(node: Node, container: Container | None, lookup: str = "proc", gpu: int = 0) -> Tenant:
-    """A tenant with a context, whose time is the model clock's."""
+    """A tenant with a context. Its time is the model clock's."""
     tenant = node.start(container, lookup, clock=True)
     assert tenant.ask(f"init {gpu}")[0] == 0
     return tenant

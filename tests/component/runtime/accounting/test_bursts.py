@@ -24,7 +24,7 @@ TOTAL = BLOCKS * BLOCK_BYTES
 
 
 def share(letter: str, pod: tuple[str, str], blocks: int, mechanism: str = "limiter", *, cores: int = 0b1) -> Allocation:
-    """Of GPU 0. `blocks`, `cores`: masks."""
+    """A share of GPU 0. `blocks`, `cores`: masks."""
     return replace(allocation(letter, pod, cores={0: cores}, blocks={0: blocks}), mechanisms=(mechanism,))
 
 
