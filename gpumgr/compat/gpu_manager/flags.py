@@ -176,7 +176,7 @@ def _volume_config(flag: str, text: str) -> GpuManagerFlags:
     for volume in _read_json(flag, Path(text), _VolumeConfig, wanted).volume:
         key = "container.driver_share_dir" if volume.name == "nvidia" else "container.driver_whole_dir"
         overrides[key] = parse_text(key, f"{volume.base}/{volume.name}", f"{flag} {text}")
-    note = f"{flag}: the folders that {text} names are used as they are; gpumgr copies no driver files into them"
+    note = f"{flag}: containers get the driver's files from the folders that {text} names; gpumgr fills none but gpu-manager's default"
     return GpuManagerFlags(overrides=overrides, notes=(note,))
 
 

@@ -55,7 +55,7 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
         operator.add,
     ),
     (
-        _family("memory_request_bytes", "Memory that the container was granted."),
+        _family("memory_request_bytes", "Memory granted to the container, also by a resize."),
         lambda use: use.memory_request_bytes,
         operator.add,
     ),
