@@ -144,32 +144,26 @@ async def test_handshakes_use_the_earlier_certificate_while_the_file_system_hang
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        (
-            {"tls_key_file": None},
-            "http.tls_cert_file is set and http.tls_key_file is not: name the file with the certificate's key",
-        ),
-        ({"tls_cert_file": None}, "http.tls_key_file is set and http.tls_cert_file is not: name the certificate"),
+        ({"tls_key_file": None}, "tls_cert_file is set and http.tls_key_file is not: name the file with the certificate's key"),
+        ({"tls_cert_file": None}, "tls_key_file is set and http.tls_cert_file is not: name the certificate"),
         (
             {"tls_cert_file": None, "tls_key_file": None, "client_ca_file": "ca.crt"},
-            "http.client_ca_file is set and http.tls_cert_file is not: name the certificate",
+            "client_ca_file is set and http.tls_cert_file is not: name the certificate",
         ),
-        ({"tls_cert_file": "missing.crt"}, "http.tls_cert_file {folder}/missing.crt can't be read: No such file or directory"),
-        ({"tls_key_file": "missing.key"}, "http.tls_key_file {folder}/missing.key can't be read: No such file or directory"),
-        ({"client_ca_file": "missing.crt"}, "http.client_ca_file {folder}/missing.crt can't be read: No such file or directory"),
-        ({"tls_cert_file": "server.key"}, "http.tls_cert_file {folder}/server.key has no certificate in PEM"),
-        ({"tls_key_file": "server.crt"}, "http.tls_key_file {folder}/server.crt has no private key in PEM"),
-        ({"tls_key_file": "client.key"}, "http.tls_key_file {folder}/client.key is not the key of the certificate"),
+        ({"tls_cert_file": "missing.crt"}, "tls_cert_file {folder}/missing.crt can't be read: No such file or directory"),
+        ({"tls_key_file": "missing.key"}, "tls_key_file {folder}/missing.key can't be read: No such file or directory"),
+        ({"client_ca_file": "missing.crt"}, "client_ca_file {folder}/missing.crt can't be read: No such file or directory"),
+        ({"tls_cert_file": "server.key"}, "tls_cert_file {folder}/server.key has no certificate in PEM"),
+        ({"tls_key_file": "server.crt"}, "tls_key_file {folder}/server.crt has no private key in PEM"),
+        ({"tls_key_file": "client.key"}, "tls_key_file {folder}/client.key is not the key of the certificate"),
         (
             {"tls_cert_file": "broken.crt"},
-            "http.tls_cert_file {folder}/broken.crt and http.tls_key_file {folder}/server.key can't be used",
+            "tls_cert_file {folder}/broken.crt and http.tls_key_file {folder}/server.key can't be used",
         ),
-        (
-            {"tls_key_file": "locked.key"},
-            "http.tls_key_file {folder}/locked.key is encrypted; write the key without a passphrase",
-        ),
-        ({"client_ca_file": "server.key"}, "http.client_ca_file {folder}/server.key can't be used"),
-        ({"client_ca_file": "empty"}, "http.client_ca_file {folder}/empty can't be used"),
-        ({"client_ca_file": "."}, "http.client_ca_file {folder} "),
+        ({"tls_key_file": "locked.key"}, "tls_key_file {folder}/locked.key is encrypted; write the key without a passphrase"),
+        ({"client_ca_file": "server.key"}, "client_ca_file {folder}/server.key can't be used"),
+        ({"client_ca_file": "empty"}, "client_ca_file {folder}/empty can't be used"),
+        ({"client_ca_file": "."}, "client_ca_file {folder} "),
     ],
 )
 async def test_wrong_files_end_the_start_with_a_name(
@@ -183,4 +177,4 @@ async def test_wrong_files_end_the_start_with_a_name(
     files: dict[str, Any] = {key: tmp_path / name if name is not None else None for key, name in names.items()}
     with pytest.raises(SettingsError) as caught:
         page_server(scene, address="127.0.0.1", port=0, **files)
-    assert str(caught.value).startswith(sentence.format(folder=tmp_path))
+    assert str(caught.value).startswith(f"http.{sentence.format(folder=tmp_path)}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.install import Installation, environment, install_service, installing, uninstall_service
+from gpumgr.cli.install import Installation, environment, install_service, uninstall_service
 from gpumgr.common.errors import GpumgrError
 from gpumgr.settings import InvalidSettingsError
 from tools import PROJECT
@@ -54,12 +54,6 @@ def test_wrong_settings_stop_an_installation_before_anything_is_written(place: I
     with pytest.raises(InvalidSettingsError, match=r"gpumgr.yaml:1: http.port"):
         install_service(place)
     assert not place.unit.exists()
-
-
-def test_only_root_installs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(GpumgrError, match="only root may install"), installing():
-        raise AssertionError
 
 
 def test_a_host_without_the_units_program_is_refused_before_anything_is_written(place: Installation, tmp_path: Path) -> None:

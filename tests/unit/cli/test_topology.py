@@ -41,7 +41,3 @@ def test_the_error_of_malformed_text_has_the_place(tmp_path: Path) -> None:
     result = run("--topology", str(path))
     assert (type(result.exception), result.stdout) == (TopologyError, "")
     assert "topo.txt: line 2, column 2 (GPU1): 'FAR' is not a link" in str(result.exception)
-
-
-def test_two_sources_are_one_too_many() -> None:
-    assert run("--topology", str(SEVEN), "--sim", "hgx-h100-8").exit_code == 2

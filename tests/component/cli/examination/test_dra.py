@@ -61,48 +61,47 @@ async def stage(tmp_path: Path) -> AsyncIterator[tuple[Stage, Settings]]:
         yield stage, Settings(node=NODE, kubernetes=kubernetes, checkpoint=CheckpointSettings(dir=tmp_path))
 
 
+DIFFERS = "ResourceSlice {name} differs from the driver: "
+
+
 def stored(*devices: Any) -> Any:
     return resource_slice("node-1", "uid", devices)
+
+
+LARGER = replace(DEVICES[1], gpu=replace(DEVICES[1].gpu, memory_bytes=40 << 30))
+LOST = device(2, taints=(Taint(key=LOST_TAINT),))
+
+
+def shows(*devices: Any) -> Callable[[Resources], Any]:
+    return lambda resources: resources.put(stored(*devices))
+
+
+def lacks(gate: str) -> Callable[[Resources], Any]:
+    return lambda resources: resources.without.add(gate)
 
 
 @pytest.mark.parametrize(
     ("prepare", "state", "message"),
     [
-        (lambda r: r.put(stored(*DEVICES)), "ok", "API server v1.37.2: 2 GPUs in {name}, 0 with taints"),
+        (shows(*DEVICES), "ok", "API server v1.37.2: 2 GPUs in {name}, 0 with taints"),
         (lambda _: None, "warning", "API server v1.37.2: the node has no ResourceSlice {name}"),
+        (shows(DEVICES[0]), "warning", DIFFERS + "GPU-00000001 is not published"),
+        (shows(*DEVICES, device(2)), "warning", DIFFERS + "the driver does not list GPU-00000002"),
+        (shows(*DEVICES, LOST), "ok", "API server v1.37.2: 3 GPUs in {name}, 1 with taints"),
+        (shows(DEVICES[0], LARGER), "warning", DIFFERS + "GPU-00000001 has 160 blocks of memory in place of 320"),
         (
-            lambda r: r.put(stored(DEVICES[0])),
-            "warning",
-            "ResourceSlice {name} differs from the driver: GPU-00000001 is not published",
-        ),
-        (
-            lambda r: r.put(stored(*DEVICES, device(2))),
-            "warning",
-            "ResourceSlice {name} differs from the driver: the driver does not list GPU-00000002",
-        ),
-        (
-            lambda r: r.put(stored(*DEVICES, device(2, taints=(Taint(key=LOST_TAINT),)))),
-            "ok",
-            "API server v1.37.2: 3 GPUs in {name}, 1 with taints",
-        ),
-        (
-            lambda r: r.put(stored(DEVICES[0], replace(DEVICES[1], gpu=replace(DEVICES[1].gpu, memory_bytes=40 << 30)))),
-            "warning",
-            "ResourceSlice {name} differs from the driver: GPU-00000001 has 160 blocks of memory in place of 320",
-        ),
-        (
-            lambda r: r.without.add("DRAConsumableCapacity"),
+            lacks("DRAConsumableCapacity"),
             "error",
             "API server v1.37.2: the API server has dropped allowMultipleAllocations and requestPolicy from the ResourceSlice: the feature "
             "gate DRAConsumableCapacity is off, so GPUs can't be shared and none is offered",
         ),
         (
-            lambda r: r.without.add("DRADeviceTaints"),
+            lacks("DRADeviceTaints"),
             "warning",
             "API server v1.37.2: the API server drops the taints of devices: the feature gate DRADeviceTaints is off, so GPUs that do not "
             "work or are cordoned are left out of the ResourceSlice instead",
         ),
-        (lambda r: r.without.add("resource.k8s.io/v1"), "error", "the API server (v1.37.2) has no resource.k8s.io/v1"),
+        (lacks("resource.k8s.io/v1"), "error", "the API server (v1.37.2) has no resource.k8s.io/v1"),
     ],
 )
 async def test_the_slice(prepare: Callable[[Resources], Any], state: str, message: str, stage: Any) -> None:

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cli.examination.enforcement import NodeBackends, judge_choice
+from gpumgr.cli.examination.enforcement import NodeBackends
 from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.hardware import Hardware
-from gpumgr.enforcement.backend import MechanismChoice
 from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.settings import Settings, load_settings
 from gpumgr.sim.library import prepare
@@ -202,37 +201,3 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(nod
     named = replace(settings, enforcement=replace(settings.enforcement, backend="nvml-memory"))
     found = await backends(named).look_at_choice()
     assert (found.state, "enforcement.backend is nvml-memory, which this node can't use" in found.message) == ("error", True)
-
-
-NO_PROGRAM = {"mps": "no program"}
-
-
-@pytest.mark.parametrize(
-    ("setting", "choice", "state", "message"),
-    [
-        (
-            "auto",
-            MechanismChoice(mechanisms=("mps",), obstacles={"vcuda": "no library"}),
-            "ok",
-            "GPU 0: memory soft (mps), cores soft (mps)",
-        ),
-        ("auto", MechanismChoice(obstacles=NO_PROGRAM), "warning", "(enforcement.backend is auto)"),
-        (
-            "none",
-            MechanismChoice(obstacles=NO_PROGRAM),
-            "warning",
-            "the limits of shares (enforcement.backend is none)",
-        ),
-        (
-            "mps",
-            MechanismChoice(mechanisms=("mps",), obstacles=NO_PROGRAM),
-            "error",
-            "which this node can't use: mps (no program)",
-        ),
-    ],
-)
-def test_the_choice_is_judged_by_the_setting(setting: str, choice: MechanismChoice, state: State, message: str) -> None:
-    found = judge_choice(setting, choice, "GPU 0: memory soft (mps), cores soft (mps)")
-    assert found.state == state
-    assert found.message.endswith(message)
-    assert (found.remedy is None) == (state == "ok")

@@ -131,11 +131,6 @@ async def test_cgroups(mounts: tuple[str, ...], state: State, message: str, tmp_
 # -- CDI ---------------------------------------------------------------------------------------------------------------------
 
 
-async def test_cdi_is_checked_only_if_it_is_used(folder: Path) -> None:
-    found = await look_at_cdi(folder, folder / "cri.sock", used=False, timeout_seconds=5)
-    assert (found.state, found.message) == ("skipped", "not used: enforcement.injection is mounts")
-
-
 async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) -> None:
     (folder / "file").write_text("")
     found = await look_at_cdi(folder / "file/cdi", folder / "cri.sock", used=True, timeout_seconds=5)

@@ -47,14 +47,6 @@ async def full(stage: Stage) -> Stage:
     return stage
 
 
-async def test_a_pod_that_was_rejected_before_a_gpu_became_free_is_tried_again(full: Stage) -> None:
-    await waits(full, "waiting")
-    full.clock.now = 10
-    assert await fitting(full) is None
-    await end(full, "first")
-    assert await fitting(full) == "waiting"
-
-
 async def test_kube_scheduler_has_a_second_to_try_the_pod_itself_and_twice_as_long_each_time(full: Stage) -> None:
     await waits(full, "waiting")
     await end(full, "first")

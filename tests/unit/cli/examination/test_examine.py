@@ -1,11 +1,10 @@
 """How checks are run, and what is made of what they raise."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
-from gpumgr.cli.examination.examine import Check, CheckResult, Look, Report, State, aside, examine, ok, skipped
+from gpumgr.cli.examination.examine import Check, CheckResult, Look, examine, ok, skipped
 from gpumgr.common.errors import CriError
 
 
@@ -73,20 +72,3 @@ async def test_a_check_that_ignores_cancellation_delays_no_other_check() -> None
     assert report.findings["well"].state == "ok"
     released.set()
     await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "stubborn"])
-
-
-@pytest.mark.parametrize(
-    ("states", "code"), [([], 0), (["ok", "warning", "skipped"], 0), (["ok", "error"], 1), (["error", "error"], 1)]
-)
-def test_only_errors_count(states: list[State], code: int) -> None:
-    found = {str(number): CheckResult(state=state, message="") for number, state in enumerate(states)}
-    assert Report(findings=found, hung=False).exit_code == code
-
-
-async def test_work_aside_returns_and_raises() -> None:
-    def raise_it() -> Any:
-        raise CriError("no")
-
-    assert await aside(lambda: 5) == 5
-    with pytest.raises(CriError, match="no"):
-        await aside(raise_it)

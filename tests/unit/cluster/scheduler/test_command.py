@@ -53,13 +53,6 @@ def test_a_replica_has_its_pods_name_and_an_identity_of_its_own(monkeypatch: pyt
     assert one.identity != two.identity
 
 
-def test_the_lease_needs_a_namespace_outside_of_pods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("POD_NAMESPACE", raising=False)
-    monkeypatch.setattr("gpumgr.cluster.scheduler.lifecycle._SERVICE_ACCOUNT", Path("/missing"))
-    with pytest.raises(InputError, match=r"set scheduler\.lease_namespace"):
-        this_replica(SchedulerSettings())
-
-
 def test_the_command_refuses_before_it_reads_credentials() -> None:
     result = CliRunner().invoke(group, ["scheduler", "--kubeconfig", "/missing", "--listen", "127.0.0.1:0"])
     assert isinstance(result.exception, InputError)

@@ -40,45 +40,39 @@ def test_alibabas_columns() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "p.csv: it has no pods"),
-        (
-            ["name,gpus,cpu_milli", "x,1,1"],
-            "p.csv, line 1: the column ram_mebibytes (or memory_mib) is missing; there are name, gpus",
-        ),
+        ([], "it has no pods"),
+        (["name,gpus,cpu_milli", "x,1,1"], "line 1: the column ram_mebibytes (or memory_mib) is missing; there are name, gpus"),
         (
             ["name,gpus,num_gpu,cpu_milli,ram_mebibytes", "x,1,1,1,1"],
-            "p.csv, line 1: the columns gpus and num_gpu have one meaning; keep one of them",
+            "line 1: the columns gpus and num_gpu have one meaning; keep one of them",
         ),
         (
             ["name,gpus,cores,gpu_milli,cpu_milli,ram_mebibytes", "x,1,50,500,1,1"],
-            "p.csv, line 1: the columns cores and gpu_milli have one meaning; keep one of them",
+            "line 1: the columns cores and gpu_milli have one meaning; keep one of them",
         ),
-        ([POD_HEADER, "x,1,50,1,-5,1,,"], "p.csv, line 2, column cpu_milli: -5 is not between 0 and"),
-        ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "p.csv, line 2, column ram_mebibytes: 1000000"),
-        ([POD_HEADER, "x,one,50,1,1,1,,"], "p.csv, line 2, column gpus: 'one' is not a whole number"),
+        ([POD_HEADER, "x,1,50,1,-5,1,,"], "line 2, column cpu_milli: -5 is not between 0 and"),
+        ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "line 2, column ram_mebibytes: 1000000"),
+        ([POD_HEADER, "x,one,50,1,1,1,,"], "line 2, column gpus: 'one' is not a whole number"),
         (
             [POD_HEADER, "x,1,50,1,1,1,,", "", "y,1,50,1,1,1,H100,"],
-            "p.csv, line 4, column gpu_models: no node has a GPU of model 'H100'",
+            "line 4, column gpu_models: no node has a GPU of model 'H100'",
         ),
-        ([POD_HEADER, "x,1,0,1,1,1,,"], "p.csv, line 2, column cores: it is 0 and the pod requests 1 GPU"),
-        ([POD_HEADER, "x,2,50,1,1,1,,"], "p.csv, line 2, column cores: a pod with several GPUs requests whole ones"),
-        ([POD_HEADER, "x,0,50,0,1,1,,"], "p.csv, line 2, column cores: it is not 0 and the pod requests no GPU"),
-        ([POD_HEADER, "x,0,0,4,1,1,,"], "p.csv, line 2, column memory_blocks: it is not 0"),
-        ([POD_HEADER, "x,1,50,1,1,1,,nan"], "p.csv, line 2, column arrival_seconds: 'nan' is not a number of seconds"),
-        ([POD_HEADER, "x,1,50"], "p.csv, line 2: 3 columns, and the header has 8"),
-        (["name,name", "x,y"], "p.csv, line 1: the column name is there twice"),
-        ([",".join(map(str, range(60_000))), "x"], "p.csv, line 2: 1 column, and the header has 60000"),
-        ([ALIBABA, "x,1,1,1,500,,,,9,5,"], "p.csv, line 2, column deletion_time: 5 is before the pod's arrival at 9"),
-        (
-            [ALIBABA, "x,1,1,1,500,,,,1,5,6"],
-            "p.csv, line 2, column scheduled_time: 6 is not between the pod's arrival at 1 and its end",
-        ),
+        ([POD_HEADER, "x,1,0,1,1,1,,"], "line 2, column cores: it is 0 and the pod requests 1 GPU"),
+        ([POD_HEADER, "x,2,50,1,1,1,,"], "line 2, column cores: a pod with several GPUs requests whole ones"),
+        ([POD_HEADER, "x,0,50,0,1,1,,"], "line 2, column cores: it is not 0 and the pod requests no GPU"),
+        ([POD_HEADER, "x,0,0,4,1,1,,"], "line 2, column memory_blocks: it is not 0"),
+        ([POD_HEADER, "x,1,50,1,1,1,,nan"], "line 2, column arrival_seconds: 'nan' is not a number of seconds"),
+        ([POD_HEADER, "x,1,50"], "line 2: 3 columns, and the header has 8"),
+        (["name,name", "x,y"], "line 1: the column name is there twice"),
+        ([",".join(map(str, range(60_000))), "x"], "line 2: 1 column, and the header has 60000"),
+        ([ALIBABA, "x,1,1,1,500,,,,9,5,"], "line 2, column deletion_time: 5 is before the pod's arrival at 9"),
+        ([ALIBABA, "x,1,1,1,500,,,,1,5,6"], "line 2, column scheduled_time: 6 is not between the pod's arrival at 1 and its end"),
     ],
 )
 def test_bad_pods(rows: list[str], message: str) -> None:
     with pytest.raises(InputError) as error:
         read_pods("p.csv", lines(*rows), [NODE])
-    assert str(error.value).startswith(message)
+    assert str(error.value).startswith(f"p.csv, {message}" if message.startswith("line") else f"p.csv: {message}")
 
 
 @pytest.mark.parametrize(
