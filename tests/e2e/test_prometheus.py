@@ -21,8 +21,8 @@ from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.script import Script
 from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimContainer
-from tests.background import background
-from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod, until
+from tests.background import background, until
+from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod
 from tests.component.cluster.scheduler.test_pages import ready, serving
 
 from .processes import free_ports

@@ -126,12 +126,6 @@ async def say(address: tuple[str, int], *parts: bytes, source: str = "127.0.0.1"
         writer.close()
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110  the condition has no event
-            await asyncio.sleep(0.01)
-
-
 def by_unix(socket: Path) -> aiohttp.ClientSession:
     """A client on the unix socket, as root is."""
     return aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(str(socket)))

@@ -19,8 +19,9 @@ from structlog.testing import capture_logs
 
 from gpumgr.web import http_server, responses
 from gpumgr.web.http_server import HttpServer
+from tests.background import until
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import TLS, Scene, by_unix, get, parsed, say, until
+from tests.component.web.scene import TLS, Scene, by_unix, get, parsed, say
 
 LONG = 3600.0
 ENDLESS = {"request_seconds": LONG, "idle_seconds": LONG, "unread_seconds": LONG}

@@ -7,8 +7,9 @@ import aiohttp
 from structlog.testing import capture_logs
 
 from gpumgr.web.http_server import HttpServer
+from tests.background import until
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import Scene, get, page_server, parsed, say, until
+from tests.component.web.scene import Scene, get, page_server, parsed, say
 
 
 class Reader:

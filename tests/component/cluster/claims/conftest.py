@@ -18,7 +18,8 @@ from gpumgr.kube.reflector import WatchTimes
 from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects
-from tests.component.cluster.scheduler.conftest import FAST, Clock, until
+from tests.background import until
+from tests.component.cluster.scheduler.conftest import FAST, Clock
 
 Json = dict[str, Any]
 GATE = {"name": "gpumgr.io/quota"}

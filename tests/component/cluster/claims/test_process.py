@@ -15,7 +15,7 @@ from gpumgr.common.errors import InputError, SettingsError
 from gpumgr.kube.reflector import prompt_watches
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ClaimsSettings, HttpSettings
-from tests.component.cluster.scheduler.conftest import until
+from tests.background import until
 
 from .conftest import GATE, DraObjects, Stage, pod, quota, running
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.background import until
 from tests.component.cluster.scheduler import conftest as plugin
-from tests.component.cluster.scheduler.conftest import until
 
 from .conftest import GATE, DraObjects, Stage, claim, pod, quota, running
 

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.cluster.claims.controller import ClaimsController
 from gpumgr.sim.apiserver_objects import failure
-from tests.component.cluster.scheduler.conftest import until
+from tests.background import until
 
 from .conftest import Stage, pod, quota
 

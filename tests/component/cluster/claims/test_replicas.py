@@ -5,7 +5,8 @@ from pathlib import Path
 from gpumgr.cluster.scheduler.leader import LEADER_LABEL, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.sim.apiserver import SimApiServer
-from tests.component.cluster.scheduler.conftest import Clock, until
+from tests.background import until
+from tests.component.cluster.scheduler.conftest import Clock
 from tests.component.cluster.scheduler.leases import Leases
 
 from .conftest import DraObjects, pod, quota, running

@@ -7,7 +7,8 @@ import pytest
 
 from gpumgr.cluster.claims.objects import WatchedTemplate
 from gpumgr.settings.schema import ClaimsSettings
-from tests.component.cluster.scheduler.conftest import Clock, until
+from tests.background import until
+from tests.component.cluster.scheduler.conftest import Clock
 
 from .conftest import DraObjects, Stage, claim, pod, running
 

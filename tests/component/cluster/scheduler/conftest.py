@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.http_server import HttpServer
+from tests.background import until
 from tests.topologies import topology_from_matrix
 
 FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
@@ -133,13 +134,6 @@ class Stage:
 
     def cores(self, name: str) -> list[int]:
         return [used.cores for used in self.index.used(name)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what a watch brings."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (a condition of any kind)
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -7,8 +7,9 @@ import pytest
 from aiohttp import web
 
 from gpumgr.cluster.scheduler import binding
+from tests.background import until
 
-from .conftest import Stage, pod, until
+from .conftest import Stage, pod
 
 
 def answering(

@@ -17,8 +17,9 @@ from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 from gpumgr.web.http_server import HttpServer
+from tests.background import until
 
-from .conftest import Clock, Stage, until
+from .conftest import Clock, Stage
 
 REVIEW = json.dumps({"request": {"uid": "u1", "object": {"spec": {"containers": []}}}}).encode()
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]

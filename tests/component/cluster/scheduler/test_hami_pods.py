@@ -18,9 +18,10 @@ from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects
+from tests.background import until
 from tests.mig_profiles import H100
 
-from .conftest import Json, Stage, inventory, node, pod, running, until
+from .conftest import Json, Stage, inventory, node, pod, running
 
 HAMI = ReplicaResources()
 REPLICAS = 3

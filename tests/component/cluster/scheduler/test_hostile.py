@@ -19,9 +19,10 @@ from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import until
 from tests.cluster_states import node_state
 
-from .conftest import Json, Stage, inventory, node, pod, until
+from .conftest import Json, Stage, inventory, node, pod
 
 PREDICATE = "tencent.com/predicate-gpu-idx-0"
 

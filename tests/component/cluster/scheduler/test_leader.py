@@ -14,8 +14,9 @@ from gpumgr.cluster.scheduler.leader import LEADER_LABEL, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import until
 
-from .conftest import Clock, Stage, inventory, node, pod, running, until
+from .conftest import Clock, Stage, inventory, node, pod, running
 from .leases import Leases
 
 #: Their clock does not move unless the test moves it, so a Lease ends when the test says so.

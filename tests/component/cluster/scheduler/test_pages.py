@@ -18,8 +18,9 @@ from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.access import Origin
 from gpumgr.web.http_server import PageServer
+from tests.background import until
 
-from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running, until
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
 
 READY = [{"type": "Ready", "status": "True"}]
 

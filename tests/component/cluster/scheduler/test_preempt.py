@@ -16,8 +16,9 @@ from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.core.victims import Eviction, find_eviction
 from gpumgr.cluster.scheduler import preemption
 from gpumgr.placement.evaluators.capacity import ContainerKind
+from tests.background import until
 
-from .conftest import Json, Stage, pod, until
+from .conftest import Json, Stage, pod
 
 WHOLE: tuple[ContainerKind, int, int] = ("app", 100, 0)
 

@@ -15,8 +15,9 @@ from gpumgr.cluster.scheduler.lifecycle import run_scheduler
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, ProcessSettings, SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import until
 
-from .conftest import inventory, node, pod, until
+from .conftest import inventory, node, pod
 from .leases import Leases
 
 #: More than the process keeps connections to the API server for bindings.

@@ -16,8 +16,9 @@ from gpumgr.common import aio
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import until
 
-from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, until
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod
 
 UID = "uid-gpuquota"
 

@@ -17,8 +17,9 @@ from gpumgr.cluster.core.shape import Shape
 from gpumgr.cluster.scheduler import rejections
 from gpumgr.cluster.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
 from gpumgr.common import aio
+from tests.background import until
 
-from .conftest import Stage, inventory, node, pod, until
+from .conftest import Stage, inventory, node, pod
 
 OWN = "/api/v1/namespaces/team/pods/extender"
 

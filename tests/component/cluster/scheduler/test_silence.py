@@ -19,8 +19,9 @@ from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure
+from tests.background import until
 
-from .conftest import Json, Stage, inventory, node, pod, running, until
+from .conftest import Json, Stage, inventory, node, pod, running
 
 #: The times of a scheduler, with short pauses; a watch ends earlier if the test says so.
 TIMES = replace(prompt_watches(30.0), watch_seconds=(20, 20), pause_seconds=(0.005, 0.02))

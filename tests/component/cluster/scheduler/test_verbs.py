@@ -15,8 +15,9 @@ from gpumgr.common import aio
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, Share, decode_placement
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import until
 
-from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running, until
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
 
 
 async def test_one_node_is_answered_and_the_binding_names_its_gpus(stage: Stage) -> None:

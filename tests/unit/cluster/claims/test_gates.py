@@ -83,7 +83,8 @@ def test_a_pod_that_may_get_forbidden_gpus_needs_a_selector() -> None:
     made = Quotas({"team": NamespaceQuota(labels=frozenset({"A100"}))})
     _, refused = names(decide([(pod("a"), demand(share(10), kinds=BOTH))], [], made))
     assert (
-        "no quota for model V100; its models: A100; even the unused quota does not allow it; its nodeSelector may name" in refused["a"]
+        "no quota for model V100; its models: A100; even the unused quota does not allow it; its nodeSelector may name"
+        in refused["a"]
     )
     assert names(decide([(pod("a"), demand(share(10)))], [], made))[0] == ["a"]
 

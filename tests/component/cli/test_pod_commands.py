@@ -1,4 +1,7 @@
-"""`gpumgr resize`: wrong input, and pods that can't be resized. tests/agent/test_resize.py has the command with an agent."""
+"""`gpumgr resize`, `suspend` and `resume`: wrong input, pods to which they do not apply, and the containers that they wait for.
+
+tests/agent/test_resize.py and test_suspend.py have the commands with an agent.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -16,30 +19,53 @@ from gpumgr.sim.apiserver import SimApiServer
 from .conftest import Gpumgr
 
 Json = dict[str, Any]
-GPU = {"tencent.com/vcuda-core": "30"}
+SHARE: Json = {"limits": {"tencent.com/vcuda-core": "30"}}
+ENDED: Json = {"terminated": {"exitCode": 0}}
+RUNS: Json = {"running": {}}
+SETUP, MAIN, AWAY = {"container": "setup"}, {"container": "main"}, {"container": "main", "state": "suspended"}
 
 
-def pod(name: str, *allocated: str, claim: bool = False, phase: str = "Running") -> Json:
-    """`allocated`: its containers with shares."""
-    resources: Json = {"claims": [{"name": "gpu"}]} if claim else {"limits": GPU}
-    annotations = {"gpumgr.io/allocations": json.dumps([{"container": each} for each in allocated])} if allocated else {}
+def pod(
+    name: str,
+    rows: list[Json] | None,
+    *,
+    setup: Json = ENDED,
+    main: Json = RUNS,
+    phase: str = "Running",
+    resources: Json = SHARE,
+) -> Json:
+    """`rows`: what the agent wrote about its containers. `setup`: the state of the init container, `main`: of the other one."""
+    annotations = {} if rows is None else {"gpumgr.io/allocations": json.dumps(rows)}
     return {
         "metadata": {"namespace": "team", "name": name, "uid": f"uid-{name}", "annotations": annotations},
-        "spec": {"containers": [{"name": "main", "resources": resources}]},
-        "status": {"phase": phase},
+        "spec": {"containers": [{"name": "main", "resources": resources}], "initContainers": [{"name": "setup"}]},
+        "status": {
+            "phase": phase,
+            "initContainerStatuses": [{"name": "setup", "state": setup}],
+            "containerStatuses": [{"name": "main", "state": main}],
+        },
     }
+
+
+PODS = (
+    pod("two", [MAIN, {"container": "side"}]),
+    pod("claim", [MAIN], resources={"claims": [{"name": "gpu"}]}),
+    pod("over", [MAIN], phase="Succeeded"),
+    pod("lonely", [MAIN]),
+    pod("away", [SETUP, AWAY]),
+    pod("works", [SETUP, MAIN]),
+    pod("sidecar", [SETUP, AWAY], setup=RUNS),
+    pod("ended", [SETUP, MAIN], main=ENDED),
+    pod("empty", []),
+    pod("many", [AWAY, {"left_out": 9}]),
+    pod("none", None),
+)
 
 
 @pytest.fixture
 async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
     async with SimApiServer("node") as api:
-        for document in (
-            pod("two", "main", "side"),
-            pod("claim", "main", claim=True),
-            pod("none"),
-            pod("ended", "main", phase="Succeeded"),
-            pod("lonely", "main"),
-        ):
+        for document in PODS:
             api.put_document(document)
         yield api.kubeconfig(folder / "kubeconfig")
 
@@ -55,7 +81,7 @@ async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
         (["team/two", "--cores", "1", "--container", "x"], 1, "container x has no share of a GPU by gpumgr"),
         (["team/claim", "--cores", "1"], 1, "the capacity of a claim is fixed by the API"),
         (["team/none", "--cores", "1"], 1, "no container of the pod has"),
-        (["team/ended", "--cores", "1"], 1, "the pod has ended"),
+        (["team/over", "--cores", "1"], 1, "the pod has ended"),
         (["team/missing", "--cores", "1"], 1, "there is no pod team/missing; name it as NAMESPACE/POD"),
     ],
 )
@@ -108,3 +134,23 @@ async def test_a_pod_that_others_keep_changing_is_said() -> None:
     pod = RemotePod(cast("ApiServer", Contested(5)), PodName.of("team/a"))
     with pytest.raises(GpumgrError, match="the annotation key can't be written: other programs keep changing the pod"):
         await pod.annotate("key", lambda _: "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "out", "err"),
+    [
+        ("away", 0, "main: suspended\n", ""),
+        ("many", 0, "main: suspended\n", ""),
+        ("works", 1, "main: running\n", "not all containers are suspended yet"),
+        ("sidecar", 1, "setup: running\nmain: suspended\n", "not all containers are suspended yet"),
+        ("ended", 1, "", "the containers of the pod that had GPUs have ended"),
+        ("empty", 1, "", "the pod has no annotation gpumgr.io/allocations"),
+        ("none", 1, "", "the pod has no annotation gpumgr.io/allocations"),
+    ],
+)
+async def test_suspend_waits_for_the_containers_that_have_not_ended(
+    name: str, code: int, out: str, err: str, kubeconfig: Path, gpumgr_command: Gpumgr
+) -> None:
+    ended = await gpumgr_command("suspend", f"team/{name}", "--wait", "0.01", "--kubeconfig", kubeconfig)
+    assert (ended.code, ended.out) == (code, out)
+    assert err in ended.err
