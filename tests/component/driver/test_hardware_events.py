@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.common.proc import HostProcesses
@@ -156,20 +155,6 @@ async def test_a_missing_device_node_is_reported_too(tmp_path: Path) -> None:
     (tmp_path / "nvidia1").touch()
     await node.hardware_events.sample_taken(NodeSample())
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
-
-
-async def test_a_gpu_without_a_minor_number_needs_the_device_of_wsl(tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    wsl = replace(NODE, gpus=(NODE.gpus[0], replace(NODE.gpus[1], minor=None)))
-    node = EventNode(tmp_path, node=wsl)
-    await node.hardware_events.snapshot_taken(wsl)
-    why = f"the driver reports no minor number for it, and {tmp_path}/dxg, the device node of WSL2's GPUs, does not exist"
-    assert node.told == [("unhealthy", ("00000001",), why)]
-    agent_state = node.world.agent_state
-    assert agent_state.inventory.failures(agent_state.ledger.gpu_registry) == {"00000001": why}
-    (tmp_path / "dxg").touch()
-    await node.hardware_events.sample_taken(NodeSample())
-    assert agent_state.inventory.failures(agent_state.ledger.gpu_registry) == {}
 
 
 async def test_an_unknown_gpu_that_can_not_be_described_is_reported_once() -> None:

@@ -8,16 +8,14 @@ import pytest
 import structlog.testing
 
 from gpumgr.common.files import replace_file
-from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import HealthRules
-from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.snapshot import read_pci_gpus
 from gpumgr.placement.topology.devices import MigInstance
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare
 
-from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, give_up_after, watched
+from .conftest import PERIOD_SECONDS, Prepare, give_up_after, watched
 
 WELL = ("healthy", None)
 
@@ -155,34 +153,6 @@ async def test_an_error_of_the_driver_is_recovered_from_while_a_gpu_hangs(node: 
         await listener.until(lambda: listener.states == [WELL, WELL, ("unhealthy", "hang"), WELL])
         sim.control.release()
         await listener.until(lambda: listener.states == [WELL] * 4)
-
-
-async def test_a_driver_reload(node: Prepare) -> None:
-    sim = node("pcie-a10-4")
-    async with watched(sim) as (_, listener):
-        await listener.rounds(1)
-        sim.control.unload_driver()
-        await listener.until(lambda: listener.states == [("unhealthy", "nvml_down")] * 4)
-        sim.control.load_driver()
-        await listener.until(lambda: listener.states == [WELL] * 4)
-        sim.control.xid(3, 119)
-        await listener.until(lambda: listener.states[3][1] == "xid")
-    assert len(listener.outages) == 1
-    assert "driver is not loaded" in listener.outages[0]
-
-
-async def test_a_driver_of_another_version_ends_the_monitor(node: Prepare) -> None:
-    sim = node("mixed-2")
-    listener = Listener()
-    monitor = Monitor(
-        Nvml(library_path=sim.library_path), listener, sample_period_seconds=PERIOD_SECONDS, retry_seconds=RETRY_SECONDS
-    )
-    task = asyncio.create_task(monitor.run())
-    await listener.rounds(1)
-    sim.control.unload_driver()
-    sim.control.load_driver("570.1")
-    with pytest.raises(DriverMismatchError, match="replaced by another version"):
-        await task
 
 
 async def test_a_change_of_mig_delays_a_snapshot_and_neither_samples_nor_health(
@@ -327,19 +297,6 @@ async def test_a_long_call_delays_the_search_for_missing_gpus_and_is_no_outage(
     assert listener.outages == []
 
 
-async def test_a_gpu_that_comes_to_the_pci_bus_later_is_found(node: Prepare) -> None:
-    sim = node("pcie-a10-4")
-    late = sim.sysfs_root / "bus/pci/devices" / sim.description.gpus[3].bus_id
-    place, list_all = late.readlink(), list_only(sim, 3)
-    late.unlink()
-    async with watched(sim) as (_, listener):
-        await listener.rounds(5)
-        assert (len(listener.snapshots[-1].gpus), listener.snapshots[-1].unlisted) == (3, 0)
-        list_all()
-        late.symlink_to(place)
-        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
-
-
 async def test_the_pci_bus_has_no_gpus_of_virtual_machines_and_no_virtual_functions(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     devices = [sim.sysfs_root / "bus/pci/devices" / gpu.bus_id for gpu in sim.description.gpus]
@@ -355,17 +312,6 @@ async def test_the_pci_bus_has_no_gpus_of_virtual_machines_and_no_virtual_functi
         (device / "class").write_text(f"{kind}\n")
     assert read_pci_gpus(sim.sysfs_root) == (devices[2].name, devices[3].name)
     assert read_pci_gpus(sim.sysfs_root / "nowhere") == ()
-
-
-async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Prepare) -> None:
-    sim = node("pcie-a10-4")
-    sim.control.lose_gpu(2)
-    async with watched(sim) as (_, listener):
-        await listener.rounds(2)
-        assert [gpu.index for gpu in listener.snapshots[-1].gpus] == [0, 1, 3]
-        sim.control.restore_gpu(2)
-        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
-    assert len(listener.snapshots) == 2
 
 
 async def test_samples_are_taken_soon_while_someone_waits_for_them(node: Prepare) -> None:

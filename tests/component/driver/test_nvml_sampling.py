@@ -92,14 +92,6 @@ async def test_processes_that_start_between_size_and_fetch_are_fetched_again(nod
     assert len(processes) == 101
 
 
-async def test_a_list_that_never_fits_is_unknown(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 7)
-    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v2", 13)
-    async with opened(sim) as nvml:
-        assert (await first_sample(nvml)).processes is None
-
-
 @pytest.mark.parametrize("code", [999, 6])
 @pytest.mark.parametrize(
     ("functions", "unknown"),

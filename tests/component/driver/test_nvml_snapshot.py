@@ -11,7 +11,6 @@ from gpumgr.driver.binding import NOT_SUPPORTED, DriverMismatchError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import Failed
 from gpumgr.placement.topology.devices import GpuFailure, Level, NodeSnapshot
-from gpumgr.sim.library import prepare
 
 from .conftest import Prepare, give_up_after, opened, until_calls_return
 
@@ -290,9 +289,3 @@ async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_wit
         assert [(each.index, each.uuid) for each in hung.failures] == [(n, before.gpus[n].uuid) for n in (0, 1)]
         assert hung.gpus == before.gpus[2:]
         assert hung.topology.levels == tuple(row[2:] for row in before.topology.levels[2:])
-
-
-async def test_preparing_a_folder_again_changes_the_node(tmp_path: Path) -> None:
-    for name, size in (("mixed-2", 2), ("pcie-a10-4", 4)):
-        async with opened(prepare(name, tmp_path / "node")) as nvml:
-            assert len((await nvml.snapshot()).gpus) == size

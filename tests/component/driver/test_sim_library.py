@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cli.node_source import read_snapshot
-from gpumgr.common.errors import InputError, NvmlAbsent, SettingsError
-from gpumgr.driver.binding import Binding
+from gpumgr.common.errors import InputError, SettingsError
 from gpumgr.sim import library
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import compile_library, prepare
@@ -71,15 +70,6 @@ def test_commands_see_a_simulated_node_and_leave_nothing_behind(tmp_path: Path, 
         read_snapshot("dgx-9")
 
 
-def test_commands_report_that_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr("pynvml.CDLL", refuse)
-    with pytest.raises(NvmlAbsent, match="the NVIDIA driver is not installed"):
-        read_snapshot(None)
-
-
 def test_another_process_finds_it_by_the_search_path(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     sim.control.set_processes(2, [SimProcess(pid=77, memory_bytes=5, sm_percent=40)])
@@ -102,25 +92,6 @@ def test_another_process_finds_it_by_the_search_path(node: Prepare) -> None:
         LD_LIBRARY_PATH=str(Path(sim.library_path).parent),
     )
     assert (seen.stderr, seen.stdout) == ("", "8 True 2\n[(77, 40)]\n0\n0\n6 Not Found\n")
-
-
-def test_the_control_file_is_looked_at_for_each_change_and_otherwise_rarely(node: Prepare) -> None:
-    sim = node("mixed-2")
-    nvml = Binding(sim.library_path)
-    nvml.open()
-    gpu = nvml.call("nvmlDeviceGetHandleByIndex", 0)
-
-    def overlooked(celsius: int) -> bool:
-        """Whether a change that was not counted is not seen by a call right after one that has looked."""
-        sim.control._set(("temperature", "0"), str(celsius))
-        assert nvml.call("nvmlDeviceGetTemperature", gpu, 0) == celsius
-        sim.control.path.write_text(f"temperature 0 {celsius + 1}\n")
-        return bool(nvml.call("nvmlDeviceGetTemperature", gpu, 0) == celsius)
-
-    try:
-        assert any(overlooked(celsius) for celsius in range(20, 80, 2)), "a busy machine may take longer at times"
-    finally:
-        nvml.close()
 
 
 def test_a_hung_call_does_not_hold_up_the_end_of_the_process(node: Prepare) -> None:

@@ -24,28 +24,26 @@ _PACE = WatchTimes(pause_seconds=(0.005, 0.01))
 
 
 class Cluster:
-    """`look` advances the clock and reports once; the reporter's daemon does not run. `timing`: the publisher's clock."""
+    """`look` advances the clock and reports once; the reporter's daemon does not run."""
 
-    def __init__(
-        self, world: World, api: SimApiServer, server: ApiServer, timing: Mapping[str, Any] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, world: World, api: SimApiServer, server: ApiServer, **settings: Any) -> None:
         self.world, self.api = world, api
         self.cache, self.publisher = (
             PodCache(server, api.node_name, watch_times=_PACE, resources=HAMI),
-            Publisher(server, api.node_name, **timing or {}),
+            Publisher(server, api.node_name),
         )
         self.daemons: list[asyncio.Task[NoReturn]] = []
         self.settings = settings
         self.decisions = self.reporter()
 
-    def reporter(self, clock: Callable[[], float] | None = None) -> DecisionReporter:
-        """As at the start of an agent; `clock` (monotonic, in seconds) is the world's unless given."""
+    def reporter(self) -> DecisionReporter:
+        """As at the start of an agent."""
         return DecisionReporter(
             self.publisher,
             agent_state=self.world.agent_state,
             pods=self.cache,
             node=self.api.node_name,
-            clock=clock or self.world.clock,
+            clock=self.world.clock,
             **self.settings,
         )
 

@@ -1,6 +1,5 @@
 """From the kubelet's calls to what `kubectl describe` shows: one patch and one event for a pod, for the right incarnation."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -67,18 +66,6 @@ async def test_nothing_is_published_before_the_pods_calls_are_answered(cluster: 
     assert cluster.writes == ["pod", "event"]
 
 
-async def test_the_daemon_writes_a_pods_annotations_and_event_by_itself(cluster: Cluster) -> None:
-    cluster.decisions = cluster.reporter(asyncio.get_running_loop().time)
-    daemon = asyncio.create_task(cluster.decisions.run())
-    await asyncio.sleep(0.01)
-    await cluster.run(cluster.world.pod("web", app()))
-    async with asyncio.timeout(5):
-        await cluster.until(lambda: bool(cluster.events))
-    daemon.cancel()
-    await asyncio.wait([daemon])
-    assert cluster.writes == ["pod", "event"]
-
-
 async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
     world = await World.made(snapshot(2, 16))
     async with announced(world, tmp_path, annotate_pods=False, write_events=False) as cluster:
@@ -121,6 +108,7 @@ async def test_the_annotations_of_a_deleted_pod_are_dropped(cluster: Cluster) ->
     assert cluster.publisher.state().waiting == 2
     cluster.cache._change(view, None)
     assert cluster.publisher.state().waiting == 1
+    assert pod.uid not in {*cluster.decisions._published, *cluster.decisions._due}
 
 
 async def test_the_annotations_follow_an_allocation_that_is_moved_to_another_pod(cluster: Cluster) -> None:

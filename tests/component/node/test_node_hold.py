@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from gpumgr.common.errors import AlreadyRunning, CheckpointError
+from gpumgr.common.errors import CheckpointError
 from gpumgr.driver.hardware import Hardware
 from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
@@ -57,14 +57,19 @@ def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new"
     )
 
 
-def status(settings: Settings, path: str) -> int:
+def answer(settings: Settings, path: str) -> tuple[int, str]:
+    """Status (0: nobody listens) and text."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as answer:
-            return int(answer.status)
+        with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as response:
+            return int(response.status), response.read().decode()
     except HTTPError as error:
-        return error.code
+        return error.code, error.read().decode()
     except OSError:
-        return 0
+        return 0, ""
+
+
+def status(settings: Settings, path: str) -> int:
+    return answer(settings, path)[0]
 
 
 async def when(condition: Callable[[], bool]) -> None:
@@ -172,24 +177,6 @@ async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> No
         assert await held
 
 
-@pytest.mark.parametrize(("mode", "instance"), [("dra", None), ("plugin", None)])
-async def test_without_a_rolling_update_the_second_agent_ends(folder: Path, mode: str, instance: str | None) -> None:
-    StubKubelet(folder)
-    settings = settings_of(folder, mode=mode, instance=instance)
-    with lock_node(settings.process.lock_path):
-        async with second(settings, asyncio.Event()) as (_driver, held):
-            with pytest.raises(AlreadyRunning, match=r"another gpumgr agent \(pid"):
-                await held
-
-
-def answer(settings: Settings, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as response:
-            return int(response.status), response.read().decode()
-    except HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def explains(settings: Settings, path: str, text: str) -> bool:
     return text in answer(settings, path)[1]
 
@@ -237,19 +224,3 @@ async def test_an_agent_that_is_older_than_the_checkpoint_ends_so_that_the_newer
             with pytest.raises(ExceptionGroup) as caught:
                 await held
     assert caught.group_contains(CheckpointError, match="was written by a newer gpumgr")
-
-
-async def test_of_two_agents_that_wait_one_takes_the_node_and_the_other_waits_for_it(folder: Path) -> None:
-    settings, other = settings_of(folder, mode="plugin"), settings_of(folder, mode="plugin", instance="newer")
-    first = lock_node(settings.process.lock_path)
-    first.__enter__()
-    stop = asyncio.Event()
-    async with second(settings, stop) as (_, one), second(other, stop) as (_, two):
-        await when(lambda: status(settings, "/readyz") == 200 == status(other, "/readyz"))
-        first.__exit__(None, None, None)
-        await asyncio.wait({one, two}, return_when=asyncio.FIRST_COMPLETED)
-        assert one.done() != two.done()
-        waiting = other if one.done() else settings
-        assert await asyncio.to_thread(status, waiting, "/readyz") == 200
-        stop.set()
-        assert sorted([await one, await two]) == [False, True]

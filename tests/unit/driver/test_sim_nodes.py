@@ -11,7 +11,6 @@ from gpumgr.sim.nodes import (
     SINGLE,
     SYSTEM,
     NodeDescription,
-    built_in_names,
     load_node,
 )
 
@@ -28,23 +27,6 @@ def described(tmp_path: Path, body: str) -> NodeDescription:
     path = tmp_path / "node.yaml"
     path.write_text(HEAD + body)
     return load_node(str(path))
-
-
-def test_the_built_in_nodes() -> None:
-    assert {name: len(load_node(name).gpus) for name in built_in_names()} == {
-        "dgx1-v100-8": 8,
-        "hgx-16": 16,
-        "hgx-h100-8": 8,
-        "mig-4": 4,
-        "mixed-2": 2,
-        "pcie-a10-4": 4,
-        "pcie-p40-7": 7,
-    }
-
-
-def test_default_uuids_are_always_the_same() -> None:
-    assert load_node("mixed-2").uuid_of(0) == "GPU-9e842979-2419-5821-a5f2-a137c23f7d40"
-    assert len({load_node(name).uuid_of(index) for name in built_in_names() for index in range(2)}) == 2 * len(built_in_names())
 
 
 def test_levels_follow_from_boards_parents_and_numa_nodes(tmp_path: Path) -> None:

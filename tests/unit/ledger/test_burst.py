@@ -124,6 +124,7 @@ def test_what_a_burst_holds_closes_free_ids(mebibytes: int, closed: int) -> None
     (devices,) = node_devices(ledger, node, failed=())
     assert devices.healthy_blocks.bit_count() == 16 - closed
     assert devices.healthy_blocks & 0b11 == 0b11, "ids in use stay"
+    assert devices.healthy_cores.bit_count() == 100, "a burst has memory only"
     assert candidates(node, ledger)[0].memory_mebibytes_free == max(0, 14 * 256 - mebibytes)
 
 

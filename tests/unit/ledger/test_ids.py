@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES
 from gpumgr.ledger.ids import (
-    ALL_CORES,
     GpuRegistry,
     RegisteredInstance,
     common,
@@ -102,7 +101,3 @@ def test_masks_have_set_operations(left: dict[str, int], right: dict[str, int]) 
 def test_the_lowest_bits(mask: int, wanted: int) -> None:
     found = list(indices(mask))[:wanted]
     assert lowest(mask, wanted) == sum(1 << bit for bit in found)
-
-
-def test_all_cores() -> None:
-    assert list(indices(ALL_CORES)) == list(range(100))
