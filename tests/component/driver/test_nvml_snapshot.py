@@ -10,9 +10,9 @@ from gpumgr.common.errors import NvmlAbsent, NvmlError
 from gpumgr.driver.binding import NOT_SUPPORTED, DriverMismatchError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import Failed
-from gpumgr.placement.topology.devices import GpuFailure, Level, NodeSnapshot
+from gpumgr.placement.topology.devices import Level, NodeSnapshot
 
-from .conftest import Prepare, give_up_after, opened, until_calls_return
+from .conftest import Prepare, give_up_after, opened
 
 MIB = 1024 * 1024
 HANGS = "the driver does not answer calls about this GPU"
@@ -241,33 +241,6 @@ async def test_a_driver_that_hangs_in_the_middle_of_a_snapshot(node: Prepare) ->
         await asyncio.sleep(0)
         sim.control.release()
         await resting
-        assert await nvml.snapshot() == before
-
-
-@pytest.mark.parametrize(
-    "function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetNvLinkState", "*"]
-)
-async def test_a_gpu_whose_calls_hang_is_missing_in_a_snapshot_by_name(node: Prepare, function: str) -> None:
-    sim = node("hgx-h100-8")
-    uuids = [sim.description.uuid_of(index) for index in range(8)]
-    async with opened(sim) as nvml:
-        before = await nvml.snapshot()
-        give_up_after(nvml, 0.2)
-        sim.control.hang(function=function, gpu=3)
-        hung = await nvml.snapshot()
-        assert [gpu.uuid for gpu in hung.gpus] == [*uuids[:3], *uuids[4:]]
-        assert hung.failures == (GpuFailure(index=3, uuid=uuids[3], reason=HANGS),)
-        give_up_after(nvml, 10)
-        reading = await nvml.read()
-        sample, health = reading.sample, reading.health
-        assert ({*sample.gpus}, sample.failures) == ({*uuids} - {uuids[3]}, {uuids[3]: HANGS})
-        assert [uuid for uuid, each in health.items() if each == Failed(reason="hang", message=HANGS)] == [uuids[3]]
-        assert await nvml.compute_mode(uuids[4]) == 0, "it is not searched for among the GPUs"
-        with pytest.raises(NvmlError, match=f"^the driver does not answer calls about {uuids[3]}$"):
-            await nvml.compute_mode(uuids[3])
-        assert await nvml.processes(uuids[3]) is None
-        sim.control.release()
-        await until_calls_return(nvml)
         assert await nvml.snapshot() == before
 
 
