@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.agent.ports import Eviction
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
 from gpumgr.placement.pods import PodKey, PodView
@@ -86,16 +85,6 @@ async def test_a_pod_that_the_api_server_shows_late_is_reported_late(cluster: Cl
     await cluster.look()
     assert cluster.writes == ["pod", "event"]
     assert cluster.allocations(pod)[0]["container"] == "main"
-
-
-async def test_another_incarnation_of_the_name_gets_nothing(cluster: Cluster) -> None:
-    first = await cluster.run(cluster.world.pod("web-0", app()))
-    second = replace(first, uid="uid-99")
-    cluster.api.remove(first.uid)
-    await cluster.shown(second)
-    await cluster.look()
-    assert cluster.writes == []
-    assert cluster.annotations(second) == {}
 
 
 async def test_the_annotations_of_a_deleted_pod_are_dropped(cluster: Cluster) -> None:
@@ -207,32 +196,6 @@ async def test_other_events_of_pods(cluster: Cluster) -> None:
     ]
 
 
-async def test_missing_limits_are_in_the_event_of_the_placement(cluster: Cluster) -> None:
-    pod = await cluster.run(cluster.world.pod("web", app()))
-    (held,) = cluster.world.ledger.allocations.values()
-    assert held.mechanisms == ("none",)
-    cluster.add(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuLimitNotEnforced", why="nothing keeps it")
-    await cluster.look()
-    assert cluster.writes == ["pod", "event"]
-    (event,) = cluster.events
-    assert (event["reason"], event["type"]) == ("GpuPlaced", "Normal")
-    assert "; GpuLimitNotEnforced: nothing on this node keeps container main within its share" in event["message"]
-
-
-async def test_an_eviction_that_is_refused_is_in_the_history_and_the_pods_events(cluster: Cluster) -> None:
-    pod = await cluster.shown(cluster.world.pod("web", app()))
-    cluster.api.forbidden.add(("create", "pods/eviction"))
-    for number in range(2):
-        cluster.publisher.evict(f"drain {number}", [Eviction(uid=pod.uid, pod=("team", "web"), reason="GPU0 is drained")])
-        await cluster.written()
-        await cluster.look()
-    (entry,) = cluster.history.entries()
-    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), pod.uid)
-    assert entry.why.startswith("the pod is not evicted (GPU0 is drained): HTTP 403: ")
-    assert entry.why.endswith("create on pods/eviction")
-    assert [(event["reason"], event["type"]) for event in cluster.events] == [("GpuPodNotEvicted", "Warning")]
-
-
 async def test_events_of_a_static_pod_refer_to_its_mirror_pod(cluster: Cluster) -> None:
     view = replace(cluster.world.view(cluster.world.pod("web", app())), runtime_uid="of-the-kubelet")
     cluster.cache._change(None, view)
@@ -257,17 +220,3 @@ async def test_events_of_an_unknown_pod_wait_for_a_while(cluster: Cluster) -> No
     for number in range(MAX_LATE + 3):
         cluster.add(what="refused", id=f"r{number}", pod=("team", f"never-{number}"), code="no_fit", why="no room")
     assert cluster.publisher.state().dropped == 4
-
-
-async def test_events_of_gpus_are_the_nodes(cluster: Cluster) -> None:
-    for code, why in (("lost", "XID 79: the GPU has fallen off the bus"), ("back", "it is well again"), ("cordoned", "")):
-        cluster.add(what="gpu", code=code, gpus=("00000001",), why=why)
-    await cluster.written()
-    assert [(event["type"], event["reason"], event["message"]) for event in cluster.events] == [
-        ("Warning", "GpuLost", "GPU1 (00000001): XID 79: the GPU has fallen off the bus"),
-        ("Normal", "GpuBack", "GPU1 (00000001): it is well again"),
-        ("Normal", "GpuCordoned", "GPU1 (00000001): cordoned"),
-    ]
-    assert {(namespace, event["involvedObject"]["uid"]) for (namespace, _), event in cluster.api.written.events.items()} == {
-        ("default", "node-1")
-    }

@@ -58,7 +58,7 @@ def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new"
 
 
 def answer(settings: Settings, path: str) -> tuple[int, str]:
-    """Status (0: nobody listens) and text."""
+    """Status (0: no agent listens) and text."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as response:
             return int(response.status), response.read().decode()
