@@ -17,7 +17,7 @@ from tests.background import until
 from tests.component.kubelet.dra.harness import DRIVER, Caller, StubKubelet
 from tests.component.kubelet.dra.resources import Resources
 
-from .stage import HASTY, app, probe, stage, until_ready
+from .stage import app, probe, stage, until_ready
 
 KUBELET = {"plugins_dir": "plugins", "plugins_registry_dir": "plugins_registry"}
 
@@ -97,29 +97,6 @@ async def test_from_dra_to_plugin(folder: Path) -> None:
         await node.agent.while_running(until(lambda: kubelet.sockets() == []))
         assert node.ledger().allocations == {}
         assert (await node.run(node.pod("next", app(100)))).phase == "Running"
-
-
-async def test_a_start_without_the_driver_offers_no_gpus(folder: Path) -> None:
-    """The slice of the former agent would offer them all."""
-
-    def devices() -> int:
-        found = resources.named(slice_name(NODE_NAME))
-        return -1 if found is None else len(found["spec"]["devices"])
-
-    async with dra_stage(folder, command=HASTY) as (node, kubelet, resources):
-        set_mode(node, "dra")
-        await node.agent.start()
-        await node.agent.while_running(kubelet.register())
-        await node.agent.while_running(until(lambda: devices() == 4))
-        await kubelet.end()
-        await node.agent.kill()
-        node.control.unload_driver()
-        await node.agent.start()
-        await node.agent.while_running(node.agent_log.until("leftover_socket_removed"))
-        await node.agent.while_running(kubelet.register())
-        await node.agent.while_running(until(lambda: devices() == 0))
-        node.control.load_driver()
-        await node.agent.while_running(until(lambda: devices() == 4))
 
 
 async def test_a_stop_while_claims_end_leaves_no_socket(folder: Path) -> None:

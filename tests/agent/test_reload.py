@@ -105,20 +105,6 @@ async def test_a_config_map_that_changes_is_noticed_and_a_bad_one_keeps_the_old_
         assert node.agent.running
 
 
-async def test_annotations_and_events_can_be_switched_on_later(folder: Path) -> None:
-    path = folder / "gpumgr.yaml"
-    async with running(folder, settings={"kubernetes": {"annotate_pods": False, "write_events": False}}) as node:
-        api = node.api
-        assert api is not None
-        pod = node.pod("a", app(30, 4))
-        assert (await node.run(pod)).phase == "Running"
-        replace(path, rewritten(path, kubernetes={"annotate_pods": True, "write_events": True}))
-        node.agent.signal(signal.SIGHUP)
-        line = await node.agent_log.until("config_reloaded")
-        assert line["applied"] == ["kubernetes.annotate_pods", "kubernetes.write_events"]
-        await until(lambda: api.annotations(pod.uid) and events(node, "GpumgrConfigReloaded"))
-
-
 async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: Path) -> None:
     path = folder / "gpumgr.yaml"
     async with running(folder) as node:

@@ -10,8 +10,8 @@ from gpumgr.common.units import Amounts
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
-from .limiter import MIB, limits, started
-from .stage import BLOCKS, RUNNER, app, gpumgr, running, until
+from .limiter import limits, started
+from .stage import RUNNER, app, gpumgr, running, until
 
 SETTINGS: Final = {
     "nvml": {"sample_period_seconds": 0.2},
@@ -29,40 +29,6 @@ def answer(node: SimulatedNode, pod: SimPod) -> Mapping[str, Any]:
     assert node.api is not None
     found: Mapping[str, Any] = json.loads(node.api.annotations(pod.uid).get("gpumgr.io/resized", "{}")).get("main", {})
     return found
-
-
-async def test_a_pod_is_resized_by_the_command(bounded: Path) -> None:
-    async with running(bounded, settings=SETTINGS) as node:
-        pod = await started(node, "notebook", 30, 8)
-        (gpu,) = node.gpus_of(pod)
-        node.use(pod, memory_bytes=1024 * MIB)
-
-        assert await resize(node, "--memory", "1200") == (
-            0,
-            "container main has 30 cores and 1200 MiB of each of its GPUs\n",
-        )
-        await until(lambda: limits(node, pod) == (30, 1200))
-        assert node.healthy(gpu)["memory"] == BLOCKS, "the kubelet's ids stay with the pod"
-
-        code, out = await resize(node, "--memory", "1000")
-        assert code == 1
-        assert "not resized: it uses 1024 MiB of GPU" in out
-        assert "container main has 30 cores and 1200 MiB of each of its GPUs" in out
-        assert limits(node, pod) == (30, 1200)
-
-        assert (await resize(node, "--cores", "60", "--memory", "3000"))[0] == 0
-        await until(lambda: limits(node, pod) == (60, 3000))
-        await until(lambda: node.healthy(gpu) == {**node.healthy(gpu), "core": 70, "memory": BLOCKS - 4})
-        code, out = await resize(node, "--cores", "90")
-        assert "the pod would have 60 cores above its requests, and this node allows 50 (enforcement.max_growth_cores)" in out
-        assert not node.agent_log.find("enforcement_finding", code="tampered")
-        assert len(node.agent_log.find("resize_decided")) == 4
-        _, story, _ = await gpumgr("why", "demo/notebook", "--socket", bounded / "agent.sock")
-        assert "main has 60 cores and 2.9 GiB of GPU0" in story
-        assert "container main is not resized: it uses 1024 MiB of GPU" in " ".join(story.split())
-
-        node.delete(pod)
-        await until(lambda: node.healthy(gpu) == {**node.healthy(gpu), "core": 100, "memory": BLOCKS})
 
 
 async def test_a_kill_between_the_save_and_the_change_loses_and_repeats_nothing(bounded: Path) -> None:

@@ -18,7 +18,7 @@ from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
 from .limiter import MIB, annotate, page, started
-from .stage import SIM, asked, children, gpumgr, running, until
+from .stage import SIM, asked, children, running, until
 
 SOURCE: Final = Path(__file__).parents[1] / "data/suspend/cuda.c"
 RUNNING, CHECKPOINTED = "0", "2"
@@ -179,18 +179,3 @@ async def test_a_tenant_that_ends_is_forgotten(driver: Driver, state: str) -> No
         waits.unlink()
     await until(lambda: not driver.node.ledger().allocations)
     await driver.suspend(await driver.working("after"))
-
-
-async def test_the_commands_wait_for_the_containers_or_say_why_not(driver: Driver) -> None:
-    pod, place = await driver.working(), ("--kubeconfig", driver.node.folder / "kubeconfig")
-    assert await gpumgr("suspend", "demo/sleeper", *place) == (0, "main: suspended\n", "")
-    assert driver.state(pod) == (CHECKPOINTED, True)
-    driver.works(pod, 0)
-    assert await gpumgr("resume", "demo/sleeper", *place) == (0, "main: running\n", "")
-    assert driver.state(pod) == (RUNNING, False)
-    (driver.folder / "fail-Lock").write_text(f"{driver.pid(pod)} 600\n")
-    driver.works(pod)
-    status, said, errors = await gpumgr("suspend", "demo/sleeper", "--wait", "1", *place)
-    assert status == 1
-    assert said in ("main: running\n", "main: suspending\n"), "the agent may be trying when the wait ends"
-    assert "not all containers are suspended yet" in errors

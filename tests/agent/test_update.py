@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -132,18 +131,6 @@ async def test_a_version_with_bad_settings_never_replaces_the_agent(folder: Path
             assert await new.ended() == 2
         assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
         assert node.agent_log.find("stopping") == []
-
-
-async def test_a_waiting_agent_that_ends_leaves_the_other_one_as_it_is(folder: Path) -> None:
-    async with updating(folder) as node:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            async with beside(node) as new:
-                await until_it_waits(new)
-                new.signal(number)
-                assert await new.ended() == (0 if number is signal.SIGTERM else -number)
-        assert (folder / "agent.sock").is_socket()
-        assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
-        assert node.agent_log.find("registration_lost") == []
 
 
 async def test_an_agent_that_is_killed_is_followed_by_the_one_that_waits(folder: Path) -> None:

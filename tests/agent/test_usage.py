@@ -4,25 +4,24 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-import pytest
-
-from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
-from .stage import app, running
+from .stage import app, running, until
 
 MIB = 1 << 20
 #: (pod, container) -> bytes over all its GPUs
 Told = dict[tuple[str, str], float]
-_CALLS: Final = "gpumgr_allocate_requests_total"
 QUICK: Final = {"nvml": {"sample_period_seconds": 0.1}}
 
 
 async def until_reported(node: SimulatedNode, expected: Told) -> None:
     """The metrics say exactly this of all containers."""
-    while await summed(node) != expected:  # noqa: ASYNC110 (it is another process)
-        await asyncio.sleep(0.05)
+
+    async def reported() -> bool:
+        return await summed(node) == expected
+
+    await until(reported)
 
 
 async def summed(node: SimulatedNode) -> Told:
@@ -45,16 +44,6 @@ async def until_shown(node: SimulatedNode, pod: SimPod) -> None:
         await asyncio.sleep(0.05)
 
 
-async def metrics_agree(node: SimulatedNode, *, granted_ratio: float) -> None:
-    """Kubelet, ledger and log agree with the metrics."""
-    metrics = await node.metrics()
-    calls = [each for (name, labels), each in metrics.items() if name == _CALLS and ("outcome", "ok") in labels]
-    assert sum(calls) == len(node.agent_log.find("allocation_granted"))
-    ratios = [each for (name, _), each in metrics.items() if name == "gpumgr_gpu_core_allocated_ratio"]
-    assert sum(ratios) == pytest.approx(granted_ratio)
-    assert metrics["gpumgr_kubelet_registered", frozenset({("resource", CORE_RESOURCE)})] == 1
-
-
 async def test_memory_is_attributed_to_the_pod_of_the_process(folder: Path) -> None:
     async with running(folder, settings=QUICK) as node:
         first, second = await come(node, "first", app(30, 4)), await come(node, "second", app(20, 4), app(10, 2, "side"))
@@ -64,7 +53,6 @@ async def test_memory_is_attributed_to_the_pod_of_the_process(folder: Path) -> N
         node.use(whole, memory_bytes=2000 * MIB, sm_percent=80)
         mine = {("first", "main"): 700.0 * MIB, ("second", "main"): 0.0, ("second", "side"): 300.0 * MIB}
         await until_reported(node, mine | {("whole", "main"): 4000.0 * MIB})
-        await metrics_agree(node, granted_ratio=2.6)
 
         node.delete(whole)
         await node.restart_container(first)

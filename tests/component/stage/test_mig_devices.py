@@ -66,29 +66,6 @@ def place(node: Stage, pod: SimPod, gpu: str, *places: tuple[str, int]) -> None:
     node.pods.views[view.key] = replace(view, placed=(("main", tuple(shares)),))
 
 
-async def test_each_container_gets_the_smallest_device_that_fits_at_its_place(folder: Path) -> None:
-    async with mig_stage(folder) as (node, mig):
-        pods = [
-            node.pod("large", hami(gpumem=40000, gpucores=40)),
-            node.pod("middle", hami(gpumem=15000, gpucores=20)),
-            node.pod("small", hami(gpumem=5000)),
-            node.pod("other", hami(gpumem=5000)),
-        ]
-        await node.run_all(*pods)
-        node.check_agreement(*pods)
-        assert mig.places(uuid_of(node)) == [("2g.20gb", 0), ("1g.10gb", 2), ("1g.10gb", 3), ("3g.40gb", 4)]
-        (small,) = node.ledger.of(None, pods[2].uid)
-        assert small.gpus == {FIRST: Amounts(14, 9984, slices=1 << 3)}
-        assert small.mechanisms == ()
-        assert f"MIG 1g.10gb at slice 3 ({small.mig_devices[0].uuid})" in small.why
-        response = await node.kubelet.start_container(pods[2], "main")
-        assert response.envs["NVIDIA_VISIBLE_DEVICES"] == small.mig_devices[0].uuid
-        # Every slice of the memory is taken.
-        await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 4)
-        status = await node.run(node.pod("late", hami(gpumem=5000)))
-        assert status.phase == "Failed"
-
-
 async def test_a_refusal_names_what_no_gpu_has_a_place_for(folder: Path) -> None:
     async with mig_stage(folder) as (node, mig):
         await node.run_all(node.pod("a", hami(gpumem=1)))
@@ -164,19 +141,6 @@ async def test_the_schedulers_place_is_followed_or_refused(folder: Path) -> None
         status = await node.run(shared)
         assert "names no MIG device that GPU1 (00000001) can have" in (status.message or "")
         assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 1)]
-
-
-async def test_hamis_scheduler_may_name_a_gpu_twice(folder: Path) -> None:
-    async with mig_stage(folder, gpus=2) as (node, mig):
-        pod = node.pod("a", hami(2, gpumem=5000))
-        place(node, pod, SECOND, ("1g.10gb", 6), ("1g.10gb", 5))
-        await node.run_all(pod)
-        node.check_agreement(pod)
-        assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 5), ("1g.10gb", 6)]
-        (held,) = node.ledger.of(None, pod.uid)
-        assert held.gpus == {SECOND: Amounts(28, 19968, slices=0b110_0000)}
-        response = await node.kubelet.start_container(pod, "main")
-        assert response.envs["NVIDIA_VISIBLE_DEVICES"].split(",") == [each.uuid for each in held.mig_devices]
 
 
 async def test_mig_mode_is_turned_on_once_the_gpu_is_idle(folder: Path) -> None:
@@ -277,21 +241,6 @@ async def test_a_container_that_takes_over_no_replica_does_not_count(folder: Pat
         pod = node.pod("a", hami(name="fetch", kind="init", gpumem=100), small, whole)
         await node.run_all(pod)
         assert sorted(mig.places(uuid_of(node, gpu)) for gpu in (FIRST, SECOND)) == [[("1g.10gb", 6)], [("7g.80gb", 0)]]
-
-
-async def test_parts_of_the_gpu_are_those_of_its_largest_profile_also_if_the_settings_do_not_have_it(folder: Path) -> None:
-    async with mig_stage(folder, profiles=["1g.10gb", "3g.40gb"]) as (node, mig):
-        pods = [node.pod(f"p{number}", hami(gpumem=5000)) for number in range(7)]
-        await node.run_all(*pods)
-        assert [profile for profile, _ in mig.places(uuid_of(node))] == ["1g.10gb"] * 7
-        for pod in pods:
-            await end(node, pod)
-        await sample(node, mig)
-        half = [node.pod(f"h{number}", hami(gpumem_percentage=50, gpucores=40)) for number in range(2)]
-        await node.run_all(*half)
-        assert mig.places(uuid_of(node)) == [("3g.40gb", 0), ("3g.40gb", 4)]
-        status = await node.run(node.pod("whole", hami()))
-        assert status.phase == "Failed"
 
 
 async def test_a_gpu_that_has_none_of_the_profiles_of_the_settings_says_so(folder: Path) -> None:

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
-from gpumgr.kube.pods import parse_pod
-from gpumgr.sim.kubelet import SimContainer, SimPod
+from gpumgr.sim.kubelet import SimContainer
 
 from .stage import HAMI, WITHOUT_MIG, Stage, app, snapshot, stage
 
@@ -43,24 +42,6 @@ async def test_a_hami_pod_and_a_vcuda_pod_share_a_gpu(folder: Path) -> None:
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 80)
         # 4096 - 1001 = 3095 MiB are 12 whole blocks.
         await node.kubelet.until(lambda: node.kubelet.node_status()[MEMORY_RESOURCE].allocatable == 12)
-
-
-@pytest.mark.parametrize(
-    ("amounts", "gpus"),
-    [
-        ({}, Amounts(100, MEBIBYTES)),
-        ({"gpumem_percentage": 100}, Amounts(100, MEBIBYTES)),
-        ({"gpumem": 3000}, Amounts(0, 3000)),
-        ({"gpumem_percentage": 33}, Amounts(0, MEBIBYTES * 33 // 100)),
-        ({"gpumem": 1, "gpumem_percentage": 50, "gpucores": 1}, Amounts(1, 1)),
-        ({"gpucores": 30}, Amounts(30, MEBIBYTES)),
-        ({"gpumem": 10, "gpucores": 100}, Amounts(100, MEBIBYTES)),
-    ],
-)
-async def test_what_is_requested_is_granted(folder: Path, amounts: Mapping[str, int], gpus: Amounts) -> None:
-    async with stage(folder, kinds=WITHOUT_MIG) as node:
-        await node.run_all(node.pod("a", hami(1, "main", "app", **amounts)))
-        assert [[*each.values()] for each in granted(node, "a")] == [[gpus]]
 
 
 async def test_memory_without_cores_is_limited_and_several_gpus_are_different_ones(folder: Path) -> None:
@@ -151,40 +132,6 @@ async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(fol
         assert (await node.kubelet.run(pods[0])).phase == "Running"
         assert [*granted(node, "a")[0]] == ["00000003"]
         assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")
-
-
-def bound_by_hami(node: Stage, pod: SimPod, uuid: str, mebibytes: int, cores: int = 0) -> None:
-    """The API server has the pod as HAMi's scheduler binds it, with this GPU."""
-    annotations = {"hami.io/vgpu-node": "n", "hami.io/vgpu-devices-allocated": f"{uuid},NVIDIA,{mebibytes},{cores}:;"}
-    (main,) = pod.containers
-    limits = {name: str(number) for name, number in main.limits.items()}
-    body = {
-        "metadata": {"namespace": pod.namespace, "name": pod.name, "uid": pod.uid, "annotations": annotations},
-        "spec": {"nodeName": "n", "containers": [{"name": main.name, "resources": {"limits": limits}}]},
-    }
-    node.pods.views["team", pod.name] = parse_pod(body, node.hami)
-
-
-@pytest.mark.parametrize(
-    ("amounts", "theirs", "limit"),
-    [
-        ({"gpumem_percentage": 50}, 1024, Amounts(0, 1024)),
-        ({"gpucores": 20}, 2048, Amounts(20, 2048)),
-        ({"gpumem_percentage": 25}, 9999, Amounts(0, MEBIBYTES // 4)),
-        ({"gpumem": 1000}, 500, Amounts(0, 1000)),
-    ],
-)
-async def test_a_percentage_is_what_hamis_scheduler_counts_of_a_gpu_with_vcuda_pods(
-    folder: Path, amounts: Mapping[str, int], theirs: int, limit: Amounts
-) -> None:
-    """It knows the rest of the memory only; it can't grant more than the percentage of all, and an absolute amount is the pod's."""
-    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
-        await node.run_all(node.pod("vcuda", app(30, 8)))
-        pod = node.pod("hami", hami(1, "main", "app", **amounts))
-        bound_by_hami(node, pod, node.ledger.gpu_registry.gpus[0].uuid, theirs)
-        status = await node.kubelet.run(pod)
-        assert status.phase == "Running", status.message
-        assert granted(node, "hami") == [{"00000000": limit}]
 
 
 @pytest.mark.hami_bug("B8: pods with GPUs in init containers only take no lock, and two get the devices of one")

@@ -227,21 +227,11 @@ async def test_a_prepare_after_an_unprepare_is_granted_while_an_overtaken_one_st
     assert len(node.world.ledger.allocations) == 1
 
 
-@pytest.mark.parametrize(("phase", "refused"), [("Running", True), ("Succeeded", True), ("Pending", False)])
-async def test_a_late_prepare_for_a_pod_that_needs_the_claim_no_more_is_refused(node: Node, phase: str, refused: bool) -> None:
-    ref, key = node.claim("a", node.share(0, 30, 512)), ("team", "a")
-    await node.prepare(ref)
-    node.world.pods.views[key] = replace(node.world.pods.views[key], phase=phase)
-    await node.claims.unprepare(ref)
-    with pytest.raises(Refusal, match="the pods that it is reserved for have ended") if refused else nullcontext():
-        await node.prepare(ref)
-    assert len(node.world.ledger.allocations) == (not refused)
-    node.use_next(ref)
-    await node.prepare(ref)
-
-
-@pytest.mark.parametrize("end", ["deleted while Pending", "gone before", "gone after", "another pod of its name"])
-async def test_a_late_prepare_for_a_pod_that_is_deleted_or_unknown_is_refused(node: Node, end: str) -> None:
+@pytest.mark.parametrize(
+    "end", ["Running", "Succeeded", "deleted while Pending", "gone before", "gone after", "another pod of its name", "Pending"]
+)
+async def test_a_late_prepare_for_a_pod_that_needs_the_claim_no_more_is_refused(node: Node, end: str) -> None:
+    """`Pending`: the pod may be about to use it."""
     ref, key = node.claim("a", node.share(0, 30, 512)), ("team", "a")
     await node.prepare(ref)
     views = node.world.pods.views
@@ -249,13 +239,16 @@ async def test_a_late_prepare_for_a_pod_that_is_deleted_or_unknown_is_refused(no
         views[key] = replace(views[key], deleted=True)
     elif end == "gone before":
         del views[key]
+    elif end in ("Running", "Succeeded", "Pending"):
+        views[key] = replace(views[key], phase=end)
     await node.claims.unprepare(ref)
     if end == "gone after":
         del views[key]
     elif end == "another pod of its name":
         views[key] = PodView(namespace="team", name="a", uid="pod-a2")
-    with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
+    with nullcontext() if end == "Pending" else pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
         await node.prepare(ref)
+    assert len(node.world.ledger.allocations) == (end == "Pending")
     await node.claims.unprepare(ref)
     assert not node.world.ledger.allocations
     node.use_next(ref)

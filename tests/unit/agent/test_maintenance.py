@@ -149,6 +149,10 @@ async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones()
     assert [a.pod for a in bench.world.ledger.allocations.values()] == [("team", "first")]
     (entry,) = [entry for entry in bench.world.agent_state.history.entries() if entry.what == "gpu"]
     assert (entry.code, entry.why, entry.gpus) == ("cordoned", "broken fan", ("00000000",))
+    await bench.world.agent_state.history.flush()
+    assert [each.code for each in bench.world.checkpoint.entries if each.what == "gpu"] == ["cordoned"], (
+        "saved with the cordon, once"
+    )
 
 
 async def test_a_cordon_that_can_not_be_saved_is_not_made() -> None:
@@ -156,15 +160,6 @@ async def test_a_cordon_that_can_not_be_saved_is_not_made() -> None:
     bench.world.checkpoint.full = True
     assert "nothing was changed: no space left" in await bench.refused("cordon")
     assert (bench.unschedulable, bench.told, bench.maintenance.cordons) == ([], [], {})
-
-
-async def test_a_confirmed_request_is_on_disk_with_its_entry() -> None:
-    bench = await Bench.made()
-    await bench.maintain("cordon", reason="broken fan")
-    await bench.maintain("uncordon")
-    assert [(entry.code, entry.number) for entry in bench.world.checkpoint.entries] == [("cordoned", 1), ("uncordoned", 2)]
-    await bench.world.agent_state.history.flush()
-    assert len(bench.world.checkpoint.entries) == 2
 
 
 async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
@@ -176,18 +171,6 @@ async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
     assert [answer["changed"] for answer in (first, again, wordless, other)] == [True, False, False, True]
     assert bench.unschedulable == ["cordoned by the operator: two broken fans"]
     assert bench.told == [("cordoned", "broken fan"), ("cordoned", "two broken fans")]
-
-
-async def test_a_cordon_survives_a_restart() -> None:
-    bench = await Bench.made(2)
-    await bench.maintain("drain", "1", reason="broken fan")
-    kept = bench.maintenance.cordons
-    bench.driver.held.clear()
-    bench.maintenance = bench.again()
-    bench.maintenance.restore(bench.world.checkpoint.notes)
-    assert bench.maintenance.cordons == kept
-    assert list(bench.driver.held.values()) == ["cordoned by the operator: broken fan"]
-    assert [(cordon.reason, cordon.draining) for cordon in kept.values()] == [("broken fan", True)]
 
 
 def test_no_note_is_no_cordon_and_a_damaged_one_is_an_error() -> None:
@@ -331,11 +314,16 @@ async def test_an_uncordon_cancels_outstanding_evictions() -> None:
     assert bench.evicted == []
 
 
-async def test_evictions_continue_after_a_restart_until_an_uncordon() -> None:
+async def test_cordons_and_evictions_continue_after_a_restart_until_an_uncordon() -> None:
     bench = await Bench.made(2)
     pod = await bench.run("first")
     await bench.maintain("drain", "0", reason="broken fan")
+    kept = bench.maintenance.cordons
+    bench.driver.held.clear()
     await bench.restart()
+    assert bench.maintenance.cordons == kept
+    assert [(cordon.reason, cordon.draining) for cordon in kept.values()] == [("broken fan", True)]
+    assert list(bench.driver.held.values()) == ["cordoned by the operator: broken fan"]
     assert bench.evicted == []
     await bench.maintain("drain", "0", evict=True)
     await bench.maintain("drain", "0")
@@ -360,10 +348,17 @@ async def test_without_an_api_server_no_pod_is_evicted_and_nothing_is_changed() 
 # -- reset -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_gpu_that_is_cordoned_and_empty_is_reset() -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["empty", "lost, so that its processes are not known"])
+async def test_a_gpu_that_is_cordoned_and_empty_is_reset(lost: bool) -> None:
     bench = await Bench.made()
     assert "not cordoned" in await bench.refused("reset")
     await bench.maintain("cordon", reason="broken fan")
+    bench.driver.processes_of = {FIRST: None} if lost else {}
+    bench.driver.error = NvmlError("nvidia-smi says (exit code 255): In use by another client")
+    assert await bench.refused("reset") == (
+        "GPU0 (00000000) was not reset: nvidia-smi says (exit code 255): In use by another client"
+    )
+    bench.driver.error = None
     answer = await bench.maintain("reset")
     assert (answer["said"], answer["cordon"]["reason"]) == ("GPU 00000000:00:00.0 was successfully reset.", "broken fan")
     assert bench.driver.resets == [FIRST]
@@ -385,24 +380,6 @@ async def test_a_gpu_in_use_is_not_reset() -> None:
     assert "pid 1 (3 MiB), " in text
     assert text.endswith("pid 8 (3 MiB) and 2 more are still on it, in no allocation; end them first")
     assert (bench.driver.resets, [code for code, _ in bench.told]) == ([], ["cordoned"])
-
-
-async def test_a_failed_reset_raises_the_drivers_message_and_is_not_recorded() -> None:
-    bench = await Bench.made()
-    await bench.maintain("cordon")
-    bench.driver.error = NvmlError("nvidia-smi says (exit code 255): In use by another client")
-    assert await bench.refused("reset") == (
-        "GPU0 (00000000) was not reset: nvidia-smi says (exit code 255): In use by another client"
-    )
-    assert [code for code, _ in bench.told] == ["cordoned"]
-
-
-async def test_a_lost_gpu_is_reset_without_a_process_list() -> None:
-    bench = await Bench.made()
-    bench.driver.processes_of[FIRST] = None
-    await bench.maintain("cordon")
-    await bench.maintain("reset")
-    assert bench.driver.resets == [FIRST]
 
 
 # -- GPUs that are gone ------------------------------------------------------------------------------------------------------

@@ -29,18 +29,6 @@ def gpus(world: World) -> dict[str, set[int]]:
     return result
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("known", [True, "late"])
-async def test_each_pod_gets_its_gpu_in_either_order_of_resources(seed: int, known: object) -> None:
-    """The seeds give both orders: the kubelet has none."""
-    world = await made(seed=seed, known=known)
-    world.placed = {"a": 3, "b": 1, "c": 3}
-    for name in ("a", "free", "b", "c"):
-        await world.run(world.pod(name, app("fetch", 10, 1, "init"), app("main", 20), app("side", 5, 1)))
-    assert {name: where for name, where in gpus(world).items() if name != "free"} == {"a": {3}, "b": {1}, "c": {3}}
-    world.check_ids()
-
-
 async def test_a_restart_between_the_preference_and_allocate_does_not_move_the_pod() -> None:
     world = await made()
     world.placed = {"a": 3}

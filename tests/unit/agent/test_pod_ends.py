@@ -6,14 +6,13 @@ from typing import Literal
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
 from gpumgr.agent.pods import REPEAT_SECONDS, RUNTIME_SECONDS, PodEnds
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.pods import PodKey, PodSandbox, PodView
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import Clock, MemoryPods, MemoryRuntime, snapshot
-from tests.unit.agent.world import Refused, World
+from tests.unit.agent.world import World
 
 WEB: PodKey = ("team", "web-0")
 HASH = "0123456789abcdef" * 2
@@ -138,33 +137,6 @@ async def full(*, known: bool | str = True) -> tuple[World, SimPod]:
     world = await World.made(snapshot(1, 16), known=known)
     pod = await world.run(world.pod("first", WHOLE))
     return world, pod
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["API server", "standalone"])
-@pytest.mark.parametrize("runtime_error", [None, "no socket"], ids=["runtime", "no runtime"])
-@pytest.mark.parametrize("agent_restarts", [False, True])
-async def test_a_kubelet_without_its_checkpoint_gets_no_ids_of_running_pods(
-    known: bool, runtime_error: str | None, agent_restarts: bool
-) -> None:
-    world, first = await full(known=known)
-    world.runtime.error = runtime_error
-    world.forget()
-    if agent_restarts:
-        await world.restart()
-    with capture_logs() as logs:
-        for number in range(3):
-            with pytest.raises(Refused):
-                await world.admit(world.pod(f"p{number}", WHOLE))
-            for _ in range(7):
-                await world.sweep(5)
-    world.check_ids()
-    (line,) = [line for line in logs if line["event"] == "offered_ids_kept"]
-    assert line["holder"].startswith("team/first")
-    assert ("its pod runs" in line["reason"]) is (known or runtime_error is None)
-    world.runtime.error = None
-    world.end(first)
-    await world.run(world.pod("heir", WHOLE))
-    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "heir")}
 
 
 async def test_ids_that_the_kubelet_forgot_before_any_list_stay_until_no_listed_pod_lacks_ids() -> None:

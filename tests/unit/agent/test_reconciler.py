@@ -4,7 +4,6 @@ import asyncio
 from unittest.mock import Mock
 
 import pytest
-from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent import reconciler
@@ -12,8 +11,8 @@ from gpumgr.agent.reconciler import GAP_SECONDS, INCOMPLETE_SECONDS, PATIENCE, P
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, migrate
 from gpumgr.ledger.sweep import sweep
-from gpumgr.sim.kubelet_pods import SimContainer, SimPod
-from tests.component.stage.stage import app, init, snapshot
+from gpumgr.sim.kubelet_pods import SimPod
+from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import World
 
 LONG = 60.0
@@ -184,53 +183,6 @@ def standing(ledger: Ledger) -> set[object]:
     """Who holds what, without the allocations' random names."""
     every = ledger.allocations.values()
     return {(a.pod, a.container, a.init, frozenset(a.held("core").items()), frozenset(a.held("memory").items())) for a in every}
-
-
-async def test_a_lost_ledger_is_rebuilt_from_the_kubelet() -> None:
-    world = await settled()
-    prepare = init(30, 4)
-    side = SimContainer(name="side", cores=10, memory_blocks=1, kind="sidecar")
-    for number in range(3):
-        await world.run(world.pod(f"p{number}", prepare, side, app(20, 2)))
-    await world.run(world.pod("whole", app(200, 4)))
-    before = standing(world.ledger)
-    rebuilt = await world.restart(lost=True)
-    after = standing(world.ledger)
-    assert after == before
-    assert not rebuilt.problems
-    world.check_names()
-
-
-@pytest.mark.parametrize("away", [False, True])
-async def test_a_lost_ledger_is_rebuilt_without_specs(away: bool) -> None:
-    """With List it is even known who was an init container."""
-    world = await settled(known=False)
-    prepare = init(30, 4)
-    await world.run(world.pod("a", *([] if away else [prepare]), app(20, 2)))
-    await world.run(world.pod("b", app(20, 2)))
-    world.away = away
-    rebuilt = await world.restart(lost=True)
-    world.away = False
-    assert not rebuilt.problems
-    for _ in range(4):
-        await world.sweep(2)
-        world.check_ids()
-    assert {(a.pod, a.container, a.init) for a in world.ledger.allocations.values() if not a.init} == {
-        (("team", "a"), "main", False),
-        (("team", "b"), "main", False),
-    }
-
-
-async def test_the_second_half_of_an_allocation_is_added_to_the_first() -> None:
-    """Killed between the two calls' commits, while the kubelet had both answers."""
-    world = await settled()
-    pod = await world.run(world.pod("a", app(20, 2)))
-    (whole,) = world.ledger.allocations.values()
-    world.checkpoint.allocations[whole.id] = replace(whole, device_ids={"core": whole.held("core")})
-    rebuilt = await world.restart()
-    assert [a.id for a in rebuilt.added] == [whole.id]
-    assert world.ledger.allocations[whole.id].held("memory") == whole.held("memory")
-    assert world.mine(pod, "main", "memory")
 
 
 async def test_a_start_with_a_complete_ledger_offers_without_waiting_for_the_kubelets_list() -> None:
