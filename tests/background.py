@@ -1,6 +1,7 @@
 """Daemons of a test, and what it waits for."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -18,7 +19,7 @@ async def background(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Ta
             await task
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """For what has no event, such as files. The test's own time limit ends it."""
-    while not condition():  # noqa: ASYNC110
+async def until(condition: Callable[[], Any]) -> None:
+    """For what has no event, such as files. The test's own time limit ends it. `condition` may be asynchronous."""
+    while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110
         await asyncio.sleep(0.01)

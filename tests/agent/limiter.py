@@ -9,8 +9,9 @@ from gpumgr.enforcement.limiter import pages
 from gpumgr.kube.pod_annotations import ALLOCATIONS
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
+from tests.background import until
 
-from .stage import app, until
+from .stage import app
 
 MIB: Final = 1 << 20
 

@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import inspect
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import aiohttp
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.sim.demo.node import SAMPLE_PERIOD_SECONDS, SimulatedNode, open_node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
+from tests.background import until
 
 BLOCKS: Final = 16
 SIM: Final = str(Path(__file__).with_name("four-gpus.yaml"))
@@ -80,12 +80,6 @@ def events(node: SimulatedNode, reason: str) -> list[str]:
 def condition(node: SimulatedNode) -> dict[str, str]:
     assert node.api is not None
     return node.api.written.conditions.get("GpuTrouble", {})
-
-
-async def until(reached: Callable[[], Any]) -> None:
-    """`reached` may be asynchronous."""
-    while not (await found if inspect.isawaitable(found := reached()) else found):  # noqa: ASYNC110 (it is another process)
-        await asyncio.sleep(0.05)
 
 
 async def probe(node: SimulatedNode) -> tuple[int, str]:

@@ -6,8 +6,9 @@ import pytest
 
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
+from tests.background import until
 
-from .stage import PATIENT, app, init, running, stage, until
+from .stage import PATIENT, app, init, running, stage
 
 #: Where memory is asked for first and the spec is not known, a share may take an empty GPU: whole GPUs come first, so that all fit.
 CROWD = {"c": (100, 0), "e": (100, 8), "a": (30, 4), "b": (30, 4), "d": (20, 2), "f": (5, 1)}

@@ -7,9 +7,10 @@ import aiohttp
 import pytest
 
 from gpumgr.common.units import CORE_RESOURCE
+from tests.background import until
 from tests.component.driver.smi import install_smi
 
-from .stage import HASTY, SIM, app, asked, condition, events, running, stage, until, until_sampled
+from .stage import HASTY, SIM, app, asked, condition, events, running, stage, until_sampled
 
 FOUR_GPUS = Path(SIM).read_text()
 

@@ -10,9 +10,10 @@ import pytest
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_pods import SimKubeletError
+from tests.background import until
 
 from .limiter import MIB, annotate, limits
-from .stage import BLOCKS, app, introduce, running, until
+from .stage import BLOCKS, app, introduce, running
 
 SETTINGS: Final = {
     "nvml": {"sample_period_seconds": 0.2},

@@ -9,8 +9,9 @@ from gpumgr.agent.state import QUARANTINE_NOTE
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.sim.demo.node import SimulatedNode
+from tests.background import until
 
-from .stage import BLOCKS, HASTY, app, running, stage, until, until_sampled
+from .stage import BLOCKS, HASTY, app, running, stage, until_sampled
 
 
 async def until_cores(node: SimulatedNode, count: int) -> None:

@@ -12,8 +12,9 @@ from gpumgr.sim.control import SimProcess
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import COMMAND
 from gpumgr.sim.kubelet import SimContainer, SimPod
+from tests.background import until
 
-from .stage import RUNNER, essence, introduce, lose_ledger, until
+from .stage import RUNNER, essence, introduce, lose_ledger
 from .test_mig import started
 
 ON_DEMAND = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_OPERATING_MODE": "mig"}

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
+from tests.background import until
 
-from .stage import app, asked, condition, events, stage, until, until_sampled
+from .stage import app, asked, condition, events, stage, until_sampled
 from .test_broken_gpus import FOUR_GPUS
 from .test_replicas import BOTH, VGPU, vgpu
 

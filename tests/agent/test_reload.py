@@ -9,8 +9,9 @@ from pathlib import Path
 import yaml
 
 from gpumgr.sim.demo.node import SimulatedNode
+from tests.background import until
 
-from .stage import app, asked, events, introduce, running, stage, until, until_sampled
+from .stage import app, asked, events, introduce, running, stage, until_sampled
 
 
 def replace(path: Path, text: str) -> None:

@@ -9,9 +9,10 @@ from typing import Any, Final
 from gpumgr.common.units import Amounts
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
+from tests.background import until
 
 from .limiter import limits, started
-from .stage import RUNNER, app, gpumgr, running, until
+from .stage import RUNNER, app, gpumgr, running
 
 SETTINGS: Final = {
     "nvml": {"sample_period_seconds": 0.2},

@@ -16,9 +16,10 @@ import pytest
 from gpumgr.enforcement.limiter import pages
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
+from tests.background import until
 
 from .limiter import MIB, annotate, page, started
-from .stage import SIM, asked, children, running, until
+from .stage import SIM, asked, children, running
 
 SOURCE: Final = Path(__file__).parents[1] / "data/suspend/cuda.c"
 RUNNING, CHECKPOINTED = "0", "2"

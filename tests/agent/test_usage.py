@@ -6,8 +6,9 @@ from typing import Final
 
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimContainer, SimPod
+from tests.background import until
 
-from .stage import app, running, until
+from .stage import app, running
 
 MIB = 1 << 20
 #: (pod, container) -> bytes over all its GPUs

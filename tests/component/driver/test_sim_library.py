@@ -22,15 +22,6 @@ def run_python(source: str, **environment: str) -> "subprocess.CompletedProcess[
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_it_is_compiled_once(library_cache: Path) -> None:
-    first = compile_library()
-    stamp = first.stat().st_mtime_ns
-    assert compile_library() == first
-    assert first.stat().st_mtime_ns == stamp
-    assert first.is_relative_to(library_cache)
-    assert [path.suffix for path in first.parent.iterdir()] == [".so"]
-
-
 def test_a_node_that_exists_is_not_made_again(tmp_path: Path) -> None:
     """The agents of an update may start at the same time, and read the files of one node."""
 

@@ -255,6 +255,15 @@ async def test_a_late_prepare_for_a_pod_that_needs_the_claim_no_more_is_refused(
     await node.prepare(ref)
 
 
+async def test_a_claim_whose_pods_have_all_ended_is_refused(node: Node) -> None:
+    ref, key = node.claim("a", node.share(0, 30, 512)), ("team", "a")
+    node.world.pods.views[key] = replace(node.world.pods.views[key], phase="Failed")
+    with pytest.raises(Refusal, match="all pods that claim team/a is reserved for have ended: delete them"):
+        await node.prepare(ref)
+    node.use_next(ref)
+    await node.prepare(ref)
+
+
 async def test_the_next_pod_of_a_claim_that_the_watch_has_not_shown_yet_is_looked_up(node: Node) -> None:
     ref = node.claim("a", node.share(0, 30, 512))
     await node.prepare(ref)

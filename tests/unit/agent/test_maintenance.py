@@ -135,9 +135,13 @@ class Bench:
         return list(self.world.agent_state.node().unschedulable.values())
 
 
+@pytest.fixture
+async def bench() -> Bench:
+    return await Bench.made()
+
+
 @pytest.mark.hami_bug("B23: a cordon is not seen")
-async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones() -> None:
-    bench = await Bench.made()
+async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones(bench: Bench) -> None:
     await bench.run("first")
     answer = await bench.maintain("cordon", reason="broken\n fan ")
     assert answer["cordon"]["reason"] == "broken fan"
@@ -155,15 +159,13 @@ async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones()
     )
 
 
-async def test_a_cordon_that_can_not_be_saved_is_not_made() -> None:
-    bench = await Bench.made()
+async def test_a_cordon_that_can_not_be_saved_is_not_made(bench: Bench) -> None:
     bench.world.checkpoint.full = True
     assert "nothing was changed: no space left" in await bench.refused("cordon")
     assert (bench.unschedulable, bench.told, bench.maintenance.cordons) == ([], [], {})
 
 
-async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
-    bench = await Bench.made()
+async def test_a_second_cordon_changes_the_reason_and_nothing_else(bench: Bench) -> None:
     first = await bench.maintain("cordon", reason="broken fan")
     again = await bench.maintain("cordon", reason="broken fan")
     wordless = await bench.maintain("cordon")
@@ -194,8 +196,7 @@ async def test_a_missing_gpu_can_be_cordoned_and_uncordoned() -> None:
     assert bench.unschedulable == []
 
 
-async def test_a_maintenance_request_completes_after_its_caller_is_cancelled() -> None:
-    bench = await Bench.made()
+async def test_a_maintenance_request_completes_after_its_caller_is_cancelled(bench: Bench) -> None:
     async with bench.world.agent_state.lock:
         waiting = asyncio.create_task(bench.maintain("cordon"))
         while not bench.maintenance.cordons:  # noqa: ASYNC110 (the order waits for the lock that we hold)
@@ -207,8 +208,7 @@ async def test_a_maintenance_request_completes_after_its_caller_is_cancelled() -
     assert [code for code, _ in bench.told] == ["cordoned", "cordoned"]
 
 
-async def test_a_long_reason_is_refused() -> None:
-    bench = await Bench.made()
+async def test_a_long_reason_is_refused(bench: Bench) -> None:
     with pytest.raises(InputError, match="257 characters; 256 at most"):
         await bench.maintain("cordon", reason="x" * 257)
 
@@ -216,8 +216,7 @@ async def test_a_long_reason_is_refused() -> None:
 # -- drain -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_drain_lists_the_remaining_containers_until_none_is_left() -> None:
-    bench = await Bench.made()
+async def test_a_drain_lists_the_remaining_containers_until_none_is_left(bench: Bench) -> None:
     pod = await bench.run("first")
     answer = await bench.maintain("drain", reason="broken fan")
     (row,) = answer["containers"]
@@ -242,8 +241,7 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
     assert (answer["empty"], answer["unattributed"]) == (False, [to_json_data(unattributed[0])])
 
 
-async def test_each_pod_is_evicted_once_and_the_history_has_the_reason() -> None:
-    bench = await Bench.made()
+async def test_each_pod_is_evicted_once_and_the_history_has_the_reason(bench: Bench) -> None:
     two = bench.world.pod("two", *(replace(app(10, 1), name=name) for name in ("a", "b")))
     await bench.world.run(two)
     other = await bench.run("other")
@@ -258,8 +256,7 @@ async def test_each_pod_is_evicted_once_and_the_history_has_the_reason() -> None
     assert {entry.id for entry in events} <= bench.world.ledger.allocations.keys()
 
 
-async def test_all_pods_of_a_claim_are_evicted() -> None:
-    bench = await Bench.made()
+async def test_all_pods_of_a_claim_are_evicted(bench: Bench) -> None:
     await bench.run("first")
     (allocation,) = bench.world.ledger.allocations.values()
     claim = ClaimRequest(uid="c", namespace="team", name="shared", request="gpu")
@@ -272,8 +269,7 @@ async def test_all_pods_of_a_claim_are_evicted() -> None:
     assert sorted((await bench.maintain("drain", evict=True))["evicting"]) == ["team/first", "team/second"]
 
 
-async def test_a_container_without_a_known_pod_is_not_evicted_and_reported() -> None:
-    bench = await Bench.made()
+async def test_a_container_without_a_known_pod_is_not_evicted_and_reported(bench: Bench) -> None:
     pod = await bench.run("first")
     (allocation,) = bench.world.ledger.allocations.values()
     bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
@@ -284,8 +280,7 @@ async def test_a_container_without_a_known_pod_is_not_evicted_and_reported() -> 
 
 
 @pytest.mark.parametrize("ledger_has", ["the mirror's UID", "the kubelet's UID", "no name"])
-async def test_a_static_pod_is_not_evicted(ledger_has: str) -> None:
-    bench = await Bench.made()
+async def test_a_static_pod_is_not_evicted(bench: Bench, ledger_has: str) -> None:
     pod = await bench.run("first")
     view = bench.world.pods.views["team", "first"]
     bench.world.pods.views["team", "first"] = replace(view, runtime_uid="of-the-file")
@@ -349,8 +344,7 @@ async def test_without_an_api_server_no_pod_is_evicted_and_nothing_is_changed() 
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["empty", "lost, so that its processes are not known"])
-async def test_a_gpu_that_is_cordoned_and_empty_is_reset(lost: bool) -> None:
-    bench = await Bench.made()
+async def test_a_gpu_that_is_cordoned_and_empty_is_reset(bench: Bench, lost: bool) -> None:
     assert "not cordoned" in await bench.refused("reset")
     await bench.maintain("cordon", reason="broken fan")
     bench.driver.processes_of = {FIRST: None} if lost else {}
@@ -365,8 +359,7 @@ async def test_a_gpu_that_is_cordoned_and_empty_is_reset(lost: bool) -> None:
     assert bench.told == [("cordoned", "broken fan"), ("reset", "broken fan")]
 
 
-async def test_a_gpu_in_use_is_not_reset() -> None:
-    bench = await Bench.made()
+async def test_a_gpu_in_use_is_not_reset(bench: Bench) -> None:
     for name in ("first", "second"):
         await bench.run(name, 10, 1)
     await bench.maintain("cordon")

@@ -74,14 +74,6 @@ async def test_a_name_that_can_not_be_saved_does_not_refuse_the_start() -> None:
     assert "name_not_remembered" in {line["event"] for line in logs}
 
 
-async def test_a_refusal_is_logged() -> None:
-    world = await World.made()
-    with capture_logs() as logs, pytest.raises(Refusal):
-        await world.agent.allocate("core", [])
-    (line,) = (line for line in logs if line["event"] == "refused")
-    assert (line["call"], line["code"], line["resource"]) == ("allocate", "invalid_request", "core")
-
-
 async def test_a_share_is_refused_with_share_mode_off() -> None:
     world = await World.made(share_mode=False, resource_order="core_first")
     pod = world.pod("a", app(20, 2))

@@ -305,44 +305,6 @@ async def test_a_file_in_the_folders_place_is_a_clear_error(tmp_path: Path) -> N
         SqliteCheckpoint.open(tmp_path / "file" / "folder")
 
 
-FULL_DISK = """
-import asyncio, resource, sys
-from pathlib import Path
-from typing import Any
-from gpumgr.ledger.history import HISTORY_ENTRIES, Candidate, HistoryEntry
-from gpumgr.ledger.ledger import Change, Ledger
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
-from gpumgr.common.errors import CheckpointError
-from tests.component.ledger.checkpoint.conftest import LEDGER, allocation
-
-async def main():
-    checkpoint = SqliteCheckpoint.open(Path(sys.argv[1]))
-    await checkpoint.save(LEDGER.since(Ledger()))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    try:
-        await checkpoint.save(Change(put=(allocation("lost", 0b110000, why="x" * 20_000),), drop=("id-a",)))
-    except CheckpointError as error:
-        print(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    await checkpoint.save(Change(put=(allocation("later", 0b110000),)))
-    await checkpoint.close()
-
-asyncio.run(main())
-"""
-
-
-def save_on_a_full_disk(folder: Path) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(folder)], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    ).stdout
-
-
-async def test_a_full_disk_loses_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
-    said = save_on_a_full_disk(tmp_path)
-    assert said.startswith(f"can't write the checkpoint {tmp_path / NAME}: disk I/O error (SQLITE_IOERR")
-    assert open_checkpoint().load().ledger == LEDGER.occupy(allocation("later", 0b110000))
-
-
 def test_the_error_of_a_full_database_names_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "x.sqlite3"
     execute(path, "CREATE TABLE t (x)")
