@@ -19,7 +19,7 @@ def gpumgr(*arguments: str, out: IO[bytes] | int) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["topology", "--sim", "dgx1-v100-8"], ["config", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["topology", "--sim", "dgx1-v100-8"]])
 def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
     with FULL.open("wb") as full:
         ended = gpumgr(*arguments, out=full)

@@ -57,7 +57,10 @@ async def test_a_first_request_must_come_whole(serve: Serve, security: dict[str,
 async def test_a_body_must_come_whole(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "BODY_SECONDS", 0.05)
     server = await serve(**ENDLESS)
-    told = await hang_up_of(server, b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
+    told = await reader.readuntil(b"}")
+    writer.close()
     assert parsed(told) == (408, {"error": "the body did not arrive in 0.05 s"})
 
 

@@ -286,6 +286,24 @@ async def test_a_cluster_without_claims(stub: Stub, tmp_path: Path) -> None:
     assert {found[name].state for name in ("device-class", "claims-policy", "claims-rbac")} == {"skipped"}
 
 
+async def test_the_versions_of_the_policies_of_all_releases_are_examined(stub: Stub, tmp_path: Path) -> None:
+    for release, version in (("a", "1"), ("b", "0"), ("c", POLICIES_VERSION)):
+        for path in [path for path in stub.objects if "admissionpolicies" in path]:
+            added = json.loads(
+                json.dumps([each for each in stub.objects[path] if each["metadata"]["name"].startswith("gpumgr-claims-")])
+            )
+            for each in added:
+                each["metadata"]["name"] = each["metadata"]["name"].replace("gpumgr", release)
+                each["metadata"]["annotations"] = {POLICIES_ANNOTATION: version}
+            stub.objects[path] += added
+            bound = stub.objects[path.replace("policies", "policybindings")]
+            bound += [{"spec": {"policyName": each["metadata"]["name"]}, "metadata": each["metadata"]} for each in added]
+    found = (await findings(stub, tmp_path))["claims-policy"]
+    assert found.state == "warning"
+    for version in ("0", "1"):
+        assert f"the validating policy *-claims-classes has version {version} in place of" in found.message
+
+
 def test_a_change_of_the_policies_has_another_version() -> None:
     """If this fails: give all policies the next number, and POLICIES_VERSION, and then this sum."""
     documents = [

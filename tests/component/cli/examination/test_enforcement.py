@@ -1,4 +1,4 @@
-"""The enforcement backends as the doctor finds them: it asks each backend itself, so its reasons are those of the agent."""
+"""The enforcement backends as the doctor finds them: it asks each backend itself, so its reasons are those of the agent; and bursts."""
 
 import hashlib
 import subprocess
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cli.examination.enforcement import NodeBackends
+from gpumgr.cli.examination.enforcement import NodeBackends, look_at_bursts
 from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.driver.driver import Nvml
@@ -17,6 +17,7 @@ from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.settings import Settings, load_settings
 from gpumgr.sim.library import prepare
+from tests.component.cli.fake_agent import FakeAgent
 from tests.component.driver.new_driver import NEW_NODE, lay_out_cgroups
 from tests.libvgpu import build
 
@@ -201,3 +202,44 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(nod
     named = replace(settings, enforcement=replace(settings.enforcement, backend="nvml-memory"))
     found = await backends(named).look_at_choice()
     assert (found.state, "enforcement.backend is nvml-memory, which this node can't use" in found.message) == ("error", True)
+
+
+def burst_settings(folder: Path, *, burst: bool = True) -> Settings:
+    default = Settings()
+    return replace(
+        default,
+        enforcement=replace(default.enforcement, memory_burst=burst),
+        http=replace(default.http, socket=folder / "agent.sock"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("excess", "message"),
+    [
+        ([0, None], "the memory limits of containers exceed the memory of no GPU"),
+        (
+            [3 * (1 << 30), (1 << 30)],
+            "the memory limits of the containers on GPU0 exceed its memory by 3.0 GiB; the memory limits of the "
+            "containers on GPU1 exceed its memory by 1.0 GiB",
+        ),
+    ],
+)
+async def test_the_excess_of_limits(folder: Path, excess: list[int | None], message: str) -> None:
+    agent = FakeAgent(folder / "agent.sock")
+    names = ("aaaa0000", "bbbb1111")
+    agent.state["gpus"] = [
+        {"uuid": f"GPU-{name}", "name": name, "index": index, "limits_excess_bytes": size}
+        for index, (name, size) in enumerate(zip(names, excess, strict=True))
+    ]
+    await agent.start()
+    found = await look_at_bursts(burst_settings(folder), timeout_seconds=10)
+    await agent.stop()
+    assert (found.state, found.message) == ("ok", message)
+
+
+async def test_without_burst_or_agent_nothing_is_checked(folder: Path) -> None:
+    off = await look_at_bursts(burst_settings(folder, burst=False), timeout_seconds=10)
+    assert (off.state, off.message) == ("skipped", "not used: enforcement.memory_burst is off")
+    away = await look_at_bursts(burst_settings(folder), timeout_seconds=10)
+    assert away.state == "skipped"
+    assert "the agent does not run on this node" in away.message

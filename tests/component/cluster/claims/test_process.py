@@ -1,4 +1,4 @@
-"""The whole process on the simulated API server, its metrics and probes."""
+"""The whole process on the simulated API server, its metrics and probes; and two replicas with one Lease."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,12 +10,17 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.cluster.claims.lifecycle import FAMILIES, ClaimsPages, run_claims
+from gpumgr.cluster.scheduler.leader import LEADER_LABEL, Replica
+from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.cluster.scheduler.pages import page_server
 from gpumgr.common.errors import InputError, SettingsError
 from gpumgr.kube.reflector import prompt_watches
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ClaimsSettings, HttpSettings
+from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
+from tests.component.cluster.scheduler.conftest import Clock
+from tests.component.cluster.scheduler.leases import Leases
 
 from .conftest import GATE, DraObjects, Stage, pod, quota, running
 
@@ -95,3 +100,35 @@ async def test_many_pods_at_once(stage: Stage) -> None:
         stage.sim.put_document(pod(f"p{place}", f"vcuda-c{place}-150-1", gates=[GATE], created=f"{place:03}"))
     await until(lambda: all(stage.events(f"p{place}") for place in range(120)))
     await until(lambda: dict(stage.controller.writes) == {("event", "ok"): 120})
+
+
+#: Their clock moves only with the test.
+TIMES = LeaseTimes(renew_seconds=0.01, look_seconds=0.01, request_seconds=0.3)
+
+
+async def test_the_leader_alone_writes_and_the_other_one_takes_over(tmp_path: Path) -> None:
+    sim = SimApiServer("a")
+    dra, leases = DraObjects(sim), Leases(sim)
+    clock = Clock()
+
+    def replica(name: str) -> Replica:
+        return Replica(namespace="team", lease="gpumgr-claims", identity=name)
+
+    async with sim:
+        sim.put_configmap(quota(100))
+        async with running(dra, tmp_path, replica=replica("two"), times=TIMES, clock=clock) as two:
+            await until(lambda: leases.holder == "two")
+            async with running(dra, tmp_path, replica=replica("one"), times=TIMES, clock=clock) as one:
+                sim.put_document(pod("a", "vcuda-c0-1-1"))
+                await until(lambda: bool(dra.templates))
+                assert not one.controller.leads
+                assert leases.labelled(LEADER_LABEL) == []
+                leases.lost = True
+                clock.now += 6  # the Lease may end within the time of a write
+                assert not two.controller.leads
+                sim.put_document(pod("b", "vcuda-c0-2-1"))
+                await until(lambda: "uid-b" in one.watches.pods and "uid-b" in two.watches.pods)
+                assert len(dra.posted) == 1
+                leases.lost = False
+                await until(lambda: len(dra.templates) == 2)
+                assert one.controller.writes.total() == 0

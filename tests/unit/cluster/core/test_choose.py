@@ -185,11 +185,6 @@ def test_a_pod_that_needs_exactly_one_gpu_fits_a_free_one(kind: ContainerKind) -
     assert isinstance(choose(node, used(node, gpu0=(1, 1), gpu1=(1, 1)), wanted, "binpack"), Misfit)
 
 
-def test_equal_requests_are_one_shape() -> None:
-    assert vcuda_request([("a", "app", 50, 4)]) == vcuda_request([("b", "app", 50, 4)])
-    assert hash(share(50, 4)) == hash(PodRequest(share(50, 4).containers))
-
-
 def test_a_gpu_without_memory_information_is_given_whole() -> None:
     """Also to a container of nvidia.com/gpu that requests all of the memory, as one that requests no part does."""
     plain = node_state("a", 1)

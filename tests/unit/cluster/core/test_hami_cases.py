@@ -5,6 +5,7 @@ Where the answers differ, the comment says why. The other cases of that suite:
 1 to 3    the node's CSV: tests/unit/kube/test_hami_node.py
 4 to 7    device lists: tests/component/kube/test_replica_requests.py, tests/property/test_device_lists.py. An empty text (7) has no
           container here, and is refused for a pod with some
+8, 9      UUIDs: tests/unit/cluster/scheduler/test_selection.py, tests/unit/cluster/core/test_constraints.py
 10 to 12  how HAMi's scheduler judges a node by its handshake, and remembers its register annotation: not here. gpumgr's scheduler reads
           the inventory and the kubelet's capacity; the agent writes a handshake for old schedulers, and reads none
 13 to 16  requests: tests/component/kube/test_replica_requests.py. 16Gi is refused with the reason, and does not vanish
@@ -169,16 +170,3 @@ def test_only_the_container_that_takes_over_the_gpu_of_an_init_container_must_fi
 def test_an_init_container_of_the_policy_mutex_leaves_its_gpu_to_the_app() -> None:
     pod = annotated(together(hami("init", memory=3000), hami(memory=2000), hami(memory=2000)), MUTEX)
     assert play([with_replicas(node_state("n", 2), 10)], [pod], "binpack") == ["n:1"]
-
-
-@pytest.mark.parametrize(
-    ("annotations", "allowed"),
-    [
-        ({"nvidia.com/use-gpuuuid": "GPU-n-"}, [False] * 2),  # 8
-        ({"nvidia.com/use-gpuuuid": " GPU-n-1 ,GPU-x"}, [False, True]),
-        ({"nvidia.com/use-gpuuuid": "  "}, [True] * 2),
-        ({"nvidia.com/use-gpuuuid": "GPU-n-1", "nvidia.com/nouse-gpuuuid": "GPU-n-1"}, [False] * 2),  # 9
-    ],
-)
-def test_uuids(annotations: dict[str, str], allowed: list[bool]) -> None:
-    assert list(node_state("n", 2).allowed(constraints_of(annotations))) == allowed

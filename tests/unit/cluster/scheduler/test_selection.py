@@ -17,6 +17,7 @@ from gpumgr.placement.evaluators.constraints import Constraints
         ({"gpumgr.io/use-gpu-model": " H100,A100 ,,A100"}, {"use_models": ("A100", "H100")}),
         ({"gpumgr.io/avoid-gpu-model": "T4"}, {"avoid_models": ("T4",)}),
         ({"gpumgr.io/use-gpu-uuid": "GPU-1"}, {"use_uuids": ("GPU-1",)}),
+        ({"nvidia.com/use-gpuuuid": " GPU-n-1 ,GPU-x"}, {"use_uuids": ("GPU-n-1", "GPU-x")}),
         ({"gpumgr.io/avoid-gpu-uuid": "GPU-2,GPU-1"}, {"avoid_uuids": ("GPU-1", "GPU-2")}),
         ({"gpumgr.io/same-numa-node": "true"}, {"same_numa_node": True}),
         ({"gpumgr.io/same-numa-node": ""}, {}),
