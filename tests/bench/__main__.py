@@ -18,26 +18,11 @@ from tests.bench import table
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "build" / "bench.json"
-#: Each prints one JSON object.
-MODULES = {
-    "agent": "tests.bench.bench_agent",
-    "evaluators": "tests.bench.bench_evaluators",
-    "metrics": "tests.bench.bench_metrics",
-    "limits": "tests.bench.bench_limits",
-    "launches": "tests.bench.bench_launches",
-    "pages": "tests.bench.bench_pages",
-    "paint": "tests.bench.bench_paint",
-    "writer": "tests.bench.bench_writer",
-    "dra": "tests.bench.bench_dra",
-    "replicas": "tests.bench.bench_replicas",
-    "replica_filter": "tests.bench.bench_replica_filter",
-    "quotas": "tests.bench.bench_quotas",
-    "bodies": "tests.bench.bench_bodies",
-    "requests": "tests.bench.bench_requests",
-    "waiting": "tests.bench.bench_waiting",
-    "imports": "tests.bench.bench_imports",
-    "scheduler": "tests.bench.bench_scheduler",
-}
+#: NAME for the module tests.bench.bench_NAME; each prints one JSON object.
+BENCHMARKS = (
+    *("agent", "evaluators", "metrics", "prestart", "registrations", "usage", "regions", "launches", "pages", "paint", "writer"),
+    *("dra", "replicas", "replica_filter", "quotas", "bodies", "requests", "waiting", "imports", "scheduler"),
+)
 #: A load above this is that of other programs, which then determine p99.
 QUIET_LOAD = 0.5
 
@@ -49,11 +34,11 @@ def measure(pods: bool, only: str | None = None) -> dict[str, Any]:
         print(f"the machine is busy (load {load:.1f}): read p50, mistrust p99", file=sys.stderr)
     figures: dict[str, Any] = json.loads(RESULTS.read_text()) if only else {}
     figures["machine"] = machine()
-    for name, module in MODULES.items():
+    for name in BENCHMARKS:
         if only not in (None, name):
             continue
         print(f"bench: {name}", file=sys.stderr)
-        figures[name] = json.loads(_output([sys.executable, "-m", module]))
+        figures[name] = json.loads(_output([sys.executable, "-m", f"tests.bench.bench_{name}"]))
     if pods:
         figures |= on_a_cluster()
     figures["machine"]["load_after"] = round(os.getloadavg()[0], 1)
@@ -91,7 +76,7 @@ def _output(command: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", action="store_true", help="what needs a real kubelet or kube-scheduler besides (root)")
-    parser.add_argument("--only", choices=MODULES, help="this one again, the others as in the last run")
+    parser.add_argument("--only", choices=BENCHMARKS, help="this one again, the others as in the last run")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the table of the last run into FILE")
     arguments = parser.parse_args()
     if arguments.document is not None:

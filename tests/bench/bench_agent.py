@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 from tests.allocations import allocated
 from tests.bench import figures
-from tests.bench.figures import median_and_worst, spread
+from tests.bench.figures import cpu_seconds, median_and_worst, resident_mib, spread
 from tests.bench.kubelet import Kubelet, Plugin, PodKey, Times, admit
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -107,16 +107,10 @@ class Agent:
     def log(self) -> str:
         return self._log.read_text()
 
-    def resident_bytes(self) -> int:
-        return int(self._proc("statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def cpu_seconds(self) -> float:
-        user, system = self._proc("stat").rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-    def _proc(self, name: str) -> str:
+    @property
+    def pid(self) -> int:
         assert self._process is not None, "the agent runs"
-        return Path(f"/proc/{self._process.pid}/{name}").read_text()
+        return self._process.pid
 
 
 @contextmanager
@@ -224,14 +218,14 @@ class Bench:
         for pod in pods:
             self.kubelet.admit(pod, ONE)
         time.sleep(2)
-        cpu, began = self.agent.cpu_seconds(), time.monotonic()
+        cpu, began = cpu_seconds(self.agent.pid), time.monotonic()
         time.sleep(IDLE_SECONDS)
-        used = self.agent.cpu_seconds() - cpu
+        used = cpu_seconds(self.agent.pid) - cpu
         return {
             "pods": len(pods),
             "seconds": IDLE_SECONDS,
             "cpu_percent": round(100 * used / (time.monotonic() - began), 3),
-            "resident_mib": round(self.agent.resident_bytes() / 2**20, 1),
+            "resident_mib": resident_mib(self.agent.pid),
         }
 
 
@@ -263,7 +257,7 @@ async def commits(checkpoint: SqliteCheckpoint, first: int) -> list[float]:
 
 async def compare(bench: Bench, folder: Path, rounds: int) -> dict[str, object]:
     started = await asyncio.to_thread(bench.starts, rounds)
-    fresh_bytes = bench.agent.resident_bytes()
+    fresh_mib = resident_mib(bench.agent.pid)
     checkpoint = SqliteCheckpoint.open(folder / "commits")
     ours: list[Times] = []
     floors: list[Times] = []
@@ -280,8 +274,8 @@ async def compare(bench: Bench, folder: Path, rounds: int) -> dict[str, object]:
         "calls": {name: _beside(ours, floors, key) for name, key in REPORTED.items()},
         "commit": spread(saves),
         "start_to_offered": median_and_worst(started),
-        "resident_fresh_mib": round(fresh_bytes / 2**20, 1),
-        "resident_after_calls_mib": round(bench.agent.resident_bytes() / 2**20, 1),
+        "resident_fresh_mib": fresh_mib,
+        "resident_after_calls_mib": resident_mib(bench.agent.pid),
         "kubelet_restart_to_offered": median_and_worst(await asyncio.to_thread(bench.kubelet_restarts, rounds)),
         "kill_to_offered": median_and_worst(await asyncio.to_thread(bench.kills, rounds)),
     }
@@ -296,14 +290,15 @@ def _beside(ours: list[Times], floors: list[Times], key: tuple[str, int]) -> dic
     return {"gpumgr": mine, "floor": floor, "ratio_of_p50": round(mine["p50_ms"] / floor["p50_ms"], 2)}
 
 
-async def measure_in(folder: Path, rounds: int) -> dict[str, object]:
+@asynccontextmanager
+async def running(folder: Path, floor: dict[str, Plugin], changes: Changes | None = None) -> AsyncIterator[Bench]:
+    """An agent with these settings, which does not run yet. It ends with the block; where that fails, the end of its log is shown."""
     kubelet = Kubelet(folder)
     kubelet.start()
     async with SimApiServer(NODE) as api:
-        agent = Agent(folder, api.kubeconfig(folder / "kubeconfig"))
+        agent = Agent(folder, api.kubeconfig(folder / "kubeconfig"), changes)
         try:
-            with floor_plugins(folder) as floor:
-                return await compare(Bench(kubelet, agent, floor, api), folder, rounds)
+            yield Bench(kubelet, agent, floor, api)
         except Exception:
             sys.stderr.write(agent.log()[-4000:])
             raise
@@ -313,8 +308,11 @@ async def measure_in(folder: Path, rounds: int) -> dict[str, object]:
 
 
 async def measure(rounds: int) -> dict[str, object]:
-    with tempfile.TemporaryDirectory(prefix="gpumgr-bench-") as folder:
-        return await measure_in(Path(folder), rounds)
+    with tempfile.TemporaryDirectory(prefix="gpumgr-bench-") as name:
+        folder = Path(name)
+        with floor_plugins(folder) as floor:
+            async with running(folder, floor) as bench:
+                return await compare(bench, folder, rounds)
 
 
 if __name__ == "__main__":

@@ -4,26 +4,20 @@
 """
 
 import asyncio
-import json
 import ssl
 import sys
-from pathlib import Path
 
 from gpumgr.cluster.scheduler.hami_webhook import PATH, webhook_application
 from gpumgr.cluster.scheduler.lifecycle import verb_server
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 from gpumgr.web.credentials import Certificates
-from tests.bench.figures import log_to_stderr
+from tests.bench import figures
+from tests.bench.figures import resident_mib
 from tests.component.web.scene import CERTIFICATES
 
 #: Connections, and bytes of each body.
 RUNS = {"150_bodies_of_8_mib": (150, 8 << 20), "600_bodies_of_1_mib": (600, 1 << 20), "800_connections": (800, 0)}
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round(pages * 4096 / 2**20, 1)
 
 
 async def hold(address: str, port: int, count: int, size: int) -> None:
@@ -72,13 +66,8 @@ async def measure() -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    log_to_stderr()
-    print(json.dumps(asyncio.run(measure())))
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["clients"]:
         asyncio.run(hold(sys.argv[2], *map(int, sys.argv[3:])))
     else:
-        main()
+        figures.main(measure, __doc__)

@@ -40,7 +40,7 @@ class Bench:
 
     async def start(self, stack: AsyncExitStack) -> None:
         await self.node.state.set_snapshot(node_snapshot())
-        await self.node.server.start()
+        await self.node.server.listen()
         for number in range(CLAIMS):
             self.node.claim(number)
         stack.push_async_callback(self.node.checkpoint.close)

@@ -12,28 +12,26 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, NoReturn
 
 from aiohttp import web
+from msgspec.structs import replace
 
-from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.node_report import ApiQueueState, NodeReport
-from gpumgr.agent.writer import AgentView
-from gpumgr.common.aio import until_tick
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.common.aio import report_event_loop_lag, until_tick
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.ledger.gpu_share import GpuLimits
-from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedSum
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
+from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.web.metrics.exposition import Exposition
 from gpumgr.web.metrics.registry import Metrics
-from tests.allocations import allocated, block_count
+from tests.allocations import block_count
+from tests.background import background
 from tests.bench import figures
-from tests.bench.children import child
+from tests.bench.children import child, serving
 from tests.bench.figures import spread
+from tests.node_reports import report
+from tests.unit.web.metrics.pictures import snapshot_of
 
 GPUS: Final = 8
 BLOCKS: Final = 564
@@ -48,96 +46,17 @@ _PROMETHEUS: Final = {"Accept": "application/openmetrics-text;version=1.0.0,text
 _ASKED: Final[Mapping[str, Mapping[str, str]]] = {"classic": {}, "gzip": _GZIP, "openmetrics_gzip": _PROMETHEUS}
 
 
-def uuid_of(index: int) -> str:
-    return f"GPU-{index:08x}-7d1c-4a55-9a3e-0123456789ab"
-
-
 def node_snapshot() -> NodeSnapshot:
     """An NVSwitch node."""
-    return NodeSnapshot(
-        gpus=tuple(
-            Gpu(
-                index=n,
-                uuid=uuid_of(n),
-                minor=n,
-                bus_id=f"0000:{n:02x}:00.0",
-                model="NVIDIA H200",
-                memory_bytes=BLOCKS * BLOCK_BYTES,
-                numa_node=n // 4,
-            )
-            for n in range(GPUS)
-        ),
-        topology=Topology(((Level.SYS,) * GPUS,) * GPUS, ((18,) * GPUS,) * GPUS),
-        driver_version="550.54.15",
-    )
-
-
-def gpu_sample(uuid: str, processes: tuple[GpuProcess, ...] | None = None) -> GpuSample:
-    return GpuSample(
-        uuid=uuid,
-        memory_used_bytes=10**10,
-        memory_reserved_bytes=10**8,
-        utilization_ratio=0.5,
-        memory_copy_ratio=0.25,
-        temperature_celsius=50.0,
-        power_watts=400.0,
-        processes=processes,
-    )
+    made = snapshot_of(GPUS, nvlinks=18)
+    gpus = tuple(replace(gpu, memory_bytes=BLOCKS * BLOCK_BYTES, numa_node=gpu.index // 4) for gpu in made.gpus)
+    return replace(made, gpus=gpus)
 
 
 def picture_of(containers_per_gpu: int) -> NodeReport:
-    """That node with every GPU shared by so many containers, each of two processes."""
-    snapshot = node_snapshot()
-    inventory = Inventory(snapshot=snapshot)
-    gpu_registry = inventory.register(GpuRegistry())
-    allocations = {
-        f"{gpu.name}-{n}": allocated(
-            id=f"{gpu.name}-{n}",
-            pod=("inference", f"server-{gpu.name}-{n:03d}"),
-            uid=f"uid-{gpu.name}-{n}",
-            container="main",
-            # More sharers than cores is no real node, only a bound: then several hold the same core.
-            cores={gpu.name: 1 << n % 100},
-            blocks={gpu.name: 1 << n},
-            gpus=(gpu.name,),
-            mechanisms=("hami-core",),
-        )
-        for gpu in gpu_registry.gpus
-        for n in range(containers_per_gpu)
-    }
-    ledger = Ledger(gpu_registry, allocations)
-    sample = NodeSample(gpus={uuid: gpu_sample(uuid) for uuid in map(uuid_of, range(GPUS))})
-    view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry))
-    uses = {(each.id, gpu): use_of(each, gpu_registry.by_name[gpu].uuid) for each in allocations.values() for gpu in each.gpus}
-    gpus = {gpu.name: UnattributedSum() for gpu in gpu_registry.gpus}
-    return NodeReport(
-        view=view,
-        node="bench",
-        sample=sample,
-        sampled_at=time.monotonic(),
-        nvml_up=True,
-        use=NodeUse(containers=uses, gpus=gpus),
-        api_queue=ApiQueueState(),
-        gpu_limits={
-            uuid_of(n): GpuLimits(memory="soft", memory_by="hami-core", cores="soft", cores_by="hami-core") for n in range(GPUS)
-        },
-    )
-
-
-def use_of(allocation: Allocation, uuid: str) -> ContainerUse:
-    return ContainerUse(
-        allocation=allocation.id,
-        pod=allocation.pod,
-        pod_uid=allocation.uid,
-        container=allocation.container,
-        gpu=next(iter(allocation.gpus)),
-        uuid=uuid,
-        cores=allocation.cores,
-        memory_limit_bytes=block_count(allocation) * BLOCK_BYTES,
-        memory_bytes=123_456_789,
-        utilization_ratio=0.01,
-        processes={1: 100_000_000, 2: 23_456_789},
-    )
+    """A node with every GPU shared by so many containers. More sharers than cores is no real node, only a bound."""
+    pods = [("inference", f"server-{number:04d}") for number in range(GPUS * containers_per_gpu)]
+    return report(pods, node="bench", at=time.time(), sampled_at=time.monotonic())
 
 
 def pods_of(report: NodeReport) -> list[PodView]:
@@ -182,21 +101,17 @@ async def serve(containers_per_gpu: int | None, size: int) -> None:
     async def cpu(_request: web.Request) -> web.Response:
         return web.Response(text=str(time.process_time()))
 
-    filling, daemons = b"x" * size, []
-    if containers_per_gpu is not None:
-        exposition = exposition_of(containers_per_gpu)
-        daemons = [asyncio.create_task(refresh(exposition))]
+    filling = b"x" * size
     app = web.Application()
     app.router.add_get("/metrics", fixed if containers_per_gpu is None else scrape)
     app.router.add_get("/cpu", cpu)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(runner.addresses[0][1], flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    for daemon in daemons:
-        daemon.cancel()
-    await runner.cleanup()
+    async with AsyncExitStack() as stack:
+        if containers_per_gpu is not None:
+            exposition = exposition_of(containers_per_gpu)
+            await stack.enter_async_context(background(refresh(exposition)))
+        url = await stack.enter_async_context(serving(app))
+        print(url.rpartition(":")[2], flush=True)
+        await asyncio.to_thread(sys.stdin.read)
 
 
 class Client:
@@ -263,22 +178,12 @@ async def rendering(containers_per_gpu: int) -> dict[str, Any]:
     exposition = exposition_of(containers_per_gpu)
     await exposition.scrape(_PROMETHEUS["Accept"], _PROMETHEUS["Accept-Encoding"])
     late: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            due = time.perf_counter() + 0.001
-            await asyncio.sleep(0.001)
-            late.append(time.perf_counter() - due)
-
-    ticking = asyncio.create_task(tick())
     taken: list[float] = []
-    for _ in range(100):
-        started = time.perf_counter()
-        await exposition.refresh()
-        taken.append(time.perf_counter() - started)
-    ticking.cancel()
-    with suppress(asyncio.CancelledError):
-        await ticking
+    async with background(report_event_loop_lag(late.append, period_seconds=0.001)):
+        for _ in range(100):
+            started = time.perf_counter()
+            await exposition.refresh()
+            taken.append(time.perf_counter() - started)
     return {"refresh": spread([taken]), "loop_lag_in_refresh": spread([late])}
 
 

@@ -1,4 +1,4 @@
-"""What open pages cost the agent: 50 streams with a state of 8 GPUs and 100 containers, one a second; and how big the page is.
+"""What open pages cost the agent: 50 streams with a state of 8 GPUs and 104 containers, one a second; and how big the page is.
 
 `python -m tests.bench.bench_pages [--seconds N]` prints one JSON object. `core_percent` is CPU time of the server's process by the clock,
 its readers being another process: `idle` without a client, `unread` while a state is made once a second without a reader, `streams`
@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedSum
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import PageServer
@@ -30,10 +29,10 @@ from tests.bench import figures
 from tests.bench.bench_metrics import picture_of
 from tests.bench.children import child
 from tests.bench.figures import spread
-from tests.bench.held import HeldTimes
+from tests.bench.held import HeldTimes, run_held
 from tests.component.web.scene import Scene
 
-CONTAINERS: Final = 100
+CONTAINERS_PER_GPU: Final = 13
 STREAMS: Final = 50
 PERIOD_SECONDS: Final = 1.0
 
@@ -53,26 +52,8 @@ class Node(Scene):
 
 
 def node() -> Node:
-    """8 GPUs that 100 containers share, each with two processes; as much history as is shown."""
-    report = picture_of(-(-CONTAINERS // 8))
-    allocations = list(report.view.ledger.allocations.values())[:CONTAINERS]
-    ledger = replace(report.view.ledger, allocations={a.id: a for a in allocations})
-    gpu_registry = ledger.gpu_registry.by_name
-    use = NodeUse(
-        containers={
-            (a.id, gpu): ContainerUse(
-                allocation=a.id,
-                gpu=gpu,
-                uuid=gpu_registry[gpu].uuid,
-                memory_bytes=n << 28,
-                utilization_ratio=n / CONTAINERS,
-                processes={2 * n: n << 27, 2 * n + 1: n << 27},
-            )
-            for n, a in enumerate(allocations)
-            for gpu in a.gpus
-        },
-        gpus={name: UnattributedSum() for name, card in gpu_registry.items()},
-    )
+    """8 GPUs that 104 containers share, each with two processes; as much history as is shown."""
+    report = picture_of(CONTAINERS_PER_GPU)
     history = [
         HistoryEntry(
             number=n,
@@ -83,9 +64,9 @@ def node() -> Node:
             gpus=tuple(a.gpus),
             why="the fullest GPU that has the room",
         )
-        for n, a in enumerate(allocations[:HISTORY_SHOWN])
+        for n, a in enumerate([*report.view.ledger.allocations.values()][:HISTORY_SHOWN])
     ]
-    return Node(replace(report, view=replace(report.view, ledger=ledger), use=use), history)
+    return Node(report, history)
 
 
 async def publish(sources: Node, seconds: float) -> None:
@@ -140,9 +121,7 @@ def read(port: int) -> None:
 
 
 def measure(seconds: float) -> Mapping[str, object]:
-    held = HeldTimes()
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
-        return runner.run(measure_pages(held, seconds))
+    return run_held(partial(measure_pages, seconds=seconds))
 
 
 if __name__ == "__main__":

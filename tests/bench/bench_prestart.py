@@ -26,10 +26,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.enforcement.mps import launcher, processes
 from gpumgr.enforcement.mps.folders import gpu_folders
-from gpumgr.sim.apiserver import SimApiServer
 from tests import mps_control
 from tests.bench import figures
-from tests.bench.bench_agent import CACHE_SECONDS, NODE, OFFER, Agent, Bench, Changes, floor_plugins
+from tests.bench.bench_agent import CACHE_SECONDS, OFFER, Bench, Changes, floor_plugins, running
 from tests.bench.children import child
 from tests.bench.figures import spread
 from tests.bench.kubelet import Kubelet, PodKey
@@ -174,28 +173,21 @@ def end_daemons(root: Path) -> None:
 async def measure_one(changes: Changes, rounds: int) -> dict[str, object]:
     # Not in /dev/shm as root: each MPS daemon has one of its own then.
     with scratch() as folder, scratch(Path("/run" if os.geteuid() == 0 else "/dev/shm")) as memory:
-        kubelet, places = Kubelet(folder), Places.lay_out(memory / "places")
+        places = Places.lay_out(memory / "places")
         (folder / "run").symlink_to(memory)
-        kubelet.start()
         settings = {**changes, "cri": {"socket": str(places.socket)}}
         settings["enforcement"] = {**changes["enforcement"], "run_dir": str(memory), "orphan_grace_seconds": 1}
-        async with SimApiServer(NODE) as api:
-            agent = Agent(folder, api.kubeconfig(folder / "kubeconfig"), settings)
-            try:
+        try:
+            async with running(folder, {}, settings) as bench:
                 with places.runtime(), ExitStack() as attached:
-                    agent.start()
-                    await asyncio.to_thread(kubelet.wait_offered, OFFER)
-                    node, starts = Node(Bench(kubelet, agent, {}, api), places, folder), Starts()
+                    bench.agent.start()
+                    await asyncio.to_thread(bench.kubelet.wait_offered, OFFER)
+                    node, starts = Node(bench, places, folder), Starts()
                     for _ in range(rounds):
                         await node.round(starts, attached)
-            except Exception:
-                sys.stderr.write(agent.log()[-4000:])
-                raise
-            finally:
-                agent.stop()
-                kubelet.stop()
-                end_daemons(memory / "mps")
-                unmount_below(memory)
+        finally:
+            end_daemons(memory / "mps")
+            unmount_below(memory)
     result: dict[str, object] = {name: spread(getattr(starts, name)) for name in ("first", "again", "memory")}
     if any(node.commands.values()):
         result |= {"first_of_gpu": spread([starts.first_of_gpu]), "commands_to_daemons": node.commands}

@@ -4,16 +4,16 @@
 """
 
 import asyncio
-import json
-import time
 from typing import NoReturn
 
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts, parse_resource_quota
 from gpumgr.cluster.simulation.tables import read_pods
 from gpumgr.settings.hami_resources import ReplicaResources
-from tests.bench.figures import Stopwatch, log_to_stderr
-from tests.bench.held import HeldTimes
+from tests.background import background
+from tests.bench import figures
+from tests.bench.figures import Stopwatch
+from tests.bench.held import HeldTimes, run_held
 
 RESOURCE_QUOTAS = 2000
 NAMESPACES = 5000
@@ -28,33 +28,31 @@ async def _others() -> NoReturn:
         await asyncio.sleep(0.001)
 
 
-async def _measure(held: HeldTimes) -> dict[str, float]:
+async def _sources(held: HeldTimes) -> dict[str, float]:
     quotas = Quotas()
     sources = QuotaSources(quotas, "kube-system/gpuquota")
-    running = [asyncio.create_task(sources.run()), asyncio.create_task(_others())]
     hard = {"limits.nvidia.com/gpumem": "1000", "limits.nvidia.com/gpucores": "100"}
     items = [
         {"metadata": {"uid": f"u{number}", "namespace": f"ns-{number}"}, "spec": {"hard": hard}}
         for number in range(RESOURCE_QUOTAS)
     ]
-    await asyncio.sleep(0)
-    held.take()
-    parsed = []
-    for number, item in enumerate(items):
-        if number % 50 == 0:
-            await asyncio.sleep(0)  # as a list does
-        parsed.append(parse_resource_quota(item, _HAMI))
-    for each in parsed:
-        sources.resource_quota_changed(None, each)
-    listed = max(held.take())
-    text = "".join(map(_ENTRY.format, range(NAMESPACES)))
-    with Stopwatch() as watch:
-        sources.configmap_changed(None, QuotaTexts(uid="u", data={"quota.yaml": text}))
-        await sources.read.wait()
-    held_ms = 1000 * max(held.take())
-    assert len(quotas.limits) == NAMESPACES + RESOURCE_QUOTAS
-    for task in running:
-        task.cancel()
+    async with background(sources.run()), background(_others()):
+        await asyncio.sleep(0)
+        held.take()
+        parsed = []
+        for number, item in enumerate(items):
+            if number % 50 == 0:
+                await asyncio.sleep(0)  # as a list does
+            parsed.append(parse_resource_quota(item, _HAMI))
+        for each in parsed:
+            sources.resource_quota_changed(None, each)
+        listed = max(held.take())
+        text = "".join(map(_ENTRY.format, range(NAMESPACES)))
+        with Stopwatch() as watch:
+            sources.configmap_changed(None, QuotaTexts(uid="u", data={"quota.yaml": text}))
+            await sources.read.wait()
+        held_ms = 1000 * max(held.take())
+        assert len(quotas.limits) == NAMESPACES + RESOURCE_QUOTAS
     return {
         "resource_quotas_held_ms": round(1000 * listed, 1),
         "configmap_kibibytes": len(text) >> 10,
@@ -63,17 +61,13 @@ async def _measure(held: HeldTimes) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    log_to_stderr()
-    held = HeldTimes()
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
-        found = runner.run(_measure(held))
+def measure() -> dict[str, float]:
+    found = run_held(_sources)
     header = ",".join(["name", "gpus", "cpu_milli", "ram_mebibytes", *map(str, range(COLUMNS - 4))])
-    began = time.perf_counter()
-    read_pods("p.csv", [f"{header}\n", f"a,1,1,1{',' * (COLUMNS - 4)}\n"], [])
-    found["csv_columns_seconds"] = round(time.perf_counter() - began, 2)
-    print(json.dumps(found))
+    with Stopwatch() as watch:
+        read_pods("p.csv", [f"{header}\n", f"a,1,1,1{',' * (COLUMNS - 4)}\n"], [])
+    return {**found, "csv_columns_seconds": round(watch.seconds, 2)}
 
 
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__)

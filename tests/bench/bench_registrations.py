@@ -202,4 +202,4 @@ def _rounds(call: Callable[[], list[float]], at_once: int, rounds: int) -> Round
 
 
 if __name__ == "__main__":
-    figures.main(measure, __doc__, rounds=40)
+    figures.main(measure, __doc__, rounds=30)

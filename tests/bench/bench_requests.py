@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.quota import NamespaceQuota, Quotas
@@ -26,7 +25,7 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.settings.schema import SchedulerSettings
 from tests.bench import figures
 from tests.bench.cluster_stub import Cluster, name_of, node, uuid_of
-from tests.bench.figures import spread
+from tests.bench.figures import resident_mib, spread
 
 Json = dict[str, Any]
 ORDERS = 50
@@ -112,7 +111,7 @@ class Bench:
             taken.append(seconds)
             rejected += not found.node_names
             self.index.remove(f"uid-p{number - STAY}")
-        return {**spread([taken]), "rejected": rejected, "resident_mib": resident()}
+        return {**spread([taken]), "rejected": rejected, "resident_mib": resident_mib()}
 
     async def new_requests(self) -> Mapping[str, Any]:
         """With the longest time for which the event loop served no other task."""
@@ -150,13 +149,13 @@ class Bench:
     async def wait(self, waiting: int) -> Mapping[str, Any]:
         """Measures pods with few different requests, each with the names in another order. Then each pod has its own request, and
         one of them fits."""
-        before, found = resident(), dict[str, Any]()
+        before, found = resident_mib(), dict[str, Any]()
         quota = NamespaceQuota(pools=frozenset({"pool-1"}))
         for name, limits, count in (("rejection", {}, waiting), ("rejection_with_quota", {"bench": quota}, 1000)):
             self.quotas.limits = limits
             found[name] = spread([[seconds async for seconds in self._rejections(count)]])
         self.quotas.limits = {}
-        found["waiting_mib"] = round(resident() - before, 1)
+        found["waiting_mib"] = round(resident_mib() - before, 1)
         async for _ in self._rejections(waiting, different=True):
             pass
         found["retry"] = await self._retry(waiting)
@@ -190,17 +189,13 @@ class Bench:
                 return {"looks": len(looks), "longest_look_ms": round(1000 * max(looks), 1)}
 
 
-def resident() -> float:
-    return round(float(psutil.Process().memory_info().rss) / (1 << 20), 1)
-
-
 async def measure(nodes: int, pods: int, requests: int, waiting: int) -> Mapping[str, Any]:
     bench = Bench(nodes, pods)
     return {
         "nodes": nodes,
         "requests": requests,
         "waiting": waiting,
-        "started_mib": resident(),
+        "started_mib": resident_mib(),
         "new": await bench.new_requests(),
         "wait": await bench.wait(waiting),
         "in_turn": await bench.in_turn(requests),

@@ -5,7 +5,6 @@ and CPU of the server's process from /proc. cluster_stub.py is the API server. W
 """
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,12 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import psutil  # type: ignore[import-untyped]
-
 from tests.bench import figures
 from tests.bench.children import child
-from tests.bench.cluster_stub import PREFIX, SHAPES, name_of
-from tests.bench.figures import spread
+from tests.bench.cluster_stub import PREFIX, SHAPES, name_of, scheduler_command
+from tests.bench.figures import cpu_seconds, resident_mib, spread
 from tests.e2e.build import build_program
 
 #: One that is asked for often, and one that no node has.
@@ -41,8 +38,9 @@ SIZES: Final = (10, 100, 1000)
 class Client:
     """The Go program that calls one extender."""
 
-    def __init__(self, process: "subprocess.Popen[str]", server: psutil.Process) -> None:
-        self._process, self.server = process, server
+    def __init__(self, process: "subprocess.Popen[str]", pid: int) -> None:
+        """`pid`: of the server."""
+        self._process, self.pid = process, pid
         self._pods = 0
 
     def begin(
@@ -68,8 +66,7 @@ class Client:
         return {verb: [each / 1e6 for each in taken] for verb, taken in self.end()["Microseconds"].items()}
 
     def cpu_seconds(self) -> float:
-        taken = self.server.cpu_times()
-        return float(taken.user + taken.system)
+        return cpu_seconds(self.pid)
 
     def cpu_ms(self, pods: int, names: int, shape: tuple[int, int] = COMMON) -> float:
         """CPU of the server for each filter call."""
@@ -79,11 +76,11 @@ class Client:
 
 
 @contextmanager
-def calling(program: Path, url: str, server: psutil.Process) -> Iterator[Client]:
+def calling(program: Path, url: str, pid: int) -> Iterator[Client]:
     pipe = subprocess.PIPE
     with subprocess.Popen([program, "calls", f"{url}/scheduler"], stdin=pipe, stdout=pipe, text=True) as process:
         try:
-            yield Client(process, server)
+            yield Client(process, pid)
         finally:
             assert process.stdin is not None
             process.stdin.close()
@@ -92,29 +89,20 @@ def calling(program: Path, url: str, server: psutil.Process) -> Iterator[Client]
 @contextmanager
 def scheduler(stub: str, program: Path, folder: Path, nodes: int, started: dict[str, object]) -> Iterator[Client]:
     """`gpumgr scheduler`, once it has answered the first filter."""
-    user = {"clusters": [{"name": "a", "cluster": {"server": stub}}], "users": [{"name": "a", "user": {}}]}
-    context = {"contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a"}
-    config = folder / "kubeconfig"
-    config.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **user, **context}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", str(config), "--listen", f"127.0.0.1:{port}"]
+    command, url = scheduler_command(stub, folder, "scheduler")
     begun = time.perf_counter()
-    with subprocess.Popen(
-        [*command, "--insecure-loopback", "--set", "log.level=error", "--set", "scheduler.http_port=0"], stderr=sys.stderr
-    ) as process:
+    with subprocess.Popen(command, stderr=sys.stderr) as process:
         try:
-            url, server = f"http://127.0.0.1:{port}", psutil.Process(process.pid)
             while not _ready(url):
                 if process.poll() is not None or time.perf_counter() > begun + START_SECONDS:
                     raise RuntimeError(f"the scheduler is not ready; its status is {process.returncode}")
                 time.sleep(0.05)
-            with calling(program, url, server) as client:
+            with calling(program, url, process.pid) as client:
                 client.calls(1, nodes)
                 started |= {
                     "first_answer_seconds": round(time.perf_counter() - begun, 2),
                     "cpu_seconds": round(client.cpu_seconds(), 2),
-                    "resident_mib": _resident(server),
+                    "resident_mib": resident_mib(process.pid),
                 }
                 yield client
         finally:
@@ -127,10 +115,6 @@ def _ready(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def _resident(process: psutil.Process) -> float:
-    return round(float(process.memory_info().rss) / (1 << 20), 1)
 
 
 def control(stub: str, what: str, body: object = None) -> Any:
@@ -232,7 +216,7 @@ def measure(nodes: int, pods: int, cpu_pods: int) -> dict[str, object]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         floor_url, floor_pid = stack.enter_context(child("tests.bench.extender_floor")).split()
-        floor = stack.enter_context(calling(program, floor_url, psutil.Process(int(floor_pid))))
+        floor = stack.enter_context(calling(program, floor_url, int(floor_pid)))
         stub = stack.enter_context(child("tests.bench.cluster_stub", nodes, pods, cpu_pods)).split()[0]
         started: dict[str, object] = {}
         with scheduler(stub, program, folder, nodes, started) as ours:
@@ -249,7 +233,7 @@ def measure(nodes: int, pods: int, cpu_pods: int) -> dict[str, object]:
                 "rejections": rejections(ours, floor, nodes),
                 "joins": joins(ours, stub, nodes),
                 "events": events(ours, stub),
-                "resident_mib": _resident(ours.server),
+                "resident_mib": resident_mib(ours.pid),
             }
         return {**found, "sizes": sizes(program, folder, floor, nodes)}
 

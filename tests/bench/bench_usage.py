@@ -11,15 +11,16 @@ import gc
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from gpumgr.common.aio import report_event_loop_lag
 from gpumgr.placement.topology.devices import NodeSample
+from tests.background import background
 from tests.bench import figures
 from tests.bench.bench_prestart import end_daemons
 from tests.bench.figures import spread
-from tests.bench.held import HeldTimes
+from tests.bench.held import HeldTimes, run_held
 from tests.bench.places import Places
 from tests.bench.shared_node import MIXES, PROCESSES_OF_SHARE, SHARES, MechanismOf, SharedNode, sleepers
 
@@ -47,16 +48,13 @@ async def hold(node: SharedNode, sample: NodeSample, held: HeldTimes, rounds: in
 
 async def lag(node: SharedNode, sample: NodeSample, rounds: int) -> dict[str, float | int]:
     late: list[float] = []
-    watching = asyncio.create_task(report_event_loop_lag(late.append, period_seconds=LAG_TICK_SECONDS))
-    for _ in range(rounds):
-        await node.sampled(sample)
-    watching.cancel()
-    with suppress(asyncio.CancelledError):
-        await watching
+    async with background(report_event_loop_lag(late.append, period_seconds=LAG_TICK_SECONDS)):
+        for _ in range(rounds):
+            await node.sampled(sample)
     return spread([late])
 
 
-async def measure_mix(folder: Path, mechanism_of: MechanismOf, held: HeldTimes, rounds: int) -> dict[str, object]:
+async def measure_mix(folder: Path, mechanism_of: MechanismOf, rounds: int, held: HeldTimes) -> dict[str, object]:
     places = Places.lay_out(folder / "places")
     node = SharedNode(folder, places, mechanism_of)
     try:
@@ -80,21 +78,15 @@ async def measure_mix(folder: Path, mechanism_of: MechanismOf, held: HeldTimes, 
     return found
 
 
-def in_own_loop(folder: Path, mechanism_of: MechanismOf, rounds: int) -> dict[str, object]:
-    held = HeldTimes()
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
-        return runner.run(measure_mix(folder, mechanism_of, held, rounds))
-
-
 def measure(rounds: int, only: str = "") -> dict[str, object]:
     result: dict[str, object] = {"shares": SHARES, "processes": SHARES * PROCESSES_OF_SHARE}
     for name, mechanism_of in MIXES.items():
         if only not in ("", name):
             continue
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="gb-") as folder:
-            result[name] = in_own_loop(Path(folder), mechanism_of, rounds)
+            result[name] = run_held(partial(measure_mix, Path(folder), mechanism_of, rounds))
     return result
 
 
 if __name__ == "__main__":
-    figures.main(measure, __doc__, rounds=300, only="")
+    figures.main(measure, __doc__, rounds=200, only="")

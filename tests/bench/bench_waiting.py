@@ -19,6 +19,7 @@ from aiohttp import web
 
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from tests.bench import figures
+from tests.bench.children import serving
 from tests.bench.cluster_stub import GPU_MEBIBYTES, GPUS, Json, gpu_pod, name_of, uuid_of
 from tests.bench.figures import median_and_worst
 from tests.bench.soak_api import SoakApi, filler
@@ -122,13 +123,10 @@ async def measure(nodes: int, waiting: int, rounds: int) -> Mapping[str, Any]:
         gpus = [uuid_of(name, gpu) for gpu in range(GPUS)]
         await api.create(filler(f"{name}-first", name, gpus[:-1]))
         await api.create(filler(f"{name}-last", name, gpus[-1:]))
-    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     os.environ.update(POD_NAME=OWN_POD, POD_NAMESPACE="bench")
     with tempfile.TemporaryDirectory() as folder:
         async with (
+            serving(api.application()) as url,
             replica(url, Path(folder), "a", leader_election=False) as scheduler,
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as client,
         ):
@@ -139,7 +137,6 @@ async def measure(nodes: int, waiting: int, rounds: int) -> Mapping[str, Any]:
             await bench.wait(large)
             taken = [await bench.round(number) for number in range(rounds)]
             resident_mib = scheduler.resident_mib
-    await runner.cleanup()
     return {"nodes": nodes, "waiting": waiting, **median_and_worst(taken), "resident_mib": resident_mib}
 
 

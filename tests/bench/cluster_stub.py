@@ -10,10 +10,12 @@ import asyncio
 import json
 import os
 import random
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
@@ -28,6 +30,7 @@ from gpumgr.kube.cluster_annotations import (
     encode,
 )
 from gpumgr.placement.topology.devices import score_matrix
+from tests.bench.children import serving
 from tests.topologies import topology_from_matrix
 
 GPUS: Final = 8
@@ -248,11 +251,22 @@ class Server:
 
 async def serve(application: web.Application, ended: Callable[[], object]) -> None:
     """Prints the URL and the process id, and serves until `ended` returns."""
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]} {os.getpid()}", flush=True)
-    await asyncio.to_thread(ended)
+    async with serving(application) as url:
+        print(f"{url} {os.getpid()}", flush=True)
+        await asyncio.to_thread(ended)
+
+
+def scheduler_command(api: str, folder: Path, name: str, *changes: str) -> tuple[list[str], str]:
+    """`gpumgr scheduler` for this API server, with changes of its settings; and its URL."""
+    config = folder / f"{name}.json"
+    user = {"clusters": [{"name": "a", "cluster": {"server": api}}], "users": [{"name": "a", "user": {}}]}
+    context = {"contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a"}
+    config.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **user, **context}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [f"--kubeconfig={config}", f"--listen={address}", "--insecure-loopback"]
+    words += [f"--set={each}" for each in ("log.level=error", "scheduler.http_port=0", *changes)]
+    return [sys.executable, "-m", "gpumgr", "scheduler", *words], f"http://{address}"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import psutil  # type: ignore[import-untyped]
 import structlog
 
 Rounds = Sequence[Sequence[float]]
@@ -51,6 +52,16 @@ class Stopwatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.seconds = time.perf_counter() - self._began
+
+
+def resident_mib(pid: int | None = None) -> float:
+    """The resident memory of a process; None: of this one."""
+    return round(float(psutil.Process(pid).memory_info().rss) / (1 << 20), 1)
+
+
+def cpu_seconds(pid: int) -> float:
+    taken = psutil.Process(pid).cpu_times()
+    return float(taken.user + taken.system)
 
 
 def log_to_stderr() -> None:

@@ -1,12 +1,17 @@
 """How long an event loop runs between two waits, and in all: the time during which nothing else gets its turn."""
 
+import asyncio
 import selectors
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class HeldTimes(selectors.DefaultSelector):
-    """`with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held))`. Seconds of each turn of the loop since the last
-    `take`; waiting for the interpreter's lock, which other threads hold, is part of them."""
+    """Seconds of each turn of the loop since the last `take`; waiting for the interpreter's lock, which other threads hold, is part of
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,3 +33,10 @@ class HeldTimes(selectors.DefaultSelector):
             self._turns.append(now - self._since)
         self._since, taken, self._turns = now, self._turns, []
         return taken
+
+
+def run_held(measure: Callable[[HeldTimes], Coroutine[Any, Any, T]]) -> T:
+    """Runs it in an event loop, and measures the turns of that."""
+    held = HeldTimes()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
+        return runner.run(measure(held))

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from gpumgr.agent.container_starts import tenant_of
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.state import AgentState
@@ -42,13 +44,14 @@ from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests import mps_control
 from tests.allocations import allocated
-from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
+from tests.bench.bench_metrics import GPUS, node_snapshot
 from tests.bench.bench_regions import fill
 from tests.bench.children import child
 from tests.bench.places import Places
 from tests.component.enforcement.mps.place import Modes
 from tests.component.stage.stage import Clock, MemoryPods
 from tests.libvgpu import build
+from tests.unit.web.metrics.pictures import sample_of, uuid_of
 
 SHARES, PROCESSES_OF_SHARE = 200, 2
 _CORES, _BLOCKS = 4, 16
@@ -214,7 +217,8 @@ class SharedNode:
             processes += [GpuProcess(pid=pid, memory_bytes=_BYTES, utilization_ratio=0.01) for pid in mine]
         self.places.publish()
         await self.limits.recover([(tenant, (self.mechanism_of(n),)) for n, tenant in enumerate(tenants)])
-        return NodeSample(gpus={uuid: gpu_sample(uuid, tuple(each)) for uuid, each in on_gpus.items()})
+        sample = sample_of(*range(GPUS))
+        return NodeSample(gpus={uuid: replace(sample.gpus[uuid], processes=tuple(each)) for uuid, each in on_gpus.items()})
 
     async def sampled(self, sample: NodeSample) -> None:
         """One second later."""

@@ -8,10 +8,8 @@ tenth of the time.
 """
 
 import asyncio
-import json
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,12 +20,12 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import aiohttp
-import psutil  # type: ignore[import-untyped]
-from aiohttp import web
 
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from tests.bench import figures
-from tests.bench.cluster_stub import GPUS, Json, gpu_pod, name_of, uuid_of
+from tests.bench.children import serving
+from tests.bench.cluster_stub import GPUS, Json, gpu_pod, name_of, scheduler_command, uuid_of
+from tests.bench.figures import resident_mib
 from tests.bench.soak_api import SoakApi, WatchFault, filler
 
 WORKERS: Final = 8
@@ -49,27 +47,16 @@ class Replica:
 
     @property
     def resident_mib(self) -> float:
-        return round(float(psutil.Process(self.process.pid).memory_info().rss) / (1 << 20), 1)
+        return resident_mib(self.process.pid)
 
 
 @asynccontextmanager
 async def replica(api: str, folder: Path, name: str, *, leader_election: bool = True) -> AsyncIterator[Replica]:
-    config = folder / f"{name}.json"
-    user = {"clusters": [{"name": "a", "cluster": {"server": api}}], "users": [{"name": "a", "user": {}}]}
-    context = {"contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a"}
-    config.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **user, **context}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    changes = (
-        "log.level=error",
-        "scheduler.http_port=0",
-        f"scheduler.leader_election={str(leader_election).lower()}",
-        "scheduler.lease_namespace=kube-system",
-    )
-    words = ["--kubeconfig", str(config), "--listen", address, "--insecure-loopback", *(f"--set={each}" for each in changes)]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "scheduler", *words, stderr=sys.stderr)
+    changes = (f"scheduler.leader_election={str(leader_election).lower()}", "scheduler.lease_namespace=kube-system")
+    command, url = scheduler_command(api, folder, name, *changes)
+    process = await asyncio.create_subprocess_exec(*command, stderr=sys.stderr)
     try:
-        yield Replica(process, f"http://{address}/scheduler")
+        yield Replica(process, f"{url}/scheduler")
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGCONT)
@@ -192,13 +179,10 @@ async def fill(api: SoakApi, nodes: int) -> None:
 async def measure(*, seconds: int, nodes: int, seed: int) -> Mapping[str, Any]:
     api = SoakApi(map(name_of, range(nodes)), seed)
     await fill(api, nodes)
-    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     limits = aiohttp.ClientTimeout(total=10)
     with tempfile.TemporaryDirectory() as folder:
         async with (
+            serving(api.application()) as url,
             replica(url, Path(folder), "a") as one,
             replica(url, Path(folder), "b") as other,
             aiohttp.ClientSession(timeout=limits) as client,
@@ -215,7 +199,6 @@ async def measure(*, seconds: int, nodes: int, seed: int) -> Mapping[str, Any]:
                 task.cancel()
             for task in done:
                 task.result()  # raises what ended it
-    await runner.cleanup()
     return report(soak, begun, seconds, nodes)
 
 

@@ -8,9 +8,10 @@ from playwright.async_api import Browser, expect
 
 from gpumgr.agent.cordons import Cordon
 from tests.e2e.browser import Stage, visit
+from tests.node_reports import NOW, PODS
 from tests.unit.web.metrics.pictures import name_of, uuid_of
 
-from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, opened, refusal
+from .documents import DIM_TEXT, HOSTILE, document, loaded, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -14,7 +14,7 @@ from gpumgr.cluster.core.node import GpuState, NodeState
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
 from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
-from gpumgr.cluster.scheduler.pages import PAGE, application_of, make_pages
+from gpumgr.cluster.scheduler.pages import application_of, make_pages
 from gpumgr.common.units import Amounts
 from gpumgr.placement.topology.devices import Level, Topology
 from gpumgr.settings import Settings
@@ -229,11 +229,3 @@ async def test_a_scheduler_that_does_not_answer_is_reported(browser: Browser, ma
         await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         await expect(page.locator("#live")).to_contain_text("stale")
         await expect(page.locator("#live")).to_contain_text("not now")
-
-
-async def test_the_page_is_one_small_file() -> None:
-    html = PAGE.read_text(encoding="utf-8")
-    assert len(html.encode()) < 32_768
-    assert (html.count("<style"), html.count("<script")) == (1, 1)
-    assert " style=" not in html[html.index("<body>") :]
-    assert "innerHTML" not in html

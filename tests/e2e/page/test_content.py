@@ -16,9 +16,10 @@ from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.web.state import node_state
 from tests.e2e.browser import Stage, visit
+from tests.node_reports import NOW, report
 from tests.unit.web.metrics.pictures import name_of, uuid_of, whole
 
-from .documents import NOW, document, opened, refusal, report, rows
+from .documents import document, opened, refusal, rows
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

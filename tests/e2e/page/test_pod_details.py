@@ -10,9 +10,10 @@ from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.placement.pods import ContainerSpec, PodKey, PodView
 from gpumgr.web.state import pod_details
 from tests.e2e.browser import Stage, visit
+from tests.node_reports import NOW, PODS, report
 from tests.unit.web.metrics.pictures import name_of
 
-from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, opened, refusal, report
+from .documents import DIM_TEXT, HOSTILE, document, loaded, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.async_api import Browser, expect
 
+from gpumgr.cluster.scheduler.pages import PAGE as CLUSTER_PAGE
 from gpumgr.web.responses import PAGE
 from tests.e2e.browser import Stage, visit
 
@@ -53,13 +54,16 @@ async def test_without_scripts_the_page_links_to_the_text(browser: Browser, stag
         await expect(seen.page.locator("noscript a")).to_have_attribute("href", "graph?format=text")
 
 
-async def test_the_page_is_one_small_file() -> None:
-    html = PAGE.read_text(encoding="utf-8")
-    assert len(html.encode()) < 81_920
+@pytest.mark.parametrize(
+    ("html", "most_bytes"),
+    [(PAGE.read_text(encoding="utf-8"), 81_920), (CLUSTER_PAGE.read_text(encoding="utf-8"), 32_768)],
+    ids=["agent", "scheduler"],
+)
+async def test_the_page_is_one_small_file(html: str, most_bytes: int) -> None:
+    assert len(html.encode()) < most_bytes
     assert (html.count("<style"), html.count("<script")) == (1, 1)
     body = html[html.index("<body>") :]
     assert " style=" not in body
     assert not any(f" on{event}=" in body for event in ("click", "input", "load", "error", "change"))
-    assert "http://www.w3.org/" in html  # SVG's name, the only address in it
-    assert html.replace("http://www.w3.org/2000/svg", "").count("://") == 0
+    assert html.replace("http://www.w3.org/2000/svg", "").count("://") == 0  # SVG's name is the only address
     assert "innerHTML" not in html

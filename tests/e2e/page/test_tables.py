@@ -4,9 +4,10 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from tests.e2e.browser import Stage
+from tests.node_reports import NOW, PODS
 from tests.unit.web.metrics.pictures import name_of
 
-from .documents import NOW, PODS, column, document, opened, refusal
+from .documents import column, document, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -7,9 +7,10 @@ from msgspec.structs import replace
 from playwright.async_api import Browser, expect
 
 from tests.e2e.browser import Stage, visit
+from tests.node_reports import NOW, PODS
 from tests.unit.web.metrics.pictures import name_of
 
-from .documents import BEAT_SECONDS, NOW, PODS, document, loaded, opened, refusal
+from .documents import BEAT_SECONDS, document, loaded, opened, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
