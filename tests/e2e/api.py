@@ -26,6 +26,15 @@ class ApiError(Exception):
         self.status = status
 
 
+def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """Status and reason with which the API server refuses a call; "" if it does not."""
+    try:
+        call(*arguments, **named)
+    except ApiError as error:
+        return str(error)
+    return ""
+
+
 class Api:
     """One bearer's access to the API server. Not for several threads at once."""
 

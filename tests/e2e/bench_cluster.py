@@ -21,31 +21,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import yaml
-
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
-from gpumgr.kubelet.dra.slices import SLICES
 from gpumgr.placement.topology.devices import score_matrix
 from tests.topologies import topology_from_matrix
 
 from .agent import Agent
 from .api import phase
 from .cluster import Cluster
-from .dra import CLAIMS, CLASS, RESOURCES, DraNode, claiming, in_mode_dra, request, template
+from .dra import CLAIMS, DraNode, claiming, in_mode_dra, request, template
 from .manifests import CORE, MEMORY, Json, container, gpu_pod, pod
-from .places import KUBELET_ROOT, PROJECT, STATE
+from .places import PROJECT
 from .processes import free_ports, wait_until
+from .scheduling import GPU_MEBIBYTES, SCHEDULER, api_node, start_kube_scheduler
 from .tenants import control
 
 GPUS: Final = 8
-GPU_MEBIBYTES: Final = 16384
-PLAIN, OURS = "plain", "gpumgr-scheduler"
+PLAIN, OURS = "plain", SCHEDULER
 REPLICAS: Final = ("extender-a", "extender-b")
 LEASE: Final = "/apis/coordination.k8s.io/v1/namespaces/default/leases/gpumgr-scheduler"
 SHARE: Final = template("share", request("gpu", 10, "2560Mi"))
-#: Seconds until a crowd is given up. Without the agent the kubelet retries what the API server refused only after 70 s and more.
-PATIENCE: Final = {"empty": 20.0}
 _LEVELS = score_matrix(topology_from_matrix([["X" if a == b else "NV4" for b in range(GPUS)] for a in range(GPUS)]))
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 Figures = dict[str, Any]
@@ -60,11 +55,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class Crowd(NamedTuple):
-    """Seconds until all pods were bound, and Running; None: not within the patience. `running`: how many were at last."""
+    """Seconds until all pods were bound, and Running."""
 
-    bound: float | None
-    seconds: float | None
-    running: int
+    bound: float
+    seconds: float
 
 
 class Pods:
@@ -72,15 +66,7 @@ class Pods:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.agent = cluster, Agent(cluster)
-        self._slice: Json = {}
-        #: The empty driver publishes what the agent has published before, so `claims` is measured first.
-        self.ways = {
-            "claims": self.claims,
-            "empty": self.empty,
-            "nothing": self.nothing,
-            "floor": self.floor,
-            "plugin": self.plugin,
-        }
+        self.ways = {"claims": self.claims, "nothing": self.nothing, "plugin": self.plugin}
 
     @contextmanager
     def plugin(self) -> Iterator[Callable[[str], Json]]:
@@ -93,16 +79,6 @@ class Pods:
             self.agent.stop()
 
     @contextmanager
-    def floor(self) -> Iterator[Callable[[str], Json]]:
-        """A plugin that answers everything at once with nothing."""
-        self.cluster.start_floor()
-        try:
-            self.cluster.wait_allocatable(800, 2560)
-            yield lambda name: gpu_pod(name, 10, 10, bound=False)
-        finally:
-            self.cluster.processes.stop("floor")
-
-    @contextmanager
     def nothing(self) -> Iterator[Callable[[str], Json]]:
         """Pods without GPUs."""
         yield lambda name: pod(name, [container()], bound=False)
@@ -110,32 +86,8 @@ class Pods:
     @contextmanager
     def claims(self) -> Iterator[Callable[[str], Json]]:
         """The agent in mode dra."""
-        with self.driver() as found:
+        with self.driver():
             yield lambda name: claiming(name, "share")
-            (self._slice,) = found.slices()
-
-    @contextmanager
-    def empty(self) -> Iterator[Callable[[str], Json]]:
-        """A DRA driver that does nothing, with the agent's slice."""
-        api, templates = self.cluster.api, f"{RESOURCES}/namespaces/default/resourceclaimtemplates"
-        classes = f"{RESOURCES}/deviceclasses"
-        self.cluster.start_controllers()
-        api.request("POST", classes, CLASS)
-        api.request("POST", templates, SHARE)
-        log = self.cluster.processes.log("empty")
-        before = log.read_text().count(" registered ") if log.exists() else 0
-        folders = [str(KUBELET_ROOT / "plugins"), str(KUBELET_ROOT / "plugins_registry")]
-        self.cluster.processes.start("empty", [sys.executable, "-m", "tests.e2e.empty_driver", *folders], cwd=PROJECT)
-        try:
-            wait_until("the driver's registration", lambda: log.read_text().count(" registered ") > before)
-            kept = {key: self._slice["metadata"][key] for key in ("name", "ownerReferences")}
-            api.request("POST", SLICES, {**self._slice, "metadata": kept})
-            yield lambda name: claiming(name, "share")
-        finally:
-            self.cluster.processes.stop("empty")
-            for path in (SLICES, templates, f"{classes}/{CLASS['metadata']['name']}"):
-                api.request("DELETE", path)
-            self.cluster.stop_controllers()
 
     @contextmanager
     def driver(self) -> Iterator[DraNode]:
@@ -143,7 +95,7 @@ class Pods:
             found.make(SHARE)
             yield found
 
-    def crowd(self, make: Callable[[str], Json], number: int, patience: float) -> Crowd:
+    def crowd(self, make: Callable[[str], Json], number: int) -> Crowd:
         """Creates so many pods and takes them away again when all are Running."""
         names = [f"pod-{index}" for index in range(number)]
         began, bound = time.monotonic(), list[float]()
@@ -154,15 +106,11 @@ class Pods:
             return all(name in now and phase(now[name]) == "Running" for name in names)
 
         self.cluster.create(map(make, names))
-        seconds: float | None = None
-        with contextlib.suppress(TimeoutError):
-            self.cluster.pods.wait("all Running", at_rest, patience)
-            seconds = round(time.monotonic() - began, 2)
-        now = self.cluster.pods.all()
-        running = sum(phase(now[name]) == "Running" for name in names)
+        self.cluster.pods.wait("all Running", at_rest, 300)
+        seconds = round(time.monotonic() - began, 2)
         self.cluster.delete_all(300)
         wait_until("no claims", lambda: not self.cluster.api.request("GET", CLAIMS)["items"], 120, every=0.2)
-        return Crowd(bound[0] if bound else None, seconds, running)
+        return Crowd(bound[0], seconds)
 
     def at_once(self, rounds: int, sizes: Sequence[int]) -> Figures:
         """Size -> way -> medians. A first pod goes before each crowd: kube-scheduler and the controllers have begun."""
@@ -171,7 +119,7 @@ class Pods:
             for way in self.ways if turn % 2 == 0 else reversed(self.ways):
                 with self.ways[way]() as make:
                     for size in (1, *sizes):
-                        found = self.crowd(make, size, PATIENCE.get(way, 300.0))
+                        found = self.crowd(make, size)
                         print(f"round {turn + 1}: {size} pods, {way}: {found}", flush=True)
                         if size in taken:
                             taken[size][way].append(found)
@@ -240,13 +188,9 @@ class Pods:
 
 
 def _medians(crowds: Sequence[Crowd]) -> Figures:
-    def median(values: Sequence[float | None]) -> float | None:
-        return None if None in values else round(statistics.median(each for each in values if each is not None), 2)
-
     return {
-        "bound_seconds": median([each.bound for each in crowds]),
-        "running_seconds": median([each.seconds for each in crowds]),
-        "running": statistics.median(each.running for each in crowds),
+        "bound_seconds": statistics.median(each.bound for each in crowds),
+        "running_seconds": statistics.median(each.seconds for each in crowds),
         "rounds": [each._asdict() for each in crowds],
     }
 
@@ -265,19 +209,6 @@ def node_name(number: int) -> str:
 def inventory(name: str, model: str = "NVIDIA A100-SXM4-80GB") -> str:
     gpus = tuple(InventoryGpu(uuid=f"GPU-{name}-{gpu}", model=model, memory=GPU_MEBIBYTES, numa=gpu // 4) for gpu in range(GPUS))
     return encode(Inventory(topology_manager="none", gpus=gpus, levels=_LEVELS))
-
-
-def node(number: int) -> Json:
-    """A node that exists in the API only."""
-    name = node_name(number)
-    amounts = {"cpu": "64", "memory": "512Gi", "pods": "250", CORE: str(100 * GPUS), MEMORY: str(64 * GPUS)}
-    labels = {"kubernetes.io/hostname": name, "api-only": "true"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": name, "labels": labels, "annotations": {INVENTORY_ANNOTATION: inventory(name)}},
-        "status": {"capacity": amounts, "allocatable": amounts, "conditions": [{"type": "Ready", "status": "True"}]},
-    }
 
 
 def scheduled(name: str, scheduler: str, model: str = "", cores: int = 50, memory: int = 32) -> Json:
@@ -307,18 +238,8 @@ class Schedulers:
     @contextmanager
     def kube_scheduler(self, name: str, extender: str | None = None) -> Iterator[None]:
         """`extender` is the replica that it calls. Begins when a first pod is bound and gone: caches are filled."""
-        config = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
-        config["clientConnection"]["kubeconfig"] = str(self.cluster.kubeconfig("admin"))
-        config["profiles"][0]["schedulerName"] = name
-        if extender is None:
-            del config["extenders"]
-        else:
-            config["extenders"][0] |= {"urlPrefix": f"http://127.0.0.1:{self.ports[extender]}/scheduler", "httpTimeout": "30s"}
-        file = STATE / f"{name}.yaml"
-        file.write_text(json.dumps(config))
-        binary = self.cluster.binaries / "kubernetes" / "kube-scheduler"
-        (port,) = free_ports(1)
-        self.cluster.processes.start(name, [binary, f"--config={file}", f"--secure-port={port}", f"--cert-dir={STATE / name}"])
+        called = extender and {"urlPrefix": f"http://127.0.0.1:{self.ports[extender]}/scheduler"}
+        start_kube_scheduler(self.cluster, called or None, process=name, scheduler=name)
         try:
             self.cluster.create([scheduled("first", name)])
             self.wait_bound(["first"])
@@ -454,7 +375,8 @@ class Schedulers:
         for name in ("kubelet", "kube-scheduler"):
             self.cluster.processes.stop(name)
         for number in range(self.nodes):
-            self.cluster.api.request("POST", "/api/v1/nodes", node(number))
+            name = node_name(number)
+            self.cluster.api.request("POST", "/api/v1/nodes", api_node(name, GPUS, inventory(name)))
         rates: dict[int, dict[str, list[Backlog]]] = {size: {PLAIN: [], OURS: []} for size in sizes}
         with self.extender(REPLICAS[0]):
             for turn in range(rounds):

@@ -50,7 +50,7 @@ NEEDED = {
 HELM = "3.20.2"
 RUNTIME = ("containerd", "containerd-shim-runc-v2", "ctr")
 #: Our own, in Go for the sake of Kubernetes' own types.
-PROGRAMS = ("extender", "floor", "plugins")
+PROGRAMS = ("extender", "plugins")
 COMMANDS = ("kube-apiserver", "kube-scheduler", "kubelet", "kubectl")
 #: What the chart can ask of Prometheus Operator. The package is any of its module's: files that are not Go come with the module alone.
 OPERATOR = "github.com/prometheus-operator/prometheus-operator/pkg/versionutil"

@@ -385,6 +385,20 @@ class Cluster:
         command = [str(self.binaries / "kubernetes" / "kubectl"), f"--kubeconfig={self.kubeconfig('admin')}", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, input=stdin).stdout
 
+    def apply(self, objects: Iterable[Json] | str, *flags: str) -> list[str]:
+        """As `kubectl apply --server-side` does it, without a warning; a line for each object. `objects` may be YAML. Raises AssertionError
+        with kubectl's words."""
+        strict = ["--force-conflicts", "--validate=strict", "--warnings-as-errors"]
+        try:
+            text = self.kubectl("apply", "--server-side", *strict, "--filename=-", *flags, stdin=manifests.as_yaml(objects))
+        except subprocess.CalledProcessError as error:
+            raise AssertionError(f"kubectl: {error.stdout}{error.stderr}") from error
+        return text.splitlines()
+
+    def take_away(self, objects: Iterable[Json] | str, *flags: str) -> None:
+        """As `kubectl delete` does it; what is gone is no error."""
+        self.kubectl("delete", "--ignore-not-found", "--filename=-", *flags, stdin=manifests.as_yaml(objects))
+
     def ctr(self, *arguments: str) -> str:
         """Runs containerd's own client in the kubelet's namespace."""
         command = [str(self._software.runtime / "ctr"), "--address", str(CONTAINERD_SOCKET), "--namespace", "k8s.io", *arguments]
@@ -395,10 +409,6 @@ class Cluster:
         meta = self.pods.all()[pod]["metadata"]
         folder = STATE / "pod-logs" / f"{meta['namespace']}_{pod}_{meta['uid']}" / container
         return "\n".join(written(sorted(folder.glob("*.log"))))
-
-    def start_floor(self, *arguments: str) -> None:
-        """Starts the trivial plugin that offers 8 GPUs of 320 blocks and answers everything at once with nothing."""
-        self.processes.start("floor", [self.binaries / "floor" / "floor", *arguments])
 
     def keep_logs(self, folder: Path) -> None:
         """Copies the logs of all parts to `folder`, for a look after a failure."""

@@ -39,7 +39,7 @@ APART: Final = {
 #: In this order: the cluster's tests take longest, and need the image at their end.
 UNITS: Final = ("cluster", "image", "nspawn", "lab", "chart", "page", "prometheus", "wire")
 #: Files of the cluster that need the image of the agent. The other process needs minutes to build it.
-WITH_IMAGE: Final = {"test_daemonset.py", "test_dra_daemonset.py", "test_installation_broken.py", "test_scheduler_installed.py"}
+WITH_IMAGE: Final = {"test_daemonset.py", "test_dra_daemonset.py", "test_scheduler_installed.py"}
 
 
 def unit_of_work(path: Path) -> str:

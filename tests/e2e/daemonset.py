@@ -102,9 +102,7 @@ class Installed(Agent):
         return made
 
     def apply(self, objects: Iterable[Json]) -> None:
-        """As `kubectl apply --server-side` does it."""
-        text = "---\n".join(json.dumps(each) + "\n" for each in objects)
-        self._cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
+        self._cluster.apply(objects)
 
     # -- life
 
@@ -153,8 +151,7 @@ class Installed(Agent):
     def stop(self) -> int | None:
         """Uninstalls."""
         self.running = False
-        text = "---\n".join(json.dumps(each) + "\n" for each in self.objects())
-        self._cluster.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=text)
+        self._cluster.take_away(self.objects())
         wait_until("no pod of the DaemonSet", lambda: not self.agents(), 120)
         return None
 

@@ -1,6 +1,5 @@
 """A node in mode dra, claims and their pods, and the policies for vcuda pods."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,7 +15,7 @@ from .manifests import SHOW, Json, container, gpu_pod, pod
 from .node import Node, cleared
 from .places import CDI_SPECS, KUBELET_ROOT, NODE
 from .processes import wait_until
-from .test_claims import apply, start_controller
+from .test_claims import start_controller
 
 DRIVER = "gpu.gpumgr.io"
 RESOURCES = "/apis/resource.k8s.io/v1"
@@ -181,7 +180,7 @@ def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
     """The chart's policies and controller make claims of the limits of vcuda pods in the namespace."""
     text = chart.render({"claims": {"enabled": True}}, "--kube-version=1.37.2")
     objects = [each for each in yaml.safe_load_all(text) if each and each["metadata"]["name"].startswith("gpumgr-claims")]
-    stream = "---\n".join(json.dumps(each) + "\n" for each in objects if each["kind"] != "Deployment")
+    objects = [each for each in objects if each["kind"] != "Deployment"]
 
     def rewritten() -> bool:
         """The API server applies new policies one after another: for a moment the pod may be refused."""
@@ -192,7 +191,7 @@ def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
         return "resourceClaims" in found["spec"]
 
     try:
-        apply(cluster, stream)
+        cluster.apply(objects)
         cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode=dra")
         start_controller(cluster)
         wait_until("the policies", rewritten, every=0.2)
@@ -202,4 +201,4 @@ def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
         with suppress(KeyError):
             cluster.processes.stop("claims")
         cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
-        cluster.kubectl("delete", "--ignore-not-found", "--wait=false", "--filename=-", stdin=stream)
+        cluster.take_away(objects, "--wait=false")

@@ -1,17 +1,11 @@
-"""How long something is away: the longest time between two signs of life. And where such figures are kept."""
+"""How long something is away: the longest time between two signs of life."""
 
-import json
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final
 
-from .places import PROJECT
 from .processes import wait_until
-
-#: Read by the programs that print the project's figures.
-FIGURES: Final = PROJECT / "build" / "installation.json"
 
 
 class Gap:
@@ -56,11 +50,3 @@ class Gap:
             if now - last > self.seconds:
                 self.longest = (last, now)
             last = asked  # it may have ended before the answer came
-
-
-def keep_figures(figures: dict[str, Any]) -> None:
-    """Prints figures, and adds them to those of the tests before."""
-    print(json.dumps(figures))
-    FIGURES.parent.mkdir(exist_ok=True)
-    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    FIGURES.write_text(json.dumps(known | figures, indent=2, sort_keys=True) + "\n")

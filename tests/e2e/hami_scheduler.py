@@ -23,7 +23,6 @@ HANDSHAKE = "hami.io/node-handshake"
 LOCK = "hami.io/mutex.lock"
 TO_ALLOCATE, ALLOCATED = "hami.io/vgpu-devices-to-allocate", "hami.io/vgpu-devices-allocated"
 PHASE = "hami.io/bind-phase"
-MIG_ALLOCATIONS = "hami.io/vgpu-mig-allocations"
 COUNT, MEMORY, PERCENTAGE, CORES = (f"nvidia.com/{name}" for name in ("gpu", "gpumem", "gpumem-percentage", "gpucores"))
 #: What kube-scheduler sends here; HAMi's chart has all of them ignored by kube-scheduler itself.
 MANAGED = [{"name": name, "ignoredByScheduler": True} for name in (COUNT, MEMORY, PERCENTAGE, CORES)]
@@ -78,7 +77,7 @@ class HamiScheduler:
             others = [
                 each for each in api.request("GET", "/api/v1/pods")["items"] if each["metadata"]["uid"] != pod["metadata"]["uid"]
             ]
-            used, occupied = _used(others), _occupied(others)
+            used = _used(others)
             for name in args["NodeNames"]:
                 node = api.request("GET", f"/api/v1/nodes/{name}")
                 annotations = node["metadata"].get("annotations") or {}
@@ -87,13 +86,11 @@ class HamiScheduler:
                     continue
                 if "Requesting" not in annotations.get(HANDSHAKE, ""):
                     _annotate(api, f"/api/v1/nodes/{name}", {HANDSHAKE: f"Requesting_{datetime.now():%Y-%m-%d %H:%M:%S}"})
-                found = _fit(pod, json.loads(annotations[REGISTER]), used, occupied)
-                if found is None:
+                devices = _fit(pod, json.loads(annotations[REGISTER]), used)
+                if devices is None:
                     failed[name] = "1/1 CardInsufficientMemory"
                     continue
-                devices, mig = found
                 written = {
-                    **({MIG_ALLOCATIONS: json.dumps(mig)} if mig else {}),
                     "hami.io/vgpu-node": name,
                     "hami.io/vgpu-time": str(int(time.time())),
                     TO_ALLOCATE: devices,
@@ -217,34 +214,10 @@ def _used(pods: Iterable[Json]) -> Mapping[str, Counter[str]]:
     return used
 
 
-def _occupied(pods: Iterable[Json]) -> Mapping[str, list[Json]]:
-    """GPU -> the places of MIG devices of the pods that have not ended."""
-    found: dict[str, list[Json]] = {}
-    for pod in pods:
-        text = (pod["metadata"].get("annotations") or {}).get(MIG_ALLOCATIONS, "[]")
-        for each in json.loads(text) if pod["status"].get("phase") not in ("Succeeded", "Failed") else ():
-            found.setdefault(each["gpuUUID"], []).append(each["placement"])
-    return found
-
-
-def _mig_device(gpu: Json, occupied: Iterable[Json], memory: int) -> tuple[Json, Json] | None:
-    """The smallest profile that has a free place (pkg/device/nvidia/mig_topology.go)."""
-    for profile in sorted(gpu["migProfiles"], key=lambda each: (each["memoryMB"], each["sliceCount"])):
-        places = sorted(profile["placements"], key=lambda each: each["start"], reverse=profile["name"][:3] in ("1g.", "3g."))
-        for place in places if profile["memoryMB"] >= memory else ():
-            end = place["start"] + place["size"]
-            if not any(place["start"] < each["start"] + each["size"] and each["start"] < end for each in occupied):
-                return profile, place
-    return None
-
-
-def _fit(
-    pod: Json, gpus: list[dict[str, Any]], used: Mapping[str, Counter[str]], occupied: Mapping[str, list[Json]]
-) -> tuple[str, list[Json]] | None:
-    """The text of the annotation, and the MIG devices; None: the node has too little."""
+def _fit(pod: Json, gpus: list[dict[str, Any]], used: Mapping[str, Counter[str]]) -> str | None:
+    """The text of the annotation; None: the node has too little."""
     now = {gpu["id"]: Counter(used.get(gpu["id"], {})) for gpu in gpus}
-    places = {gpu["id"]: [*occupied.get(gpu["id"], ())] for gpu in gpus}
-    containers, mig = list[str](), list[Json]()
+    containers = list[str]()
     for container in [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]:
         limits = (container.get("resources") or {}).get("limits") or {}
         count, cores = int(limits.get(COUNT, 0)), int(limits.get(CORES, 0))
@@ -258,20 +231,10 @@ def _fit(
                 and held["cores"] + cores <= gpu["devcore"]
             )
             exclusive = cores == 100 and held["slots"]
-            while len(chosen) < count and fits and not exclusive and gpu.get("health"):
-                if gpu["mode"] == "mig":
-                    if (device := _mig_device(gpu, places[gpu["id"]], memory)) is None:
-                        break
-                    profile, place = device
-                    memory, cores = profile["memoryMB"], profile["core"]
-                    places[gpu["id"]].append(place)
-                    where = {"containerIndex": len(containers), "deviceIndex": len(chosen), "gpuUUID": gpu["id"]}
-                    mig.append({**where, "profile": profile["name"], "placement": place})
+            if len(chosen) < count and fits and not exclusive and gpu.get("health"):
                 chosen.append(f"{gpu['id']},NVIDIA,{memory},{cores}:")
                 held.update(slots=1, memory=memory, cores=cores)
-                if gpu["mode"] != "mig":  # a container gets a GPU once, and of one with MIG several devices
-                    break
         if len(chosen) < count:
             return None
         containers.append("".join(chosen))
-    return "".join(f"{each};" for each in containers), mig
+    return "".join(f"{each};" for each in containers)

@@ -1,7 +1,8 @@
 """Settings of the cluster's parts, and the pods of the tests, as plain data."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,11 @@ def _with_evictions(text: str) -> str:
     return fuller
 
 
+def as_yaml(objects: Iterable[Json] | str) -> str:
+    """What kubectl reads; YAML stays as it is."""
+    return objects if isinstance(objects, str) else "".join(f"---\n{json.dumps(each)}\n" for each in objects)
+
+
 def container(name: str = "main", cores: int = 0, memory: int = 0, command: str = SLEEP, **fields: Any) -> Json:
     """A container of a test pod; a resource of 0 is left out."""
     limits = {resource: str(number) for resource, number in ((CORE, cores), (MEMORY, memory)) if number}
@@ -159,6 +165,12 @@ def pod(name: str, containers: Sequence[Json], *, init: Sequence[Json] = (), bou
     if bound:
         base["nodeName"] = NODE
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": base | spec}
+
+
+def binding(name: str, annotations: Mapping[str, str | None], *, node: str) -> Json:
+    """What is posted to bind a pod of this name."""
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    return {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name, "annotations": annotations}, "target": target}
 
 
 def gpu_pod(name: str, cores: int, memory: int = 0, *, bound: bool = True, command: str = SLEEP) -> Json:

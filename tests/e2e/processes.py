@@ -9,10 +9,13 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+
+from .places import PROJECT
 
 
 class StartError(Exception):
@@ -27,6 +30,16 @@ def start_time(pid: int) -> str | None:
         return None
     fields = text[text.rindex(")") + 2 :].split()
     return None if fields[0] in "ZX" else fields[19]
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does not run while the block lasts."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def end_recorded(record: Path) -> None:
@@ -121,6 +134,12 @@ class Processes:
             self.kill(name)
 
 
+def gpumgr(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end."""
+    command = [sys.executable, "-m", "gpumgr", *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=PROJECT)
+
+
 def wait_until(what: str, condition: object, timeout: float = 60.0, every: float = 0.05) -> None:
     """Polls `condition()` until it is true; TimeoutError names `what` after `timeout` seconds.
 
@@ -136,6 +155,17 @@ def wait_until(what: str, condition: object, timeout: float = 60.0, every: float
         if looked > deadline:
             raise TimeoutError(f"{what}: not within {timeout:g} s")
         time.sleep(every)
+
+
+def wait_listening(port: int) -> None:
+    """Waits until a process accepts connections at this port of 127.0.0.1."""
+
+    def listens() -> bool:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        return False
+
+    wait_until(f"port {port}", listens)
 
 
 def whole_lines(path: Path, since: int = 0) -> list[str]:

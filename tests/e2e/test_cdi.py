@@ -15,10 +15,13 @@ REGION = "/programs/region_client"
 
 @pytest.mark.hami_bug("B26: CDI names of MIG devices can't be resolved")
 def test_containers_have_what_cdi_brings(cluster: Cluster, running_agent: Agent) -> None:
-    """A share with limits and files, the same after its restart; whole GPUs without limits; and no spec is left behind."""
+    """A share with limits and files; the same after a restart of one that raised its limits and left a stale slot in its region; whole GPUs
+    without limits; and no spec is left behind."""
     injection = {"injection": "cdi", "cdi_dir": str(CDI_SPECS), "backend": "hami-core", "orphan_grace_seconds": 1}
     look = f"{REGION} show; cat /etc/ld.so.preload; echo >>/etc/ld.so.preload || echo read-only"
-    again = tenant("again", f"if test -e /tmp/x/seen; then {SHOW}; fi; touch /tmp/x/seen; exit 1", restartPolicy="OnFailure")
+    spoil = f"{REGION} take use 4294967296 raise 68719476736 100; exit 1"
+    command = f"if test -e /tmp/x/seen; then {REGION} show; {SHOW}; fi; touch /tmp/x/seen; {spoil}"
+    again = tenant("again", command, restartPolicy="OnFailure")
     again["spec"]["volumes"].append({"name": "x", "emptyDir": {}})
     again["spec"]["containers"][0]["volumeMounts"].append({"name": "x", "mountPath": "/tmp/x"})
     with limited(cluster, running_agent, {"enforcement": injection, "hami_core": library()}) as node:
@@ -32,6 +35,9 @@ def test_containers_have_what_cdi_brings(cluster: Cluster, running_agent: Agent)
             assert environment["NVIDIA_VISIBLE_DEVICES"].startswith("GPU-")
             assert len(gpu_nodes(devices)) == 1
             assert {"/dev/nvidiactl", "/dev/nvidia-uvm"} <= devices
+        (region,) = [each for each in lines(node, "again") if "memory=" in each]
+        assert f"memory={16 * BLOCK} cores=30 " in region
+        assert region.endswith("processes=0")
         text = lines(node, "share")
         assert any(f"memory={16 * BLOCK} cores=30 " in each for each in text)
         assert {"/usr/local/vgpu/libvgpu.so", "read-only", "/tmp/cudevshr.cache", "/etc/ld.so.preload"} <= set(text)

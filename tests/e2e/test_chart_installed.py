@@ -1,7 +1,6 @@
 """The chart and the kustomize base on the real API server: applied, installed, upgraded, rolled back, removed."""
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,6 @@ RELEASE = "chart-test"
 NAME = "chart-test-gpumgr"
 #: Values of the chart beside either monitor.
 WATCHED = {"rules": {"enabled": True, "labels": {"release": "prom"}}, "dashboard": {"enabled": True}}
-
-
-def apply(cluster: Cluster, text: str, *flags: str) -> list[str]:
-    """Server-side apply; answers one line for each object."""
-    strict = ["--validate=strict", "--warnings-as-errors"]
-    return cluster.kubectl("apply", "--server-side", *strict, "--filename=-", *flags, stdin=text).splitlines()
-
-
-def delete(cluster: Cluster, text: str) -> None:
-    cluster.kubectl("delete", "--ignore-not-found", "--filename=-", stdin=text)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +62,14 @@ def test_server_side_apply(name: str, cluster: Cluster) -> None:
     text = render(SETS[name], release=RELEASE)
     number, made = len(objects(text)), daemonset(text)["metadata"]["name"]
     try:
-        lines = apply(cluster, text)
+        lines = cluster.apply(text)
         assert len(lines) == number
         assert all(line.endswith("serverside-applied") for line in lines)
         before = found_daemonset(cluster, made)
-        apply(cluster, text)
+        cluster.apply(text)
         assert found_daemonset(cluster, made)["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
     finally:
-        delete(cluster, text)
+        cluster.take_away(text)
 
 
 @pytest.mark.usefixtures("operator_kinds")
@@ -93,21 +82,20 @@ def test_monitors_rules_and_dashboard_are_what_the_operator_defines(monitor: str
     watched = {key: each for key, each in objects(text).items() if each["apiVersion"] == "monitoring.coreos.com/v1"}
     assert {kind.lower() for kind, _ in watched} == {monitor.lower(), "prometheusrule"}
     try:
-        assert len(apply(cluster, text)) == len(objects(text))
+        assert len(cluster.apply(text)) == len(objects(text))
         for (kind, name), each in watched.items():
             path = f"/apis/{each['apiVersion']}/namespaces/{NAMESPACE}/{kind.lower()}s/{name}"
             assert holds(cluster.api.request("GET", path), {"spec": each["spec"]})
     finally:
-        delete(cluster, text)
+        cluster.take_away(text)
 
 
 @pytest.mark.usefixtures("operator_kinds")
 @pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
 def test_the_operators_definitions_refuse_a_field_that_they_lack(monitor: str, cluster: Cluster) -> None:
     text = render({"metrics": {monitor: {"enabled": True}}}, release=RELEASE).replace("jobLabel:", "jobLabels:")
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        apply(cluster, text, "--dry-run=server")
-    assert ".spec.jobLabels: field not declared in schema" in caught.value.stderr
+    with pytest.raises(AssertionError, match=r"\.spec\.jobLabels: field not declared in schema"):
+        cluster.apply(text, "--dry-run=server")
 
 
 def test_an_overlay_of_the_kustomize_base(cluster: Cluster, tmp_path: Path) -> None:
@@ -122,13 +110,13 @@ def test_an_overlay_of_the_kustomize_base(cluster: Cluster, tmp_path: Path) -> N
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     text = cluster.kubectl("kustomize", str(tmp_path))
     try:
-        assert len(apply(cluster, text)) == len(objects(render()))
+        assert len(cluster.apply(text)) == len(objects(render()))
         pod = found_daemonset(cluster)["spec"]["template"]["spec"]
         assert pod["containers"][0]["image"] == "registry.example/gpumgr:dev"
         assert pod["containers"][0]["resources"]["limits"] == {"memory": "1Gi"}
         assert (pod["serviceAccountName"], pod["volumes"][0]["configMap"]["name"]) == (NAME, NAME)
     finally:
-        delete(cluster, text)
+        cluster.take_away(text)
 
 
 def test_install_upgrade_rollback_and_uninstall(cluster: Cluster) -> None:

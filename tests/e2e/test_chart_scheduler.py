@@ -43,10 +43,6 @@ def selects(selector: Json, template: Json) -> bool:
     return bool(selector.items() <= template["metadata"]["labels"].items())
 
 
-def test_nothing_of_it_without_the_value() -> None:
-    assert not any("scheduler" in name or "admission" in kind.lower() for kind, name in objects(render()))
-
-
 def test_the_configuration_of_kube_scheduler_is_the_shipped_one_with_this_releases_addresses() -> None:
     wanted = yaml.safe_load((SHIPPED / "kube-scheduler.yaml").read_text())
     config = kube_scheduler_config(rendered(namespace="gpus"))
@@ -284,6 +280,11 @@ def test_an_older_cluster_has_a_webhook_and_only_the_policies_that_it_knows() ->
 WEBHOOK: Final = f"{NAME}-webhook"
 
 
+def verify(authority: Path, certificate: Path, *flags: str) -> None:
+    command: list[str | Path] = ["openssl", "verify", "-x509_strict", "-CAfile", authority, *flags, certificate]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 def test_the_webhook_reaches_every_replica_with_a_certificate_of_its_own(tmp_path: Path) -> None:
     found = hami_rendered("1.35.0", webhookPort=9000, admissionPolicies={"hamiRuntimeClass": "nvidia"})
     (hook,) = found["MutatingWebhookConfiguration", f"{NAME}-hami-pods"]["webhooks"]
@@ -312,16 +313,7 @@ def test_the_webhook_reaches_every_replica_with_a_certificate_of_its_own(tmp_pat
     assert {"name": "webhook-tls", "secret": {"secretName": f"{WEBHOOK}-tls", "defaultMode": 288}} in spec["volumes"]
     (tmp_path / "ca.crt").write_bytes(base64.b64decode(hook["clientConfig"]["caBundle"]))
     (tmp_path / "tls.crt").write_bytes(base64.b64decode(secret["tls.crt"]))
-    checked = [
-        "openssl",
-        "verify",
-        "-x509_strict",
-        "-verify_hostname",
-        f"{WEBHOOK}.gpus.svc",
-        "-CAfile",
-        str(tmp_path / "ca.crt"),
-    ]
-    subprocess.run([*checked, tmp_path / "tls.crt"], check=True, capture_output=True)
+    verify(tmp_path / "ca.crt", tmp_path / "tls.crt", "-verify_hostname", f"{WEBHOOK}.gpus.svc")
     ingress = found["NetworkPolicy", NAME]["spec"]["ingress"]
     assert {"ports": [{"port": "webhook", "protocol": "TCP"}]} in ingress
 
@@ -369,12 +361,9 @@ def test_generated_certificates_are_of_one_authority_and_for_the_service(tmp_pat
         for key, value in data.items():
             (tmp_path / f"{name}-{key}").write_bytes(base64.b64decode(value))
 
-    def verified(name: str, *flags: str) -> None:
-        paths = ["-CAfile", str(tmp_path / "server-ca.crt"), *flags, str(tmp_path / f"{name}-tls.crt")]
-        subprocess.run(["openssl", "verify", "-x509_strict", *paths], check=True, capture_output=True)
-
-    verified("server", "-purpose", "sslserver", "-verify_hostname", "gpumgr-scheduler.gpus.svc")
-    verified("client", "-purpose", "sslclient")
+    authority = tmp_path / "server-ca.crt"
+    verify(authority, tmp_path / "server-tls.crt", "-purpose", "sslserver", "-verify_hostname", "gpumgr-scheduler.gpus.svc")
+    verify(authority, tmp_path / "client-tls.crt", "-purpose", "sslclient")
     for name in ("server", "client"):
         shown = subprocess.run(
             ["openssl", "pkey", "-in", tmp_path / f"{name}-tls.key", "-noout", "-text"], check=True, capture_output=True
@@ -406,20 +395,6 @@ def test_only_a_configuration_for_an_existing_kube_scheduler() -> None:
     assert config["leaderElection"] == {"leaderElect": True}
     assert config["clientConnection"]["kubeconfig"] == "/etc/kubernetes/scheduler.conf"
     assert config["extenders"][0]["tlsConfig"]["certFile"] == "/etc/kubernetes/gpumgr-client-tls/tls.crt"
-
-
-@pytest.mark.parametrize(("values", "message"), [
-    ({"scheduler": {"tls": {"source": "existing"}}}, "needs scheduler.tls.serverSecret"),
-    ({"scheduler": {"tls": {"source": "existing", "serverSecret": "a", "clientSecret": "a"}}}, "must be two Secrets"),
-    ({"scheduler": {"tls": {"source": "vault"}}}, "at '/scheduler/tls/source'"),
-    ({"scheduler": {"port": 5679}}, "scheduler.port: settings.scheduler.http_port has 5679 too"),
-    ({"scheduler": {"replicas": 0}}, "at '/scheduler/replicas'"),
-    ({"scheduler": {"kubeScheduler": None}}, "missing property 'kubeScheduler'"),
-    ({"settings": {"http": {"token_file": "/var/lib/gpumgr/token"}}}, "the scheduler's pod has no file /var/lib/gpumgr/token"),
-])  # fmt: skip
-def test_helm_reports_a_mistake_with_its_place(values: Json, message: str) -> None:
-    with pytest.raises(HelmError, match=re.escape(message)):
-        render({**values, "scheduler": {"enabled": True, **values.get("scheduler", {})}})
 
 
 @pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])

@@ -100,7 +100,7 @@ def churn(cluster: Cluster, seconds: float, keep: int = 12) -> dict[str, Json]:
     )
 
 
-SECONDS = 12
+SECONDS = 8
 
 
 def test_no_two_live_pods_share_an_id(node: Node) -> None:

@@ -1,16 +1,13 @@
 """Node mode dra on the real kubelet, scheduler and controllers: claims are prepared, refused and freed, and outlive restarts and faults."""
 
 import json
-import os
 import random
 import shutil
-import signal
 import time
 import urllib.request
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import yaml
@@ -21,13 +18,13 @@ from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name
 
 from .agent import Agent
 from .api import PODS, ApiError
-from .bench_cluster import node as api_node
 from .cluster import Cluster
 from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using
-from .manifests import SHOW, SLEEP, Json, container, pod
+from .manifests import SHOW, Json, container, pod
 from .node import gpu_nodes, shown
 from .places import AGENT_STATE, CDI_SPECS, DEVICE_PLUGINS, KUBELET_ROOT, NODE, PROJECT
-from .processes import wait_until
+from .processes import stopped, wait_until
+from .scheduling import NODES, api_node
 from .tenants import control
 from .test_dra_slices import devices as devices_of_a_slice
 
@@ -124,7 +121,7 @@ def test_each_step_of_the_shipped_ladder_on_a_node_with_several_islands(node: Dr
     ]
     shipped, _ = four_gpus("any")
     node.make(shipped)
-    api, other = node.cluster.api, api_node(0)
+    api, other = node.cluster.api, api_node(NODES[0], 8)
     name, names = other["metadata"]["name"], ["island", "numa", "any"]
     uid = api.request("POST", "/api/v1/nodes", other)["metadata"]["uid"]
     try:
@@ -199,15 +196,6 @@ def test_admin_access_sees_every_gpu_and_counts_nothing(node: DraNode) -> None:
         node.cluster.kubectl("label", "namespace", "default", "resource.kubernetes.io/admin-access-")
 
 
-@pytest.mark.timeout(600, func_only=True)
-def test_many_pods_at_once(node: DraNode) -> None:
-    names = [f"many-{index}" for index in range(40)]
-    node.run([claiming(name, "share", container(command=SLEEP)) for name in names], timeout=400)
-    holdings = node.agent.ledger()
-    assert sorted(holding.place[1] for holding in holdings) == sorted(names)
-    assert max(Counter(holding.gpus for holding in holdings).values()) <= 10
-
-
 def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node: DraNode) -> None:
     """Written by hand past kube-scheduler: a device that the node never had, and more cores than the GPU has left. Two more claims are
     deleted or replaced between the kubelet's request for the claim and the agent's."""
@@ -223,7 +211,7 @@ def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node
     node.refused("unknown", "which this node never had")
     node.refused("greedy", "kube-scheduler has counted these amounts differently")
     wanted = {"gone": "no longer exists", "replaced": "the present one has another UID"}
-    with stopped(node, "gpumgr"):
+    with stopped(node.cluster.processes.pid("gpumgr")):
         for name in wanted:
             node.forge(name, forged())
         wait_called(node, {name: str(node.cluster.api.request("GET", f"{CLAIMS}/{name}")["metadata"]["uid"]) for name in wanted})
@@ -237,17 +225,6 @@ def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def stopped(node: DraNode, name: str) -> Iterator[None]:
-    """SIGSTOP to a process, and SIGCONT afterwards."""
-    pid = node.cluster.processes.pid(name)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def wait_called(node: DraNode, claims: Mapping[str, str]) -> None:
@@ -284,11 +261,11 @@ def test_an_api_server_that_is_away_is_named_and_the_pod_retried_when_it_is_back
     """It stops between the binding of a pod and the agent's request for the claim. The kubelet would try again after 60 to 90 s."""
     node, text = hasty, "can't be read from the API server"
     with ExitStack() as server:
-        with stopped(node, "gpumgr"):
+        with stopped(node.cluster.processes.pid("gpumgr")):
             node.cluster.create([claiming("late", "share")])
             wait_bound(node, "late")
             wait_called(node, {"late": str(node.claim_of("late")["metadata"]["uid"])})
-            server.enter_context(stopped(node, "kube-apiserver"))
+            server.enter_context(stopped(node.cluster.processes.pid("kube-apiserver")))
         # A call that got lost while the agent was stopped is repeated by the kubelet after 60 to 90 s.
         wait_until("the error", lambda: any(text in str(line.get("reason")) for line in node.agent.log()), 120, every=0.3)
     node.wait_running(["late"])

@@ -42,17 +42,6 @@ def test_a_share_is_prepared_by_the_daemonset(node: DraNode) -> None:
     assert len(gpu_nodes(devices)) == 1
 
 
-def test_an_update_of_the_daemonset_keeps_the_claims(node: DraNode) -> None:
-    before = node.agent.ledger()
-    assert before
-    assert isinstance(node.agent, Installed)
-    node.agent.start(wait=False, podAnnotations={"changed": "1"})
-    node.agent.wait_rolled()
-    wait_until("the node's ResourceSlice", lambda: bool(node.slices()), 120)
-    assert node.agent.ledger() == before
-    node.run([claiming("later", "share")])
-
-
 def test_in_an_update_with_a_surge_both_agents_are_registered_and_the_slice_stays(node: DraNode) -> None:
     agent, before = node.agent, node.agent.ledger()
     assert isinstance(agent, Installed)
@@ -79,5 +68,5 @@ def test_in_an_update_with_a_surge_both_agents_are_registered_and_the_slice_stay
     held = agent.ledger()
     assert [each for each in held if each in before] == before
     assert len(held) == len(before) + 1
-    node.delete(["share", "later", "in-between"])
+    node.delete(["share", "in-between"])
     wait_until("an empty ledger", lambda: not agent.ledger(), every=0.3)

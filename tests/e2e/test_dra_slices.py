@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import DRA_DRIVER
@@ -30,7 +29,7 @@ from tests.topologies import topology_from_matrix
 from tools.chart import objects, render
 
 from . import manifests
-from .api import Api, ApiError
+from .api import ApiError, refusal
 from .cluster import Cluster
 from .manifests import Json, container, pod
 from .places import NODE, PROJECT
@@ -88,29 +87,21 @@ class Access:
 def access(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
     folder = tmp_path_factory.mktemp("dra")
     rendered = objects(render({"settings": {"node": {"mode": "dra"}}}, "--kube-version=1.37.0", release="dra"))
-    (folder / "objects.yaml").write_text(yaml.safe_dump_all(each for (kind, _), each in rendered.items() if kind in KINDS))
-    cluster.kubectl("apply", "--server-side", "--validate=strict", f"--filename={folder / 'objects.yaml'}")
+    policies = [each for (kind, _), each in rendered.items() if kind in KINDS]
+    cluster.apply(policies)
     agents_pod = pod("dra-agent", [container()], serviceAccountName=ACCOUNT, nodeName=NODE)
     agents_pod["metadata"]["namespace"] = NAMESPACE
     cluster.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", agents_pod)
     made = Access(cluster, agents_pod, folder / "kubeconfig")
     try:
         other = resource_slice("another-node", "u-1", [])
-        wait_until("the policy", lambda: refused_as(made.agent, "POST", f"{SLICES}?dryRun=All", other, REFUSED), every=0.1)
+        wait_until("the policy", lambda: REFUSED in refusal(made.agent.request, "POST", f"{SLICES}?dryRun=All", other), every=0.1)
         yield made
     finally:
         for api in (made.agent, made.agent_without_pod):
             api.close()
-        cluster.kubectl("delete", f"--filename={folder / 'objects.yaml'}")
+        cluster.take_away(policies)
         cluster.kubectl("delete", "pod", "dra-agent", f"--namespace={NAMESPACE}", "--grace-period=0", "--force")
-
-
-def refused_as(api: Api, method: str, path: str, body: Json | None, sentence: str) -> bool:
-    try:
-        api.request(method, path, body)
-    except ApiError as error:
-        return error.status == 403 and sentence in str(error)
-    return False
 
 
 def test_a_slice_is_stored_whole_and_kept(access: Access) -> None:
@@ -172,14 +163,14 @@ def test_an_agent_writes_only_the_slice_of_its_node(access: Access) -> None:
     foreign = {**own, "spec": {**own["spec"], "driver": "gpu.nvidia.com"}}
     assert access.agent.request("POST", f"{SLICES}?dryRun=All", own)["spec"]["nodeName"] == NODE
     for body in (other, foreign):
-        assert refused_as(access.agent, "POST", SLICES, body, REFUSED)
-    assert refused_as(access.agent_without_pod, "POST", SLICES, own, "the token of the gpumgr agent names no node")
+        assert REFUSED in refusal(access.agent.request, "POST", SLICES, body)
+    assert "the token of the gpumgr agent names no node" in refusal(access.agent_without_pod.request, "POST", SLICES, own)
     access.admin.request("POST", SLICES, other)
     path = f"{SLICES}/{slice_name('another-node')}"
     try:
         found = access.admin.request("GET", path)
-        assert refused_as(access.agent, "PUT", path, found, REFUSED)
-        assert refused_as(access.agent, "DELETE", path, None, REFUSED)
+        assert REFUSED in refusal(access.agent.request, "PUT", path, found)
+        assert REFUSED in refusal(access.agent.request, "DELETE", path)
     finally:
         access.admin.request("DELETE", path)
 

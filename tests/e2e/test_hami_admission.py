@@ -1,6 +1,5 @@
 """The policies for pods with HAMi's resources on the real API server: what they add, what they refuse, and who may write annotations."""
 
-import json
 import subprocess
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +10,12 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from .api import PODS, ApiError
+from .api import PODS, ApiError, refusal
 from .cluster import Cluster
-from .manifests import Json, container, pod
+from .manifests import Json, binding, container, pod
 from .places import PROJECT
-from .processes import free_ports, wait_until
-from .test_scheduler import SCHEDULER, grant_rights, start_extender, withdraw_rights
+from .processes import free_ports, wait_listening, wait_until
+from .scheduling import SCHEDULER, grant_rights, start_extender, withdraw_rights
 
 POLICIES: Final = PROJECT / "config" / "hami" / "admission-policies.yaml"
 ACCOUNT: Final = "kube-system/gpumgr-scheduler"
@@ -35,13 +34,12 @@ def policies(
     shipped = [each for each in yaml.safe_load_all(POLICIES.read_text()) if each["kind"].startswith(tuple(kinds))]
     for variable in shipped[0]["spec"].get("variables", ()):
         variable["expression"] = (values or {}).get(variable["name"], variable["expression"])
-    stream = "---\n".join(json.dumps(each) + "\n" for each in [*shipped, *more])
-    cluster.kubectl("apply", "--server-side", "--validate=strict", "--filename=-", stdin=stream)
+    cluster.apply([*shipped, *more])
     try:
         wait_until("HAMi's policies", lambda: in_force(cluster), every=0.2)
         yield
     finally:
-        cluster.kubectl("delete", "--filename=-", stdin=stream)
+        cluster.take_away([*shipped, *more])
 
 
 @contextmanager
@@ -57,6 +55,7 @@ def webhook(cluster: Cluster, folder: Path, *settings: str) -> Iterator[Json]:
     port, verbs = free_ports(2)
     files = (f"webhook.tls_cert_file={certificate}", f"webhook.tls_key_file={key}")
     start_extender(cluster, credentials, verbs, "node.profile=hami", f"webhook.port={port}", *files, *settings)
+    wait_listening(port)
     made: Json = yaml.safe_load((POLICIES.parent / "webhook.yaml").read_text())
     (hook,) = made["webhooks"]
     path = hook["clientConfig"]["service"]["path"]
@@ -76,22 +75,9 @@ def in_force(cluster: Cluster) -> bool:
             return False
     except ApiError:
         return False
-    refused = refusal(cluster, [{"gpu": 1, "gpumem": "16Gi"}]) and refusal(cluster, [{}], FORGED)
-    return bool(refused) and bind_refused(cluster)
-
-
-def bind_refused(cluster: Cluster) -> bool:
-    body = {
-        "apiVersion": "v1",
-        "kind": "Binding",
-        "metadata": {"name": "none", "annotations": FORGED},
-        "target": {"apiVersion": "v1", "kind": "Node", "name": "none"},
-    }
-    try:
-        cluster.api.request("POST", f"{PODS}/none/binding?dryRun=All", body)
-    except ApiError as error:
-        return error.status == 403 and "only the gpumgr scheduler may bind a pod with it" in str(error)
-    return False
+    refused = refusal(made, cluster, [{"gpu": 1, "gpumem": "16Gi"}]) and refusal(made, cluster, [{}], FORGED)
+    text = refusal(cluster.api.request, "POST", f"{PODS}/none/binding?dryRun=All", binding("none", FORGED, node="none"))
+    return bool(refused) and "only the gpumgr scheduler may bind a pod with it" in text
 
 
 def written(limits: Sequence[Mapping[str, int | str]], annotations: Mapping[str, str] | None = None, **spec: Any) -> Json:
@@ -109,15 +95,6 @@ def written(limits: Sequence[Mapping[str, int | str]], annotations: Mapping[str,
 def made(cluster: Cluster, *arguments: Any, **spec: Any) -> Json:
     """What the API server would store."""
     return cluster.api.request("POST", f"{PODS}?dryRun=All", written(*arguments, **spec))
-
-
-def refusal(cluster: Cluster, *arguments: Any, **spec: Any) -> str:
-    """The reason; "" if it is not refused."""
-    try:
-        made(cluster, *arguments, **spec)
-    except ApiError as error:
-        return str(error)
-    return ""
 
 
 @pytest.fixture(scope="module", params=["policy", "webhook"])
@@ -211,14 +188,14 @@ def test_pods_of_another_scheduler_and_with_hamis_label_stay_as_they_are(ruled: 
     ],
 )
 def test_a_pod_that_can_not_be_served_is_refused(ruled: Cluster, limits: list[Json], spec: Json, reason: str) -> None:
-    assert reason in refusal(ruled, limits, **spec)
+    assert reason in refusal(made, ruled, limits, **spec)
 
 
 def test_a_privileged_container_beside_a_gpu_is_refused(ruled: Cluster) -> None:
     first = {**container("first", 0, 0), "securityContext": {"privileged": True}}
-    text = refusal(ruled, [{"gpu": 1}], initContainers=[first])
+    text = refusal(made, ruled, [{"gpu": 1}], initContainers=[first])
     assert "securityContext.privileged: a privileged container reaches all GPUs of the node" in text
-    assert refusal(ruled, [{}], initContainers=[first]) == ""
+    assert refusal(made, ruled, [{}], initContainers=[first]) == ""
 
 
 @pytest.mark.hami_bug("B2: annotations of any pod are trusted")
@@ -228,8 +205,8 @@ def test_a_privileged_container_beside_a_gpu_is_refused(ruled: Cluster) -> None:
 def test_a_tenant_can_not_write_what_hamis_scheduler_writes(ruled: Cluster, key: str) -> None:
     """For every pod, also of other schedulers, and with the label that the webhook ignores."""
     for spec in ({}, {"schedulerName": "volcano"}, {"labels": {"hami.io/webhook": "ignore"}}):
-        assert REFUSED in refusal(ruled, [{"gpu": 1}], {f"hami.io/{key}": "x"}, **spec)
-    assert refusal(ruled, [{"gpu": 1}], {"hami.io/gpu-scheduler-policy": "spread"}) == ""
+        assert REFUSED in refusal(made, ruled, [{"gpu": 1}], {f"hami.io/{key}": "x"}, **spec)
+    assert refusal(made, ruled, [{"gpu": 1}], {"hami.io/gpu-scheduler-policy": "spread"}) == ""
 
 
 def test_the_scheduler_may_write_them(ruled: Cluster) -> None:

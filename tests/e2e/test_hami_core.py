@@ -32,9 +32,10 @@ def region(node: Node, name: str) -> Path:
     return RUN_DIR / "hami-core" / allocation(node, name) / "region.cache"
 
 
-def test_a_tenant_of_hami_core_sees_its_limits_at_both_places(hami: Node) -> None:
+def test_a_tenant_of_hami_core_sees_its_limits_at_both_places_and_its_pid_of_the_host(hami: Node) -> None:
+    """A process in a pid namespace of its own learns from the agent which process of the host it is."""
     show = f"env | sort; cat /etc/ld.so.preload; {REGION} show; env -i {REGION} show; {REGION} take alloc 4294967296 alloc 1; {SLEEP}"
-    hami.run([tenant("seen", show)])
+    hami.run([tenant("seen", show), tenant("hostpid", f"{REGION} take sleep 600; {SLEEP}")])
     wait_line(hami, "seen", "refused")
     text = lines(hami, "seen")
     assert "CUDA_DEVICE_MEMORY_LIMIT_0=4096m" in text
@@ -43,32 +44,14 @@ def test_a_tenant_of_hami_core_sees_its_limits_at_both_places(hami: Node) -> Non
     assert "/usr/local/vgpu/libvgpu.so" in text
     assert len([each for each in text if f"memory={16 * BLOCK} cores=30 " in each]) == 2, text
     assert text[-2:] == ["granted", "refused"]
+    wait_line(hami, "hostpid", "slot 0 process")
+    path, slot = region(hami, "hostpid"), 1856
 
+    def hostpid() -> int:
+        return int.from_bytes(path.read_bytes()[slot + 4 : slot + 8], "little")
 
-def test_a_region_is_fresh_after_a_container_restart(hami: Node) -> None:
-    """The first life raises its limits, leaves a stale slot and dies; the second finds what it was granted."""
-    spoil = f"{REGION} take use 4294967296 raise 68719476736 100; exit 1"
-    command = f"if test -e /tmp/x/seen; then {REGION} show; {SLEEP}; fi; touch /tmp/x/seen; {spoil}"
-    body = tenant("again", command, restartPolicy="OnFailure")
-    body["spec"]["volumes"].append({"name": "x", "emptyDir": {}})
-    body["spec"]["containers"][0]["volumeMounts"].append({"name": "x", "mountPath": "/tmp/x"})
-    hami.cluster.create([body])
-    wait_until("its pod", lambda: "again" in hami.cluster.pods.all())
-    wait_line(hami, "again", "memory=")
-    (shown,) = [each for each in lines(hami, "again") if "memory=" in each]
-    assert f"memory={16 * BLOCK} cores=30 " in shown
-    assert shown.endswith("processes=0")
-
-
-def test_limits_of_hami_core_outlive_the_agent(hami: Node) -> None:
-    hami.run([tenant("lasting", f"while sleep 1; do {REGION} show; done")])
-    before = region(hami, "lasting").stat()
-    hami.agent.kill()
-    seen = len(lines(hami, "lasting"))
-    wait_until("more lines", lambda: len(lines(hami, "lasting")) > seen + 1)
-    assert str(16 * BLOCK) in "\n".join(lines(hami, "lasting")[seen:])
-    hami.agent.start()
-    assert region(hami, "lasting").stat().st_ino == before.st_ino, "a running container keeps its file"
+    wait_until("the host's pid", lambda: hostpid() in pids(hami, "hostpid"))
+    assert "region_client" in Path(f"/proc/{hostpid()}/cmdline").read_text()
 
 
 #: What a hostile tenant does -> the event that its pod gets.
@@ -104,16 +87,3 @@ def test_hostile_tenants_do_not_affect_others(hami: Node) -> None:
     assert str(8 * BLOCK) in "\n".join(lines(hami, "honest")[seen:])
     hami.agent.ensure()
     hami.run([tenant("later", SLEEP, 10, 8)])
-
-
-def test_host_pids_are_written_for_the_library(hami: Node) -> None:
-    """A process in a pid namespace of its own learns from the agent which process of the host it is."""
-    hami.run([tenant("hostpid", f"{REGION} take sleep 600; {SLEEP}")])
-    wait_line(hami, "hostpid", "slot 0 process")
-    path, slot = region(hami, "hostpid"), 1856
-
-    def hostpid() -> int:
-        return int.from_bytes(path.read_bytes()[slot + 4 : slot + 8], "little")
-
-    wait_until("the host's pid", lambda: hostpid() in pids(hami, "hostpid"))
-    assert "region_client" in Path(f"/proc/{hostpid()}/cmdline").read_text()

@@ -1,7 +1,6 @@
 """Pods of nvidia.com/gpu on the real kubelet beside vcuda pods: one GPU, one ledger, HAMi's environment, restarts."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,13 +8,11 @@ from typing import Any
 import pytest
 
 from .agent import Agent
-from .api import ApiError
 from .cluster import Cluster
 from .hami_scheduler import (
     HANDSHAKE,
     LOCK,
     MANAGED,
-    MIG_ALLOCATIONS,
     REGISTER,
     HamiScheduler,
     devices_of,
@@ -25,10 +22,10 @@ from .hami_scheduler import (
 from .manifests import MEMORY, SLEEP, Json
 from .node import Node, inventory, name_of
 from .places import AGENT_STATE, NODE, PROJECT
-from .processes import wait_until
+from .processes import gpumgr, wait_until
+from .scheduling import SCHEDULER, Scheduled, start_kube_scheduler
 from .tenants import library, limited, lines, tenant, wait_line
-from .test_scheduler import SCHEDULER, Scheduled, start_kube_scheduler
-from .test_scheduler_hami import mig_on_demand, serving
+from .test_scheduler_hami import serving
 
 REPLICA = "nvidia.com/gpu"
 REGION = "/programs/region_client"
@@ -66,16 +63,16 @@ def replicas(node: Node) -> dict[str, set[str]]:
 
 def program(*arguments: str) -> Json:
     """What gpumgr's command prints."""
-    command = [sys.executable, "-m", "gpumgr", *arguments, "--config", str(AGENT_STATE / "gpumgr.yaml"), "--output", "json"]
-    printed: Json = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=PROJECT).stdout)
+    done = gpumgr(*arguments, "--config", AGENT_STATE / "gpumgr.yaml", "--output", "json")
+    assert done.returncode == 0, done.stderr
+    printed: Json = json.loads(done.stdout)
     return printed
 
 
 def migration(cluster: Cluster, *arguments: str) -> tuple[int, Json]:
     """Exit code and output of `gpumgr migrate hami`, which reads the agent's settings."""
-    command = [sys.executable, "-m", "gpumgr", "migrate", "hami", f"--kubeconfig={cluster.kubeconfig('admin')}", f"--node={NODE}"]
-    to = ["--to", str(AGENT_STATE / "gpumgr.yaml"), "--output", "json"]
-    done = subprocess.run([*command, *to, *arguments], capture_output=True, text=True, cwd=PROJECT, check=False)
+    source = ("migrate", "hami", "--kubeconfig", cluster.kubeconfig("admin"), "--node", NODE)
+    done = gpumgr(*source, "--to", AGENT_STATE / "gpumgr.yaml", "--output", "json", *arguments)
     assert done.stdout, done.stderr
     printed: Json = json.loads(done.stdout)
     return done.returncode, printed
@@ -124,49 +121,6 @@ def test_hami_pods_and_a_vcuda_pod_outlive_the_agent_and_its_ledger(both: Node) 
     both.agent.start()
     wait_until("the same ledger", lambda: {each.place: each.gpus for each in both.agent.ledger()} == left)
     wait_until("the replicas beside a whole GPU's", lambda: both.resources.allocatable(REPLICA).get(REPLICA) == 80 - 9)
-
-
-def lock_node(node: Node, value: str) -> None:
-    """As HAMi's scheduler does before it binds a pod."""
-    path = f"/api/v1/nodes/{NODE}"
-
-    def locked() -> bool:
-        found = node.cluster.api.request("GET", path)
-        found["metadata"]["annotations"][LOCK] = value
-        try:
-            node.cluster.api.request("PUT", path, found)
-        except ApiError:  # the kubelet or the agent has written in between
-            return False
-        return True
-
-    wait_until("the lock", locked)
-
-
-@pytest.mark.hami_bug("B7: a refused pod locks the node for 5 minutes")
-def test_a_pod_of_hamis_scheduler_gets_its_gpu_and_the_lock_of_the_node_is_removed(both: Node) -> None:
-    """The state that HAMi's scheduler leaves when it binds a pod; the second pod's is wrong."""
-    api, path = both.cluster.api, f"/api/v1/nodes/{NODE}"
-    uuid = program("checkpoint", "show")["gpus"][5]["uuid"]
-    for name, devices in (("good", f"{uuid},NVIDIA,1000,0:;"), ("wrong", "x")):
-        lock_node(both, f"2026-01-01T00:00:00Z,default,{name}")
-        body = hami_pod(name, gpumem=1000)
-        body["metadata"]["annotations"] = {
-            "hami.io/vgpu-node": NODE,
-            "hami.io/vgpu-devices-allocated": devices,
-            "hami.io/bind-phase": "allocating",
-        }
-        both.cluster.create([body])
-        phase, result = ("Running", "success") if name == "good" else ("Failed", "failed")
-        both.wait_phase(name, phase)
-        wait_until("the lock is gone", lambda: LOCK not in api.request("GET", path)["metadata"]["annotations"])
-
-        def written(name: str = name, result: str = result) -> bool:
-            return bool(both.cluster.pods.all()[name]["metadata"]["annotations"]["hami.io/bind-phase"] == result)
-
-        wait_until("the bind phase", written)
-    (device_id,) = replicas(both)["good"]
-    assert device_id.rpartition("-")[0] == uuid
-    assert "it names 0 GPUs, but the container requests 1" in str(both.cluster.pods.all()["wrong"]["status"])
 
 
 def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
@@ -307,56 +261,3 @@ def test_twenty_pods_of_hamis_scheduler_run_with_what_it_chose(both: Node, sched
         assert pod["metadata"]["annotations"]["hami.io/bind-phase"] == "success"
     assert scheduler.locked > 0, "two pods were bound at the same time"
     wait_until("no lock", lambda: LOCK not in both.cluster.node()["metadata"]["annotations"])
-
-
-@pytest.mark.usefixtures("scheduler")
-def test_a_percentage_is_that_of_the_memory_which_vcuda_pods_leave(both: Node) -> None:
-    """HAMi's scheduler spreads the pods, one on each GPU, and computes the percentage from what is registered. gpumgr's scheduler learns
-    from the inventory what they hold."""
-    both.run([tenant("vcuda", SLEEP, cores=30, memory=16)])
-    (vcuda,) = both.ledger_of("vcuda")
-    wait_until("the vcuda pod in what is registered", lambda: registered(both).get(vcuda.gpus[0], {}).get("devcore") == 70)
-    # What is registered may come between the calls for cores and for memory.
-    wait_until("its memory, too", lambda: len({gpu["devmem"] for gpu in registered(both).values()}) == 2)
-    half = {name: gpu["devmem"] // 2 for name, gpu in registered(both).items()}
-    shares = [hami_pod(f"half-{number}", f"env; {SLEEP}", gpumem_percentage=50, gpucores=10) for number in range(len(half))]
-    running = both.run([to_be_scheduled(each) for each in shares], timeout=120)
-    granted, held = {}, {}
-    for name, pod in running.items():
-        (((uuid, memory, _),),) = devices_of(pod)
-        granted[name_of(uuid)] = memory
-        held[pod["metadata"]["uid"]] = [10, memory]
-        (holding,) = both.ledger_of(name)
-        assert holding.gpus == (name_of(uuid),)
-        wait_line(both, name, f"CUDA_DEVICE_MEMORY_LIMIT_0={memory}m")
-    assert granted == half
-
-    def reported() -> bool:
-        other = inventory(both)["other"]
-        return {uid: other[uid][0][1:3] for uid in held if uid in other} == held
-
-    wait_until("what they hold in the inventory", reported)
-    both.run([to_be_scheduled(hami_pod(f"rest-{number}", gpumem_percentage=49, gpucores=10)) for number in range(len(half))])
-
-
-@pytest.mark.usefixtures("scheduler")
-def test_mig_devices_are_created_at_the_places_that_hamis_scheduler_chose(both: Node) -> None:
-    """Three MIG devices of one GPU for one container, since the others have no room for so much."""
-    with mig_on_demand(both, settings()) as control:
-        wait_until("the profiles", lambda: all(gpu["mode"] == "mig" and gpu.get("health") for gpu in registered(both).values()))
-        both.run([to_be_scheduled(hami_pod(f"half-{number}", gpumem=40100)) for number in range(7)])
-        running = both.run([to_be_scheduled(hami_pod("three", f"env; {SLEEP}", gpus=3, gpumem=15100))])["three"]
-        ((first, *others),) = devices_of(running)
-        assert {first[0]} == {uuid for uuid, _, _ in others}
-        (holding,) = both.ledger_of("three")
-        assert holding.gpus == (name_of(first[0]),)
-        created = control.mig_instances(both.agent.gpu_index(name_of(first[0])))
-        assert [each.profile for each in created.values()] == ["1g.20gb"] * 3
-        wait_line(both, "three", "NVIDIA_VISIBLE_DEVICES=" + ",".join(each.uuid for _, each in sorted(created.items())))
-
-        def completed() -> bool:
-            text = both.cluster.pods.all()["three"]["metadata"]["annotations"][MIG_ALLOCATIONS]
-            return {each.get("migUUID") for each in json.loads(text)} == {each.uuid for each in created.values()}
-
-        wait_until("HAMi's annotation with the UUIDs", completed)
-        wait_until("no lock", lambda: LOCK not in both.cluster.node()["metadata"]["annotations"])

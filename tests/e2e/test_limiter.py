@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from .cluster import Cluster
 from .manifests import CORE, MEMORY, SLEEP, Json
 from .node import Node
 from .places import RUN_DIR, STATE
-from .processes import wait_until
+from .processes import gpumgr, wait_until
 from .tenants import BLOCK, allocation, control, gpu_index, limited, lines, pids, tenant, wait_line
 
 MIB = 1 << 20
@@ -172,9 +171,7 @@ def test_a_burst_takes_what_is_free_and_gives_way_to_the_next_container(node: No
 
 def resize(node: Node, name: str, *arguments: str) -> tuple[int, str]:
     """The command's exit code, and what it prints."""
-    kubeconfig = node.cluster.kubeconfig("admin")
-    command = [sys.executable, "-m", "gpumgr", "resize", f"default/{name}", *arguments, f"--kubeconfig={kubeconfig}"]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    ended = gpumgr("resize", f"default/{name}", *arguments, "--kubeconfig", node.cluster.kubeconfig("admin"))
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -222,9 +219,9 @@ WAITS = "echo init 0; echo grab alloc 67108864 1073741824; until [ -e /fake/go ]
 
 def order(verb: str, node: Node, name: str) -> str:
     """What the command prints."""
-    kubeconfig = str(node.cluster.kubeconfig("admin"))
-    command: list[str] = [sys.executable, "-m", "gpumgr", verb, f"{NAMESPACE}/{name}", "--kubeconfig", kubeconfig, "--wait", "60"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    ended = gpumgr(verb, f"{NAMESPACE}/{name}", "--kubeconfig", node.cluster.kubeconfig("admin"), "--wait", "60")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def test_a_pod_is_suspended_by_command_and_resumed_by_its_call_of_cuda(node: Node) -> None:

@@ -70,22 +70,6 @@ def test_ids_of_init_containers_are_used_again_and_those_of_sidecars_are_not(nod
     assert len(gpu_nodes(shown(node, "whole")[1])) == 1
 
 
-def test_a_restarted_container_keeps_its_ids(node: Node) -> None:
-    spec = container(cores=10, memory=10, command="test -e /tmp/x/seen && exec sleep 600; touch /tmp/x/seen; exit 1")
-    spec["volumeMounts"] = [{"name": "x", "mountPath": "/tmp/x"}]
-    node.cluster.create([pod("again", [spec], restartPolicy="OnFailure", volumes=[{"name": "x", "emptyDir": {}}])])
-    node.cluster.pods.wait(
-        "a second start",
-        lambda pods: any(
-            each["restartCount"] == 1 and "running" in each["state"]
-            for each in pods.get("again", {}).get("status", {}).get("containerStatuses", [])
-        ),
-        90,
-    )
-    node.check()
-    assert len(node.ledger_of("again")) == 1
-
-
 def test_what_can_not_be_served_is_refused_with_the_reason(node: Node) -> None:
     """Invalid requests, a share that fits on no GPU, and a whole GPU where each has a share."""
     node.run([gpu_pod(f"fill-{index}", 60, 16) for index in range(8)])

@@ -1,16 +1,15 @@
 """What a real API server holds of the agent's decisions, written with the rights of config/examples/rbac.yaml alone."""
 
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
 from .manifests import gpu_pod
 from .node import Node
-from .places import AGENT_STATE, NODE, PROJECT
-from .processes import wait_until
+from .places import AGENT_STATE, NODE
+from .processes import gpumgr, wait_until
 from .tenants import control
 
 GPU = 6
@@ -34,8 +33,8 @@ def node_events(node: Node) -> dict[str, str]:
 
 
 def history(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "gpumgr", "history", "--socket", str(AGENT_STATE / "agent.sock"), "--output", "json"]
-    done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True, cwd=PROJECT)
+    done = gpumgr("history", "--socket", AGENT_STATE / "agent.sock", "--output", "json", *arguments)
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -66,6 +65,18 @@ def test_a_refusal_is_in_the_pods_events_and_in_the_history(node: Node) -> None:
     (event,) = node.events("odd", "GpuRefused")
     assert event["metadata"]["annotations"]["gpumgr.io/allocation"] == entry["id"]
     assert entry["code"] == "invalid_request"
+
+
+def test_without_enforcement_the_pods_event_reports_it(node: Node) -> None:
+    """The event of its placement, so that saying it costs the API server nothing more."""
+    node.run([gpu_pod("free", 30, 16)])
+    said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
+    node.event("free", "GpuPlaced", re.escape(said))
+    uid = node.cluster.pods.all()["free"]["metadata"]["uid"]
+    reasons = [each["reason"] for each in node.cluster.api.events("free", uid)]
+    assert [reason for reason in reasons if reason.startswith("Gpu")] == ["GpuPlaced"]
+    said = "GPU 0-7: memory none, cores none"
+    wait_until("the node's word", lambda: node.cluster.node()["metadata"]["annotations"].get("gpumgr.io/enforcement") == said)
 
 
 def test_labels_condition_and_events_of_the_node(node: Node) -> None:

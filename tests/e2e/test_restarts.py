@@ -1,7 +1,6 @@
 """The agent dies, the kubelet restarts: running pods keep what they have, and new ones are served at once."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,10 +12,10 @@ from typing import Final
 from .manifests import CORE, Json, container, gpu_pod, pod
 from .node import Node
 from .places import DEVICE_PLUGINS
-from .processes import wait_until
+from .processes import stopped, wait_until
 
-REGISTRATIONS: Final = 10
-RESTARTS: Final = 3
+REGISTRATIONS: Final = 5
+RESTARTS: Final = 2
 #: Longer than the agent needs to notice a missing socket.
 HELD_SECONDS: Final = 1.5
 
@@ -32,16 +31,6 @@ def busy_processors() -> Iterator[None]:
         for load in loads:
             load.kill()
             load.wait()
-
-
-@contextmanager
-def held(pid: int) -> Iterator[None]:
-    """The process does not run while the block lasts."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def residents() -> list[Json]:
@@ -146,7 +135,7 @@ def test_an_agent_registers_again_and_again(node: Node) -> None:
     with busy_processors():
         for _ in range(REGISTRATIONS):
             registered = node.agent.registrations()
-            with held(node.cluster.processes.pid("kubelet")):
+            with stopped(node.cluster.processes.pid("kubelet")):
                 for path in DEVICE_PLUGINS.glob("gpumgr-*.sock"):
                     path.unlink()
                 time.sleep(HELD_SECONDS)

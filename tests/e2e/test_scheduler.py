@@ -1,225 +1,35 @@
 """The extender below a real kube-scheduler, on nodes that exist in the API alone: their inventories are the test's."""
 
 import json
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from gpumgr.cli import group
-from gpumgr.kube.cluster_annotations import (
-    INVENTORY_ANNOTATION,
-    PLACEMENT_ANNOTATION,
-    Inventory,
-    InventoryGpu,
-    decode_placement,
-    encode,
-)
-from gpumgr.placement.topology.devices import score_matrix
-from tests.topologies import topology_from_matrix
 
-from . import manifests
 from .agent import Agent
-from .api import NAMESPACE, PODS
+from .api import PODS
 from .cluster import Cluster
 from .manifests import Json, container, pod
 from .node import cleared
 from .places import PROJECT, STATE
-from .processes import free_ports, wait_until, whole_lines
-
-CONFIG = PROJECT / "config" / "scheduler"
-ACCOUNT = "/api/v1/namespaces/kube-system/serviceaccounts"
-GROUP = "/apis/rbac.authorization.k8s.io/v1"
-NAMESPACED = "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system"
-RIGHTS = {
-    "ServiceAccount": ACCOUNT,
-    "ClusterRole": f"{GROUP}/clusterroles",
-    "ClusterRoleBinding": f"{GROUP}/clusterrolebindings",
-    "Role": f"{NAMESPACED}/roles",
-    "RoleBinding": f"{NAMESPACED}/rolebindings",
-}
-SCHEDULER = "gpumgr-scheduler"
-PAGE_TOKEN = STATE / "page-token"
-SYSTEM_PODS = "/api/v1/namespaces/kube-system/pods"
-#: 64 blocks.
-GPU_MEBIBYTES = 16384
-NODES, COUNTS = ("api-a", "api-b", "api-c"), (2, 4, 4)
-MODELS = {"api-a": "Tesla T4", "api-b": "NVIDIA A100-SXM4-80GB", "api-c": "NVIDIA H100 80GB HBM3"}
-
-
-def uuid(node: str, gpu: int) -> str:
-    return f"GPU-{node}-{gpu}"
-
-
-def inventory(node: str, count: int, *, unhealthy: Sequence[int] = ()) -> str:
-    """GPUs 0 and 2, 1 and 3 are joined by NVLinks; 0 and 1, 2 and 3 are on one NUMA node."""
-    rows = [["X" if a == b else "NV4" if abs(a - b) == 2 else "SYS" for b in range(count)] for a in range(count)]
-    gpus = tuple(
-        InventoryGpu(uuid=uuid(node, gpu), model=MODELS[node], memory=GPU_MEBIBYTES, numa=gpu // 2, healthy=gpu not in unhealthy)
-        for gpu in range(count)
-    )
-    return encode(Inventory(topology_manager="none", gpus=gpus, levels=score_matrix(topology_from_matrix(rows))))
-
-
-def api_node(name: str, count: int) -> Json:
-    amounts = {"cpu": "64", "memory": "512Gi", "pods": "250", manifests.CORE: str(100 * count), manifests.MEMORY: str(64 * count)}
-    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {
-            "name": name,
-            "labels": {"kubernetes.io/hostname": name, "api-only": "true"},
-            "annotations": {INVENTORY_ANNOTATION: inventory(name, count)},
-        },
-        "status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]},
-    }
-
-
-class Scheduled:
-    """Pods of the second kube-scheduler; they may land on the API-only nodes."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._names: list[str] = []
-
-    def create(self, name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
-        made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False)
-        made["spec"].update({"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec})
-        made["metadata"].setdefault("annotations", {}).update(annotations or {})
-        self._names.append(name)
-        self._cluster.create([made])
-
-    def place(self, name: str, *containers: tuple[int, int], **spec: Any) -> tuple[str, list[list[str]]]:
-        """Creates a pod and waits until it is bound: its node, and the GPUs of each container."""
-        self.create(name, *containers, **spec)
-        return self.placed(name)
-
-    def placed(self, name: str) -> tuple[str, list[list[str]]]:
-        wait_until(f"pod {name} bound", lambda: self.node_of(name) is not None)
-        found = self._cluster.pods.all()[name]
-        placement = decode_placement(found["metadata"]["annotations"][PLACEMENT_ANNOTATION])
-        assert placement.node == found["spec"]["nodeName"]
-        return placement.node, [[share.gpu for share in shares] for _, shares in sorted(placement.containers.items())]
-
-    def node_of(self, name: str) -> str | None:
-        node: str | None = self._cluster.pods.all().get(name, {}).get("spec", {}).get("nodeName")
-        return node
-
-    def annotations(self, name: str) -> Mapping[str, str]:
-        found: Mapping[str, str] = self._cluster.pods.all()[name]["metadata"]["annotations"]
-        return found
-
-    def rejection(self, name: str) -> str:
-        """The text of kube-scheduler's event, once it is there."""
-        uid = self._cluster.api.request("GET", f"{PODS}/{name}")["metadata"]["uid"]
-        messages: list[str] = []
-
-        def told() -> bool:
-            messages[:] = [
-                str(each["message"]) for each in self._cluster.api.events(name, uid) if each["reason"] == "FailedScheduling"
-            ]
-            return bool(messages)
-
-        wait_until(f"an event of pod {name}", told)
-        return messages[-1]
-
-    def end(self, *names: str) -> None:
-        """Deletes pods as a kubelet would: at once and for good."""
-        for name in names:
-            self._cluster.delete([name], grace=0)
-        self._cluster.wait_gone(names)
-        self._names = [name for name in self._names if name not in names]
-
-    def end_all(self) -> None:
-        self.end(*self._names)
-
-
-def own_address() -> str:
-    """An address of this machine besides the loopback's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def start_extender(cluster: Cluster, kubeconfig: Path, port: int, *settings: str) -> None:
-    PAGE_TOKEN.touch(mode=0o600)
-    PAGE_TOKEN.write_text("page-token")
-    cluster.processes.start(
-        "gpumgr-scheduler",
-        [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}",
-         "--insecure-loopback", "--set", "log.format=json",
-         # The API server's proxies do not connect to loopback addresses.
-         "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0",
-         "--set", f"http.token_file={PAGE_TOKEN}",
-         *(f"--set={each}" for each in settings)],
-        {"POD_NAME": SCHEDULER, "POD_NAMESPACE": "kube-system"},
-        cwd=PROJECT,
-    )  # fmt: skip
-
-
-def grant_rights(cluster: Cluster) -> Path:
-    """The rights that are shipped, and an object for the pod that the extender runs in; returns a kubeconfig with the rights."""
-    for made in yaml.safe_load_all((CONFIG / "rbac.yaml").read_text()):
-        cluster.api.request("POST", RIGHTS[made["kind"]], made)
-    own = pod(SCHEDULER, [container("extender", 0, 0)], bound=False)
-    own["spec"].update({"nodeName": NODES[0], "serviceAccountName": SCHEDULER})
-    cluster.api.request("POST", SYSTEM_PODS, own)
-    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-    token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
-    kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
-    kubeconfig["users"][0]["user"] = {"token": token}
-    credentials = STATE / "scheduler.kubeconfig"
-    credentials.touch(mode=0o600)
-    credentials.write_text(json.dumps(kubeconfig))
-    return credentials
-
-
-def withdraw_rights(cluster: Cluster) -> None:
-    cluster.api.request("DELETE", f"{SYSTEM_PODS}/{SCHEDULER}?gracePeriodSeconds=0")
-    for path in reversed(RIGHTS.values()):
-        cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
-
-
-def start_kube_scheduler(cluster: Cluster, extender: Json) -> None:
-    """With the configuration that is shipped, but for these keys of the extender."""
-    config = yaml.safe_load((CONFIG / "kube-scheduler.yaml").read_text())
-    config["clientConnection"]["kubeconfig"] = str(cluster.kubeconfig("admin"))
-    config["extenders"][0].update({"httpTimeout": "30s", **extender})  # the machine may stall
-    file = STATE / "kube-scheduler.yaml"
-    file.write_text(json.dumps(config))
-    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
-    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
+from .processes import gpumgr, wait_until, whole_lines
+from .scheduling import COUNTS, NODES, PAGE_TOKEN, SCHEDULER, Scheduled, extended, own_address, uuid
 
 
 @pytest.fixture(scope="module")
 def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
-    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes. The node
-    with a kubelet has no agent, so it offers no GPUs."""
+    """Three nodes of the API. The node with a kubelet has no agent, so it offers no GPUs."""
     with cleared(cluster, running_agent):
         running_agent.stop()
     wait_until("no pods", lambda: not cluster.pods.all())
-    credentials = grant_rights(cluster)
-    (port,) = free_ports(1)
-    for name, count in zip(NODES, COUNTS, strict=True):
-        cluster.api.request("POST", "/api/v1/nodes", api_node(name, count))
-    start_extender(cluster, credentials, port)
-    start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"})
-    try:
+    with extended(cluster):
         yield Scheduled(cluster)
-    finally:
-        cluster.processes.stop("gpu-kube-scheduler")
-        assert cluster.processes.stop("gpumgr-scheduler") == 0
-        for path in [f"/api/v1/nodes/{name}" for name in NODES]:
-            cluster.api.request("DELETE", path)
-        withdraw_rights(cluster)
 
 
 @pytest.fixture
@@ -260,7 +70,7 @@ def test_policies_and_constraints_lead_to_the_predicted_gpus(pods: Scheduled) ->
 
 def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods: Scheduled) -> None:
     """The sum of every node is large enough, so kube-scheduler alone would bind the pod."""
-    for name, count in zip(NODES, COUNTS, strict=True):
+    for name, count in COUNTS.items():
         for gpu in range(count):
             pods.place(f"{name}-{gpu}", (60, 32), nodeSelector={"kubernetes.io/hostname": name})
     pods.create("waits", (50, 16))
@@ -323,57 +133,12 @@ def test_why_explains_waiting_pods_from_any_machine(scheduler_pod: Scheduled, cl
 
 def why(cluster: Cluster, *arguments: str) -> str:
     """With a token: the nodes have no kubelet, so that no port is forwarded."""
-    kubeconfig = ["--kubeconfig", str(cluster.kubeconfig("admin")), "--token-file", str(PAGE_TOKEN)]
-    command = [sys.executable, "-m", "gpumgr", "why", *arguments, *kubeconfig]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    done = gpumgr("why", *arguments, "--kubeconfig", cluster.kubeconfig("admin"), "--token-file", PAGE_TOKEN)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_pods_that_arrive_at_once_never_get_one_gpus_room_twice(pods: Scheduled) -> None:
-    """30 pods for ten GPUs, each with room for two."""
-    names = [f"crowd-{number}" for number in range(30)]
-    for name in names:
-        pods.create(name, (50, 32))
-    wait_until("20 pods bound", lambda: sum(pods.node_of(name) is not None for name in names) == 20)
-    placed = [pods.placed(name)[1][0][0] for name in names if pods.node_of(name) is not None]
-    assert sorted(placed) == sorted(
-        [uuid(name, gpu) for name, count in zip(NODES, COUNTS, strict=True) for gpu in range(count)] * 2
-    )
-
-
-def test_a_restarted_extender_continues_from_the_bound_pods(pods: Scheduled, cluster: Cluster) -> None:
-    # Either GPU: the extender's watch may still show a pod that has been deleted.
-    _, [[taken]] = pods.place("before", (60, 16), nodeSelector={"kubernetes.io/hostname": "api-a"})
-    command = Path(f"/proc/{cluster.processes.pid('gpumgr-scheduler')}/cmdline").read_bytes().decode().split("\0")
-    port, credentials = (
-        int(command[command.index("--listen") + 1].rpartition(":")[2]),
-        Path(command[command.index("--kubeconfig") + 1]),
-    )
-    cluster.processes.kill("gpumgr-scheduler")
-    pods.create("during", (60, 16), nodeSelector={"kubernetes.io/hostname": "api-a"})
-    assert "connection refused" in pods.rejection("during")
-    start_extender(cluster, credentials, port)
-    (other,) = {uuid("api-a", 0), uuid("api-a", 1)} - {taken}
-    assert pods.placed("during") == ("api-a", [[other]])
-
-
-CONFIGMAPS = "/api/v1/namespaces/kube-system/configmaps"
 PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
-
-
-@pytest.fixture
-def quota(cluster: Cluster) -> Iterator[None]:
-    """240 cores for the pods of the tests."""
-    log = cluster.processes.log("gpumgr-scheduler")
-    data = {"quota.yaml": f"{NAMESPACE}: [{{cores: 240}}]"}
-    cluster.api.request("POST", CONFIGMAPS, {"metadata": {"name": "gpuquota"}, "data": data})
-    try:
-        wait_until("quotas in use", lambda: '"namespaces":1' in log.read_text().replace(" ", ""))
-        yield
-    finally:
-        cluster.api.request("DELETE", f"{CONFIGMAPS}/gpuquota")
-        wait_until("no quotas in use", lambda: '"namespaces":0' in log.read_text().replace(" ", ""))
 
 
 @pytest.fixture
@@ -386,23 +151,6 @@ def priorities(cluster: Cluster) -> Iterator[None]:
     finally:
         for name in made:
             cluster.api.request("DELETE", f"{PRIORITIES}/{name}")
-
-
-@pytest.mark.usefixtures("scheduler", "quota")
-def test_a_burst_does_not_pass_the_quota(pods: Scheduled, cluster: Cluster) -> None:
-    names = [f"burst-{number}" for number in range(8)]
-    for name in names:
-        pods.create(name, (50, 16))
-    wait_until("four pods bound", lambda: sum(pods.node_of(name) is not None for name in names) == 4)
-    waiting = [name for name in names if pods.node_of(name) is None]
-    for name in waiting:
-        text = f"namespace {NAMESPACE} uses 200 of 240 cores; the pod needs 50"
-        assert text in pods.rejection(name)
-        (condition,) = cluster.pods.all()[name]["status"]["conditions"]
-        assert text in condition["message"]
-    assert pods.place("small", (40, 16))[0] in NODES
-    pods.end(next(name for name in names if name not in waiting))
-    wait_until("one more pod bound", lambda: sum(pods.node_of(name) is not None for name in waiting) == 1)
 
 
 @pytest.mark.usefixtures("priorities")

@@ -22,8 +22,8 @@ from .cluster import Cluster
 from .manifests import Json, container, pod
 from .node import cleared
 from .places import PROJECT
-from .processes import free_ports, wait_until
-from .test_scheduler import COUNTS, NODES, Scheduled, api_node, grant_rights, start_kube_scheduler, withdraw_rights
+from .processes import free_ports, wait_listening, wait_until
+from .scheduling import Scheduled, api_nodes, grant_rights, start_kube_scheduler, withdraw_rights
 
 CERTIFICATES: Final = PROJECT / "tests" / "component" / "web" / "certificates"
 LABEL: Final = "gpumgr.io/scheduler-leader"
@@ -62,14 +62,6 @@ class Replicas:
             cwd=PROJECT,
         )  # fmt: skip
 
-    def wait_listening(self, name: str) -> None:
-        def listens() -> bool:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.ports[name])):
-                return True
-            return False
-
-        wait_until(f"{name} listens", listens)
-
     def leaders(self) -> list[str]:
         """The pods with the label."""
         return [each["metadata"]["name"] for each in self._cluster.api.request("GET", f"{PODS}?labelSelector={LABEL}")["items"]]
@@ -78,16 +70,15 @@ class Replicas:
         wait_until("a leader", lambda: len(self.leaders()) == 1 and self.leaders() != [other_than])
         return self.leaders()[0]
 
-    def status(self, name: str, path: str, certificate: str | None) -> int:
-        """The status of a POST to one replica. Raises OSError if it takes no such client."""
+    def status(self, name: str) -> int:
+        """The status of a filter call to one replica. Raises OSError if it does not listen."""
         context = ssl.create_default_context(cafile=CERTIFICATES / "ca.crt")
-        if certificate is not None:
-            context.load_cert_chain(CERTIFICATES / f"{certificate}.crt", CERTIFICATES / f"{certificate}.key")
+        context.load_cert_chain(CERTIFICATES / "client.crt", CERTIFICATES / "client.key")
         with (
             socket.create_connection(("127.0.0.1", self.ports[name])) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
         ):
-            secured.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+            secured.sendall(b"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
             answer = secured.recv(4096)
         if not answer:
             raise ConnectionResetError
@@ -130,8 +121,6 @@ def replicas(cluster: Cluster, running_agent: Agent) -> Iterator[Replicas]:
         running_agent.stop()
     wait_until("no pods", lambda: not cluster.pods.all())
     credentials = grant_rights(cluster)
-    for name, count in zip(NODES, COUNTS, strict=True):
-        cluster.api.request("POST", "/api/v1/nodes", api_node(name, count))
     for name in REPLICAS:
         made: Json = pod(name, [container("extender", 0, 0)], bound=False)
         made["metadata"]["namespace"] = "kube-system"
@@ -139,22 +128,19 @@ def replicas(cluster: Cluster, running_agent: Agent) -> Iterator[Replicas]:
         cluster.api.request("POST", PODS, made)
     both = Replicas(cluster, credentials)
     try:
-        for name in REPLICAS:
-            both.start(name)
-        for name in REPLICAS:
-            both.wait_listening(name)
-        both.wait_leader()
-        start_kube_scheduler(cluster, {"urlPrefix": both.url, **TLS})
-        yield both
+        with api_nodes(cluster):
+            for name in REPLICAS:
+                both.start(name)
+            for name in REPLICAS:
+                wait_listening(both.ports[name])
+            both.wait_leader()
+            start_kube_scheduler(cluster, {"urlPrefix": both.url, **TLS})
+            yield both
     finally:
         for name in ("gpu-kube-scheduler", *REPLICAS):
             cluster.processes.stop(name)
         both.close()
-        for path in (
-            *(f"/api/v1/nodes/{name}" for name in NODES),
-            *(f"{PODS}/{name}?gracePeriodSeconds=0" for name in REPLICAS),
-            LEASE,
-        ):
+        for path in (*(f"{PODS}/{name}?gracePeriodSeconds=0" for name in REPLICAS), LEASE):
             cluster.api.request("DELETE", path)
         withdraw_rights(cluster)
 
@@ -168,58 +154,38 @@ def pods(cluster: Cluster) -> Iterator[Scheduled]:
         scheduled.end_all()
 
 
-def all_placed_within_capacity(pods: Scheduled, names: list[str]) -> bool:
-    """Each pod asks for half of a GPU; ten GPUs have room for 20."""
-    wait_until("all pods bound", lambda: all(pods.node_of(name) for name in names), 120)
-    gpus = Counter(pods.placed(name)[1][0][0] for name in names)
-    return len(names) == sum(gpus.values()) and max(gpus.values()) <= 2
-
-
-def test_only_the_leader_answers_and_only_to_clients_with_a_certificate(replicas: Replicas) -> None:
+def test_a_leader_that_is_killed_or_stopped_is_replaced_in_a_stream_of_pods(
+    cluster: Cluster, replicas: Replicas, pods: Scheduled
+) -> None:
+    """One that is stopped hands over at once. Ten GPUs have room for 20 pods, half of a GPU each."""
     leader = replicas.wait_leader()
     (other,) = set(REPLICAS) - {leader}
-    assert replicas.status(leader, "/scheduler/filter", "client") == 200
-    assert replicas.status(other, "/scheduler/filter", "client") == 503
-    assert replicas.status(leader, "/scheduler/filter", "server") == 403, "scheduler.client_names does not have it"
-    for certificate in (None, "stranger"):
-        with pytest.raises((ssl.SSLError, ConnectionResetError)):
-            replicas.status(leader, "/scheduler/filter", certificate)
-
-
-def test_a_killed_leader_is_replaced_in_a_stream_of_pods(cluster: Cluster, replicas: Replicas, pods: Scheduled) -> None:
-    leader = replicas.wait_leader()
     names = [f"stream-{number}" for number in range(20)]
-    for name in names:
-        pods.create(name, (50, 32))
-        if name == "stream-7":
-            cluster.processes.kill(leader)
-        time.sleep(0.02)  # a stream: the kill meets pods in all states
-    assert all_placed_within_capacity(pods, names)
-    assert replicas.wait_leader(other_than=leader) != leader, "the dead leader's label was removed"
-    replicas.start(leader)
-
-
-def test_a_stopped_leader_hands_over_at_once(cluster: Cluster, replicas: Replicas, pods: Scheduled) -> None:
-    leader = replicas.wait_leader()
-    (other,) = set(REPLICAS) - {leader}
-    wait_until("the other replica", lambda: _ready(replicas, other))
-    names = [f"during-{number}" for number in range(20)]
     for name in names[:10]:
         pods.create(name, (50, 32))
-    assert cluster.processes.stop(leader) == 0
-    released = cluster.api.request("GET", LEASE)["spec"]
-    assert released.get("holderIdentity", "").partition("_")[0] in ("", other), "the Lease is not left to expire"
-    assert "lease_released" in cluster.processes.tail(leader)
-    for name in names[10:]:
-        pods.create(name, (50, 32))
-    assert all_placed_within_capacity(pods, names)
-    assert replicas.leaders() == [other]
+        if name == "stream-5":
+            cluster.processes.kill(leader)
+        time.sleep(0.02)  # a stream: the kill meets pods in all states
+    wait_until("ten pods bound", lambda: all(pods.node_of(name) for name in names[:10]), 120)
+    assert replicas.wait_leader(other_than=leader) == other, "the dead leader's label was removed"
     replicas.start(leader)
+    wait_until("the other replica", lambda: _ready(replicas, leader))
+    for name in names[10:15]:
+        pods.create(name, (50, 32))
+    assert cluster.processes.stop(other) == 0
+    released = cluster.api.request("GET", LEASE)["spec"]
+    assert released.get("holderIdentity", "").partition("_")[0] in ("", leader), "the Lease is not left to expire"
+    assert "lease_released" in cluster.processes.tail(other)
+    for name in names[15:]:
+        pods.create(name, (50, 32))
+    wait_until("all pods bound", lambda: all(pods.node_of(name) for name in names), 120)
+    assert set(Counter(pods.placed(name)[1][0][0] for name in names).values()) == {2}
+    assert replicas.leaders() == [leader]
 
 
 def _ready(replicas: Replicas, name: str) -> bool:
     """It listens, and knows that it does not lead."""
     try:
-        return replicas.status(name, "/scheduler/filter", "client") == 503
+        return replicas.status(name) == 503
     except OSError:
         return False

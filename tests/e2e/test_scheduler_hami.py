@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,18 +16,9 @@ from .cluster import Cluster
 from .manifests import SHOW, SLEEP, Json, container, gpu_pod, pod
 from .node import Node, cleared, inventory, name_of, shown
 from .places import AGENT_STATE, NODE, PROJECT
-from .processes import free_ports, wait_until
+from .processes import wait_until
+from .scheduling import NODES, SCHEDULER, Scheduled, extended, uuid
 from .test_hami_admission import policies
-from .test_scheduler import (
-    NODES,
-    SCHEDULER,
-    Scheduled,
-    api_node,
-    grant_rights,
-    start_extender,
-    start_kube_scheduler,
-    withdraw_rights,
-)
 
 COUNT = "nvidia.com/gpu"
 AMOUNTS = ("nvidia.com/gpumem", "nvidia.com/gpumem-percentage", "nvidia.com/gpucores")
@@ -37,31 +28,21 @@ BOTH = {"node": {"profile": "both"}}
 
 @contextmanager
 def serving(cluster: Cluster) -> Iterator[None]:
-    """An extender for pods of both profiles, below a kube-scheduler. The second node exists in the API only, and offers vcuda alone."""
-    credentials = grant_rights(cluster)
-    (port,) = free_ports(1)
-    cluster.api.request("POST", "/api/v1/nodes", api_node(NODES[0], 8))
-    start_extender(cluster, credentials, port, "node.profile=both")
+    """An extender for pods of both profiles. The second node exists in the API only, and offers vcuda alone."""
     shipped = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-scheduler.yaml").read_text())
     managed = [
         {"name": COUNT, "ignoredByScheduler": False},
         *({"name": name, "ignoredByScheduler": True} for name in AMOUNTS),
     ]
-    ours = {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"}
-    start_kube_scheduler(cluster, {**ours, "managedResources": shipped["extenders"][0]["managedResources"] + managed})
-    try:
+    both = shipped["extenders"][0]["managedResources"] + managed
+    with extended(cluster, "node.profile=both", nodes=NODES[:1], managedResources=both):
         yield
-    finally:
-        cluster.processes.stop("gpu-kube-scheduler")
-        cluster.processes.stop("gpumgr-scheduler")
-        cluster.api.request("DELETE", f"/api/v1/nodes/{NODES[0]}")
-        withdraw_rights(cluster)
 
 
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     """An extender and an agent with both profiles."""
-    with cleared(cluster, running_agent) as node, serving(cluster), running_agent.configured({"node": {"profile": "both"}}):
+    with cleared(cluster, running_agent) as node, serving(cluster), running_agent.configured(BOTH):
         yield node
         node.clear()
 
@@ -83,6 +64,12 @@ def hami_pod(name: str, gpus: int = 1, init: bool = False, command: str = SLEEP,
     return pod(name, [main], init=first, bound=False, schedulerName=SCHEDULER, nodeSelector=HERE)
 
 
+def vcuda_pod(name: str, **spec: Any) -> Json:
+    made = gpu_pod(name, 30, 40, bound=False)
+    made["spec"] |= {"schedulerName": SCHEDULER, "nodeSelector": HERE, **spec}
+    return made
+
+
 def placed(node: Node, name: str) -> list[str]:
     """The GPUs of each container, as the scheduler chose them."""
     _, gpus = Scheduled(node.cluster).placed(name)
@@ -91,9 +78,7 @@ def placed(node: Node, name: str) -> list[str]:
 
 @pytest.mark.hami_bug("B6: one GPU pod at a time per node")
 def test_thirty_pods_at_once_beside_vcuda_pods_on_the_same_gpus(node: Node) -> None:
-    vcuda = [gpu_pod(f"vcuda-{number}", 30, 40, bound=False) for number in range(6)]
-    for each in vcuda:
-        each["spec"] |= {"schedulerName": SCHEDULER, "nodeSelector": HERE}
+    vcuda = [vcuda_pod(f"vcuda-{number}") for number in range(6)]
     pods = [hami_pod(f"hami-{number}", gpumem=1001 + number, gpucores=number % 3 * 5) for number in range(30)]
     node.run([pod for pair in zip(pods, [*vcuda, *[None] * 24], strict=True) for pod in pair if pod is not None])
     gpus: Counter[str] = Counter()
@@ -103,23 +88,25 @@ def test_thirty_pods_at_once_beside_vcuda_pods_on_the_same_gpus(node: Node) -> N
         gpus[holding.gpus[0]] += 1
     assert sum(gpus.values()) == 30
     assert max(gpus.values()) <= 10, "HAMi's number of replicas of a GPU"
-    assert {node.ledger_of(each["metadata"]["name"])[0].gpus[0] for each in vcuda} & gpus.keys(), "a GPU with pods of both kinds"
+    shared = [node.ledger_of(each["metadata"]["name"])[0].gpus[0] for each in vcuda]
+    assert shared == [gpu for each in vcuda for gpu in placed(node, each["metadata"]["name"])]
+    assert {*shared} & gpus.keys(), "a GPU with pods of both kinds"
 
 
-def test_several_shares_percentages_and_init_containers_are_followed(node: Node) -> None:
-    pods = [
-        hami_pod("pair", gpus=2, gpumem=3000, gpucores=30),
-        hami_pod("percent", gpumem_percentage=30),
-        hami_pod("whole"),
-        hami_pod("steps", init=True, gpumem=2000, gpucores=10),
-    ]
-    node.run(pods)
-    assert len(set(placed(node, "pair"))) == 2
-    for each in pods:
-        name = each["metadata"]["name"]
-        assert sorted({gpu for holding in node.ledger_of(name) for gpu in holding.gpus}) == sorted(set(placed(node, name)))
-    alone = placed(node, "whole")
-    assert not any(gpu in alone for name in ("pair", "percent", "steps") for gpu in placed(node, name))
+def test_pods_go_to_the_node_and_the_gpu_that_the_scheduler_names(node: Node) -> None:
+    """The one of two nodes with the GPU that the pod asks for; best fit on the node alone would choose another GPU."""
+    named = inventory(node)["gpus"][5]["uuid"]
+    node.run([vcuda_pod("beside")])
+    wanted = {"named": named, "elsewhere": uuid(NODES[0], 1)}
+    pods = [vcuda_pod(name, nodeSelector={}) for name in wanted]
+    for each, gpu in zip(pods, wanted.values(), strict=True):
+        each["metadata"]["annotations"] = {"gpumgr.io/use-gpu-uuid": gpu}
+    node.cluster.create(pods)
+    node.wait_running(["named"])
+    assert [each.gpus for each in node.ledger_of("named")] == [(name_of(named),)]
+    assert Scheduled(node.cluster).placed("elsewhere") == (NODES[0], [[uuid(NODES[0], 1)]])
+    node.cluster.delete(["elsewhere"], grace=0)
+    node.check()
 
 
 def test_a_pod_that_names_neither_scheduler_nor_count_runs_by_the_policies(node: Node) -> None:
@@ -135,11 +122,11 @@ def test_a_pod_that_names_neither_scheduler_nor_count_runs_by_the_policies(node:
 
 
 @contextmanager
-def mig_on_demand(node: Node, usual: Mapping[str, Mapping[str, Any]] = BOTH) -> Iterator[SimControl]:
-    """The agent creates MIG devices. Afterwards it shares all GPUs again, with its `usual` settings."""
+def mig_on_demand(node: Node) -> Iterator[SimControl]:
+    """The agent creates MIG devices. Afterwards it shares all GPUs again."""
     control, agent = SimControl(AGENT_STATE / "sim" / "control.txt"), node.agent
     agent.stop()
-    agent.configure({**usual, "hami": {"operating_mode": "mig"}})
+    agent.configure({**BOTH, "hami": {"operating_mode": "mig"}})
     agent.start(wait=False)  # no vcuda resources are offered
     try:
         wait_until("GPUs in MIG mode", lambda: all(each.get("mig") and not each["cordoned"] for each in inventory(node)["gpus"]))
@@ -152,7 +139,7 @@ def mig_on_demand(node: Node, usual: Mapping[str, Mapping[str, Any]] = BOTH) -> 
         agent.stop()
         for gpu in range(8):
             control.set_mig(gpu, enabled=False)
-        agent.configure(usual)
+        agent.configure(BOTH)
         agent.start()
 
 

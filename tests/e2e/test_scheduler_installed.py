@@ -20,7 +20,7 @@ from .manifests import Json, container, pod
 from .node import cleared
 from .places import POD_LOGS, STATE
 from .processes import free_ports, wait_until, written
-from .test_scheduler import api_node, uuid
+from .scheduling import api_node, uuid
 
 NAMESPACE = chart.NAMESPACE
 NAME, CALLER = "e2e-scheduler", "e2e-kube-scheduler"
@@ -62,15 +62,12 @@ def installed(cluster: Cluster, running_agent: Agent) -> Iterator[list[Json]]:
     for each in objects:
         if (each["kind"], each["metadata"]["name"]) == ("Deployment", CALLER):
             each["spec"]["replicas"] = 0
-    stream = "---\n".join(json.dumps(each) + "\n" for each in objects)
     cluster.api.request("POST", "/api/v1/nodes", api_node("api-a", 2))
     try:
-        strict = ["--validate=strict", "--warnings-as-errors"]
-        lines = cluster.kubectl("apply", "--server-side", *strict, "--filename=-", stdin=stream).splitlines()
-        assert len(lines) == len(objects)
+        assert len(cluster.apply(objects)) == len(objects)
         yield objects
     finally:
-        cluster.kubectl("delete", "--ignore-not-found", "--filename=-", stdin=stream)
+        cluster.take_away(objects)
         cluster.api.request("DELETE", "/api/v1/nodes/api-a")
         wait_until("no pod of the scheduler", lambda: not schedulers(cluster), 120)
         lease = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"

@@ -59,8 +59,6 @@ def remove() -> None:
     _remove_links()
     for name in ("kubelet.sock", "kubelet_internal_checkpoint"):
         (DEVICE_PLUGINS / name).unlink(missing_ok=True)
-    for path in DEVICE_PLUGINS.glob("floor-*.sock"):
-        path.unlink(missing_ok=True)
     if FOLDERS.exists():
         for path in reversed([Path(line) for line in FOLDERS.read_text().splitlines()]):
             _remove_folder(path)

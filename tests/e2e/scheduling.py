@@ -1,0 +1,249 @@
+"""The extender below a real kube-scheduler: their processes and rights, nodes that exist in the API alone, and the pods that they place."""
+
+import json
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpumgr.kube.cluster_annotations import (
+    INVENTORY_ANNOTATION,
+    PLACEMENT_ANNOTATION,
+    Inventory,
+    InventoryGpu,
+    decode_placement,
+    encode,
+)
+from gpumgr.placement.topology.devices import score_matrix
+from tests.topologies import topology_from_matrix
+
+from . import manifests
+from .api import PODS
+from .cluster import Cluster
+from .manifests import Json, container, pod
+from .places import PROJECT, STATE
+from .processes import free_ports, wait_until
+
+CONFIG = PROJECT / "config" / "scheduler"
+
+
+ACCOUNT = "/api/v1/namespaces/kube-system/serviceaccounts"
+
+
+GROUP = "/apis/rbac.authorization.k8s.io/v1"
+
+
+NAMESPACED = "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system"
+
+
+RIGHTS = {
+    "ServiceAccount": ACCOUNT,
+    "ClusterRole": f"{GROUP}/clusterroles",
+    "ClusterRoleBinding": f"{GROUP}/clusterrolebindings",
+    "Role": f"{NAMESPACED}/roles",
+    "RoleBinding": f"{NAMESPACED}/rolebindings",
+}
+
+
+SCHEDULER = "gpumgr-scheduler"
+
+
+PAGE_TOKEN = STATE / "page-token"
+
+
+SYSTEM_PODS = "/api/v1/namespaces/kube-system/pods"
+
+
+#: 64 blocks.
+GPU_MEBIBYTES = 16384
+
+
+#: Nodes of the API, and how many GPUs they have.
+COUNTS = {"api-a": 2, "api-b": 4, "api-c": 4}
+NODES = tuple(COUNTS)
+
+
+MODELS = {"api-a": "Tesla T4", "api-b": "NVIDIA A100-SXM4-80GB", "api-c": "NVIDIA H100 80GB HBM3"}
+
+
+def uuid(node: str, gpu: int) -> str:
+    return f"GPU-{node}-{gpu}"
+
+
+def inventory(node: str, count: int) -> str:
+    """GPUs 0 and 2, 1 and 3 are joined by NVLinks; 0 and 1, 2 and 3 are on one NUMA node."""
+    rows = [["X" if a == b else "NV4" if abs(a - b) == 2 else "SYS" for b in range(count)] for a in range(count)]
+    gpus = tuple(
+        InventoryGpu(uuid=uuid(node, gpu), model=MODELS[node], memory=GPU_MEBIBYTES, numa=gpu // 2) for gpu in range(count)
+    )
+    return encode(Inventory(topology_manager="none", gpus=gpus, levels=score_matrix(topology_from_matrix(rows))))
+
+
+def api_node(name: str, count: int, described: str | None = None) -> Json:
+    """`described`: its inventory."""
+    amounts = {"cpu": "64", "memory": "512Gi", "pods": "250", manifests.CORE: str(100 * count), manifests.MEMORY: str(64 * count)}
+    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "labels": {"kubernetes.io/hostname": name, "api-only": "true"},
+            "annotations": {INVENTORY_ANNOTATION: described or inventory(name, count)},
+        },
+        "status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]},
+    }
+
+
+class Scheduled:
+    """Pods of the second kube-scheduler; they may land on the API-only nodes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._names: list[str] = []
+
+    def create(self, name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
+        made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False)
+        made["spec"].update({"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec})
+        made["metadata"].setdefault("annotations", {}).update(annotations or {})
+        self._names.append(name)
+        self._cluster.create([made])
+
+    def place(self, name: str, *containers: tuple[int, int], **spec: Any) -> tuple[str, list[list[str]]]:
+        """Creates a pod and waits until it is bound: its node, and the GPUs of each container."""
+        self.create(name, *containers, **spec)
+        return self.placed(name)
+
+    def placed(self, name: str) -> tuple[str, list[list[str]]]:
+        wait_until(f"pod {name} bound", lambda: self.node_of(name) is not None)
+        found = self._cluster.pods.all()[name]
+        placement = decode_placement(found["metadata"]["annotations"][PLACEMENT_ANNOTATION])
+        assert placement.node == found["spec"]["nodeName"]
+        return placement.node, [[share.gpu for share in shares] for _, shares in sorted(placement.containers.items())]
+
+    def node_of(self, name: str) -> str | None:
+        node: str | None = self._cluster.pods.all().get(name, {}).get("spec", {}).get("nodeName")
+        return node
+
+    def annotations(self, name: str) -> Mapping[str, str]:
+        found: Mapping[str, str] = self._cluster.pods.all()[name]["metadata"]["annotations"]
+        return found
+
+    def rejection(self, name: str) -> str:
+        """The text of kube-scheduler's event, once it is there."""
+        uid = self._cluster.api.request("GET", f"{PODS}/{name}")["metadata"]["uid"]
+        messages: list[str] = []
+
+        def told() -> bool:
+            messages[:] = [
+                str(each["message"]) for each in self._cluster.api.events(name, uid) if each["reason"] == "FailedScheduling"
+            ]
+            return bool(messages)
+
+        wait_until(f"an event of pod {name}", told)
+        return messages[-1]
+
+    def end(self, *names: str) -> None:
+        """Deletes pods as a kubelet would: at once and for good."""
+        for name in names:
+            self._cluster.delete([name], grace=0)
+        self._cluster.wait_gone(names)
+        self._names = [name for name in self._names if name not in names]
+
+    def end_all(self) -> None:
+        self.end(*self._names)
+
+
+def own_address() -> str:
+    """An address of this machine besides the loopback's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def start_extender(cluster: Cluster, kubeconfig: Path, port: int, *settings: str) -> None:
+    PAGE_TOKEN.touch(mode=0o600)
+    PAGE_TOKEN.write_text("page-token")
+    cluster.processes.start(
+        "gpumgr-scheduler",
+        [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}",
+         "--insecure-loopback", "--set", "log.format=json",
+         # The API server's proxies do not connect to loopback addresses.
+         "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0",
+         "--set", f"http.token_file={PAGE_TOKEN}",
+         *(f"--set={each}" for each in settings)],
+        {"POD_NAME": SCHEDULER, "POD_NAMESPACE": "kube-system"},
+        cwd=PROJECT,
+    )  # fmt: skip
+
+
+def grant_rights(cluster: Cluster) -> Path:
+    """The rights that are shipped, and an object for the pod that the extender runs in; returns a kubeconfig with the rights."""
+    for made in yaml.safe_load_all((CONFIG / "rbac.yaml").read_text()):
+        cluster.api.request("POST", RIGHTS[made["kind"]], made)
+    own = pod(SCHEDULER, [container("extender", 0, 0)], bound=False)
+    own["spec"].update({"nodeName": NODES[0], "serviceAccountName": SCHEDULER})
+    cluster.api.request("POST", SYSTEM_PODS, own)
+    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
+    kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
+    kubeconfig["users"][0]["user"] = {"token": token}
+    credentials = STATE / "scheduler.kubeconfig"
+    credentials.touch(mode=0o600)
+    credentials.write_text(json.dumps(kubeconfig))
+    return credentials
+
+
+def withdraw_rights(cluster: Cluster) -> None:
+    cluster.api.request("DELETE", f"{SYSTEM_PODS}/{SCHEDULER}?gracePeriodSeconds=0")
+    for path in reversed(RIGHTS.values()):
+        cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+
+
+def start_kube_scheduler(
+    cluster: Cluster, extender: Json | None, *, process: str = "gpu-kube-scheduler", scheduler: str = SCHEDULER
+) -> None:
+    """For pods with this scheduler's name, with the configuration that is shipped, but for these keys of the extender; None: without it."""
+    config = yaml.safe_load((CONFIG / "kube-scheduler.yaml").read_text())
+    config["clientConnection"]["kubeconfig"] = str(cluster.kubeconfig("admin"))
+    config["profiles"][0]["schedulerName"] = scheduler
+    if extender is None:
+        del config["extenders"]
+    else:
+        config["extenders"][0].update({"httpTimeout": "30s", **extender})  # the machine may stall
+    file = STATE / f"{process}.yaml"
+    file.write_text(json.dumps(config))
+    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
+    cluster.processes.start(process, [binary, f"--config={file}", "--secure-port=0"])
+
+
+@contextmanager
+def extended(cluster: Cluster, *settings: str, nodes: Sequence[str] = NODES, **extender: Any) -> Iterator[None]:
+    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped but for these keys of the
+    extender, and these nodes of the API."""
+    credentials = grant_rights(cluster)
+    (port,) = free_ports(1)
+    with api_nodes(cluster, nodes):
+        start_extender(cluster, credentials, port, *settings)
+        start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler", **extender})
+        try:
+            yield
+        finally:
+            cluster.processes.stop("gpu-kube-scheduler")
+            assert cluster.processes.stop("gpumgr-scheduler") == 0
+    withdraw_rights(cluster)
+
+
+@contextmanager
+def api_nodes(cluster: Cluster, names: Sequence[str] = NODES) -> Iterator[None]:
+    for name in names:
+        cluster.api.request("POST", "/api/v1/nodes", api_node(name, COUNTS[name]))
+    try:
+        yield
+    finally:
+        for name in names:
+            cluster.api.request("DELETE", f"/api/v1/nodes/{name}")
