@@ -97,6 +97,8 @@ def test_a_folder_without_wheels_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_tenant_that_ended_is_an_obstacle_with_its_status(tmp_path: Path) -> None:
     tenants = TenantProcesses(tmp_path)
+    tenants.program = tmp_path / "waits.py"  # the usual one ends by itself where there is no driver
+    tenants.program.write_text("import signal; signal.pause()")
     pid = tenants.start()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
