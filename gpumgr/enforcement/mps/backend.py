@@ -109,7 +109,7 @@ class Mps(Backend):
         try:
             await self._find_program()
         except (MpsError, OSError) as error:
-            log.info("mps_unavailable", reason=str(error))
+            log.debug("mps_unavailable", reason=str(error))  # a choice of mps names this as the obstacle
 
     async def check_node(self) -> None:
         """Begins a trial if one is due. Until it ends, the result of the last trial counts; without one, the program counts as working if
