@@ -1,9 +1,10 @@
-"""An API server with one resource, on loopback: lists in pages, watches with resource versions, and misbehaves on demand."""
+"""An API server on loopback: lists pods in pages, watches them with resource versions, and misbehaves on demand."""
 
 import asyncio
 import json
+import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -58,13 +59,37 @@ def cut(*parts: bytes) -> Answer:
     return answer
 
 
+def silent(*parts: bytes) -> Answer:
+    """Answers once with a stream of these bytes that does not end."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = await raw(*parts)(request)
+        await asyncio.Event().wait()
+        return response
+
+    return answer
+
+
+async def lost(request: web.Request) -> web.StreamResponse:
+    """The request arrived; its answer never does. aiohttp itself repeats such a request once."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def listed(*items: str) -> str:
+    """A list of objects, each as JSON."""
+    return f'{{"metadata": {{"resourceVersion": "5"}}, "items": [{", ".join(items)}]}}'
+
+
 def event(kind: str, item: dict[str, Any]) -> bytes:
     return json.dumps({"type": kind, "object": item}).encode() + b"\n"
 
 
 class FakeApiServer:
     """`lists`, `watches`, `deletions` and `writes` are answers that replace the ordinary one, one request each. `seen` are the queries so
-    far, `written` the method, path and body of each POST and PATCH. For a Node it answers HTML."""
+    far, `written` the method, path and body of each POST and PATCH. `texts`: objects by the path of their list, also in place of
+    the pods; their watches are silent. For a Node it answers HTML. `token`: the only one that it accepts."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -78,24 +103,25 @@ class FakeApiServer:
         self.writes: deque[Answer] = deque()
         self.written: list[tuple[str, str, dict[str, Any]]] = []
         self.seen: list[dict[str, str]] = []
+        self.texts: dict[str, Sequence[str]] = {}
+        self.token: str | None = None
         self.tokens: list[str] = []
         self.deleted: list[tuple[str, dict[str, Any]]] = []
         self.changed = asyncio.Condition()
         self._ending: set[asyncio.Event] = set()
         self.url = ""
 
-    async def start(self) -> web.AppRunner:
+    async def start(self, tls: ssl.SSLContext | None = None) -> web.AppRunner:
         app = web.Application()
-        app.router.add_get("/api/v1/pods", self._get)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
         app.router.add_get("/api/v1/nodes/{name}", raw(b"<html>"))
+        app.router.add_get("/{path:.*}", self._get)
         app.router.add_post("/{path:.*}", self._write)
         app.router.add_patch("/{path:.*}", self._write)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 
     # -- for tests ---------------------------------------------------------------------------------------------------------
@@ -146,6 +172,11 @@ class FakeApiServer:
         self.tokens.append(request.headers.get("Authorization", ""))
         async with self.changed:
             self.changed.notify_all()
+        if self.token is not None and self.tokens[-1] != f"Bearer {self.token}":
+            return await status(401, "expired")(request)
+        if request.path != "/api/v1/pods" or request.path in self.texts:
+            text = listed(*self.texts.get(request.path, ()))
+            return await silent()(request) if "watch" in query else web.Response(text=text, content_type="application/json")
         scripted = self.watches if "watch" in query else self.lists
         if scripted:
             return await scripted.popleft()(request)
@@ -153,7 +184,7 @@ class FakeApiServer:
 
     def _list(self, query: dict[str, str]) -> web.Response:
         start = int(query.get("continue", "0"))
-        end = start + min(self.page_size, int(query["limit"]))
+        end = start + min(self.page_size, int(query.get("limit", "500")))
         items = list(self.pods.values())
         metadata = {"resourceVersion": str(self.version)} | ({"continue": str(end)} if end < len(items) else {})
         return web.json_response({"kind": "PodList", "metadata": metadata, "items": items[start:end]})

@@ -13,7 +13,7 @@ from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import Document
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 
-from .fake_api_server import Answer, FakeApiServer, status
+from .fake_api_server import Answer, FakeApiServer, lost, status
 from .stage import OTHER, POD, Stage, staged
 
 LABELS = {"gaia.tencent.com/gpu-model": "H100"}
@@ -350,13 +350,6 @@ async def test_the_remedy_for_an_unknown_node_is_its_name(tmp_path: Path) -> Non
 
 
 # -- odd answers -------------------------------------------------------------------------------------------------------------
-
-
-async def lost(request: web.Request) -> web.StreamResponse:
-    """The request arrived; its answer never does."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
 
 
 @pytest.mark.hami_bug("B5: a failed write is never repeated; the order changes at random")

@@ -25,41 +25,24 @@ from gpumgr.kube.reflector import Reflector, Watched
 from tests.component.web.scene import CERTIFICATES
 
 from .conftest import FAST, write_kubeconfig
-from .fake_api_server import FakeApiServer
+from .fake_api_server import FakeApiServer, status
 
 
-class Guarded:
-    """An API server that accepts one token, and has no watches. `held` requests wait for `release`."""
+class Guarded(FakeApiServer):
+    """Accepts one token."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        self._kubeconfig = kubeconfig
-        self.token = "0"
-        self.release = asyncio.Event()
-        self.held = 0
+        super().__init__()
+        self._kubeconfig, self.token = kubeconfig, "0"
         self.connections = set[asyncio.BaseTransport | None]()
-        self.changed = asyncio.Condition()
-        self.url = ""
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        self.connections.add(request.transport)
+        return await super()._get(request)
 
     def rotate(self) -> None:
-        self.token = str(int(self.token) + 1)
+        self.token = str(int(self.token or "0") + 1)
         write_kubeconfig(self._kubeconfig, self.url, token=self.token)
-
-    async def pods(self, request: web.Request) -> web.StreamResponse:
-        self.connections.add(request.transport)
-        if request.headers["Authorization"] != f"Bearer {self.token}":
-            return web.json_response({"message": "expired"}, status=401)
-        if "watch" in request.query:
-            return web.json_response({"message": "list again"}, status=410)
-        if "hold" in request.query:
-            async with self.changed:
-                self.held += 1
-                self.changed.notify_all()
-            await self.release.wait()
-        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
-
-    async def until_held(self, number: int) -> None:
-        async with asyncio.timeout(5), self.changed:
-            await self.changed.wait_for(lambda: self.held == number)
 
 
 @asynccontextmanager
@@ -67,17 +50,11 @@ async def guarded(
     folder: Path, clock: Callable[[], float] = time.monotonic, *, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[Guarded, ApiServer]]:
     made = Guarded(folder / "kubeconfig")
-    app = web.Application()
-    app.router.add_get("/api/v1/pods", made.pods)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
-    made.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}"
+    runner = await made.start(tls)
     server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"), clock=clock)
     try:
         yield made, server
     finally:
-        made.release.set()
         await server.close()
         await runner.cleanup()
 
@@ -170,16 +147,23 @@ async def test_a_renewal_ends_no_running_request_and_connects_with_the_new_certi
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(CERTIFICATES / "server.crt", CERTIFICATES / "server.key")
     monkeypatch.setattr(module, "_tls", lambda _: ssl._create_unverified_context())  # another one at each read of the files
+    release = asyncio.Event()
+
+    async def held(_: web.Request) -> web.StreamResponse:
+        await release.wait()
+        return web.json_response({"items": []})
+
     async with guarded(tmp_path, tls=tls) as (api, server):
-        running = [asyncio.create_task(server.read("GET", "/api/v1/pods", query={"hold": "1"})) for _ in range(3)]
-        await api.until_held(3)
+        api.lists.extend([held] * 3)
+        running = [asyncio.create_task(server.read("GET", "/api/v1/pods")) for _ in range(3)]
+        await api.until(lambda: len(api.seen) == 3)
         api.rotate()
         with pytest.raises(AnswerError):
             await server.read("GET", "/api/v1/pods")
         for _ in range(2):
             assert await server.read("GET", "/api/v1/pods")
         assert len(api.connections) == 3 + 1 + 1
-        api.release.set()
+        release.set()
         assert [found["items"] for found in await asyncio.gather(*running)] == [[], [], []]
 
 
@@ -199,6 +183,7 @@ async def test_watches_survive_rotations_under_load(tmp_path: Path, monkeypatch:
     """Each reflector connects, is refused, and renews at other moments than the others."""
     monkeypatch.setattr("gpumgr.kube.client._RENEW_SECONDS", 0.0)
     async with guarded(tmp_path) as (api, server):
+        api.watches.extend([status(410, "list again")] * 10_000)
         found = [
             Reflector(server, Watched(path="/api/v1/pods", parse=parse_pod), on_change=lambda *_: None, watch_times=FAST)
             for _ in range(8)

@@ -1,4 +1,5 @@
-"""A server that answers neither watches nor lists, or only one of them: when the copy counts as outdated. The clock is the test's."""
+"""A reflector's pauses after failures, and when its copy counts as outdated: the API server answers neither watches nor lists, or only
+one of them. The clock is the test's."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,10 +14,10 @@ from structlog.testing import capture_logs
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector, Watched, prompt_watches
+from gpumgr.kube.reflector import Reflector, Watched, WatchTimes, prompt_watches
 from tests.background import background
 
-from .fake_api_server import Answer, FakeApiServer, pod, raw, status
+from .fake_api_server import Answer, FakeApiServer, pod, raw, silent, status
 
 SLOW = status(429, "slow down", {"Retry-After": "1"})
 
@@ -25,14 +26,14 @@ class Silence:
     """A reflector. `now` moves as it sleeps; `slept` are its pauses. After `most_sleeps` it sleeps for good. `outdated_at`: when it was
     first outdated."""
 
-    def __init__(self, server: ApiServer, most_sleeps: int) -> None:
+    def __init__(self, server: ApiServer, most_sleeps: int, watch_times: WatchTimes) -> None:
         self.now, self.slept, self._most_sleeps = 0.0, list[float](), most_sleeps
         self.outdated_at: float | None = None
         self.reflector: Reflector[Any] = Reflector(
             server,
             Watched(path="/api/v1/pods", parse=parse_pod),
             on_change=lambda *_: None,
-            watch_times=replace(prompt_watches(30.0), silence_seconds=1e6),
+            watch_times=watch_times,
             sleep=self._sleep,
             jitter=lambda: 0.5,
             clock=lambda: self.now,
@@ -50,7 +51,7 @@ class Silence:
 
 @asynccontextmanager
 async def watched(server: ApiServer, *, most_sleeps: int = 10**9) -> AsyncIterator[Silence]:
-    found = Silence(server, most_sleeps)
+    found = Silence(server, most_sleeps, replace(prompt_watches(30.0), silence_seconds=1e6))
     async with background(found.reflector.run()):
         await asyncio.wait_for(found.reflector.synced.wait(), 5)
         yield found
@@ -147,10 +148,6 @@ async def test_without_watches_and_lists_the_copy_is_outdated_in_time_and_says_w
 async def test_a_list_that_hangs_counts_as_failed(api: FakeApiServer, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumgr.kube.reflector._SHORTEST_LIST", 0.05)
 
-    async def hang(_: web.Request) -> web.StreamResponse:
-        await asyncio.Event().wait()
-        raise AssertionError("the event is never set")
-
     reset = asyncio.Event()
 
     async def until_reset(request: web.Request) -> web.StreamResponse:
@@ -163,7 +160,7 @@ async def test_a_list_that_hangs_counts_as_failed(api: FakeApiServer, server: Ap
     api.watches.extend([until_reset, *[SLOW] * 1000])
     async with watched(server, most_sleeps=1) as found:
         await until(lambda: found.reflector._watching_since is not None)
-        api.lists.append(hang)
+        api.lists.append(silent())
         found.now = 29.99
         reset.set()
         await until(lambda: found.reflector.outdated is not None)
@@ -198,3 +195,41 @@ async def test_a_list_that_is_stopped_half_way_loses_no_change(api: FakeApiServe
         assert (len(copy) == 120) == reflector.synced.is_set() == (len(changes) == 2)
     changes[-1].cancel()
     await asyncio.wait(changes)
+
+
+# -- pauses ------------------------------------------------------------------------------------------------------------------
+
+
+async def pauses(server: ApiServer, wanted: int, **watch_times: float) -> list[float]:
+    """The first pauses of a reflector."""
+    found = Silence(server, wanted - 1, WatchTimes(**watch_times))  # type: ignore[arg-type]
+    async with background(found.reflector.run()):
+        await until(lambda: len(found.slept) == wanted)
+    return found.slept
+
+
+@pytest.mark.parametrize(
+    "storm",
+    [
+        pytest.param(raw(), id="clean ends"),
+        pytest.param(status(500, "no"), id="errors"),
+        pytest.param(status(410, "gone"), id="expired versions"),
+    ],
+)
+async def test_pauses_grow_to_a_bound_while_nothing_works(storm: Answer, api: FakeApiServer, server: ApiServer) -> None:
+    api.watches.extend([storm] * 10)
+    assert await pauses(server, 8) == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30])
+
+
+async def test_waits_as_long_as_retry_after_requests(api: FakeApiServer, server: ApiServer) -> None:
+    api.lists.append(status(429, "slow down", {"Retry-After": "7"}))
+    api.lists.append(status(503, "slow down", {"Retry-After": "86400"}))
+    api.lists.append(status(503, "slow down", {"Retry-After": "soon"}))
+    assert await pauses(server, 3) == pytest.approx([7, 120, 2])
+
+
+async def test_a_watch_that_lasted_is_resumed_at_once(api: FakeApiServer, server: ApiServer) -> None:
+    api.watches.extend([raw()] * 5)
+    api.watches.append(status(500, "no"))
+    assert await pauses(server, 1, lasted_seconds=0.0) == pytest.approx([0.5])
+    assert api.count(watch=True) == 6

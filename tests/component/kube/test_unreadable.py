@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from structlog.testing import capture_logs
 
 from gpumgr.cli.simulate_live import read_cluster
@@ -24,14 +23,10 @@ from gpumgr.settings.schema import SchedulerSettings
 from tests.background import background
 
 from .conftest import FAST, Start, write_kubeconfig
-from .fake_api_server import FakeApiServer, event, pod, raw
+from .fake_api_server import FakeApiServer, event, listed, pod, raw
 
 NESTED = '{"f:a":' * 100_000 + "{}" + "}" * 100_000
 CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"
-
-
-def listed(*items: str, version: str = "5") -> str:
-    return f'{{"metadata": {{"resourceVersion": "{version}"}}, "items": [{", ".join(items)}]}}'
 
 
 def with_managed_fields(item: Mapping[str, Any], fields: str = NESTED) -> str:
@@ -179,37 +174,9 @@ async def test_annotations_follow_their_pod_without_a_call_of_the_listeners(api:
 # -- scheduler, claims, simulate ---------------------------------------------------------------------------------------------
 
 
-class Lists:
-    """An API server that lists these texts of objects, by path; its watches are silent."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, list[str]] = {}
-        self.url = ""
-
-    async def get(self, request: web.Request) -> web.StreamResponse:
-        if "watch" in request.query:
-            response = web.StreamResponse()
-            await response.prepare(request)
-            await asyncio.Event().wait()
-        return web.Response(text=listed(*self.items.get(request.path, ())), content_type="application/json")
-
-
-@pytest.fixture
-async def lists() -> AsyncIterator[Lists]:
-    made = Lists()
-    app = web.Application()
-    app.router.add_get("/{path:.*}", made.get)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield made
-    await runner.cleanup()
-
-
 @asynccontextmanager
-async def watching(lists: Lists, folder: Path, *, claims: bool) -> AsyncIterator[ClusterWatches | ClaimWatches]:
-    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", lists.url))
+async def watching(api: FakeApiServer, folder: Path, *, claims: bool) -> AsyncIterator[ClusterWatches | ClaimWatches]:
+    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", api.url))
     settings, hami = SchedulerSettings(quota_configmap="kube-system/gpuquota"), ReplicaResources()
     watches: ClusterWatches | ClaimWatches
     if claims:
@@ -246,12 +213,14 @@ def opaque(name: str, parameters: str) -> str:
 
 
 @pytest.mark.parametrize("claims", [False, True])
-async def test_scheduler_and_claims_read_objects_that_are_nested_without_end(claims: bool, lists: Lists, tmp_path: Path) -> None:
+async def test_scheduler_and_claims_read_objects_that_are_nested_without_end(
+    claims: bool, api: FakeApiServer, tmp_path: Path
+) -> None:
     for path in (*CLUSTER, *OF_CLAIMS):
-        lists.items[path] = [with_managed_fields(any_object("deep")), json.dumps(any_object("a"))]
-    lists.items[CLAIMS].append(opaque("claim", '{"a":' + "[" * 5000 + "]" * 5000 + "}"))
+        api.texts[path] = [with_managed_fields(any_object("deep")), json.dumps(any_object("a"))]
+    api.texts[CLAIMS] = (*api.texts[CLAIMS], opaque("claim", '{"a":' + "[" * 5000 + "]" * 5000 + "}"))
     with named_once():
-        async with watching(lists, tmp_path, claims=claims) as watches:
+        async with watching(api, tmp_path, claims=claims) as watches:
             assert watches.unreadable == 0
             if isinstance(watches, ClaimWatches):
                 assert {key[1] for key in watches._claims} == {"deep", "a", "claim"}
@@ -260,11 +229,11 @@ async def test_scheduler_and_claims_read_objects_that_are_nested_without_end(cla
 
 
 @pytest.mark.parametrize("claims", [False, True])
-async def test_scheduler_and_claims_skip_objects_that_cannot_be_read(claims: bool, lists: Lists, tmp_path: Path) -> None:
+async def test_scheduler_and_claims_skip_objects_that_cannot_be_read(claims: bool, api: FakeApiServer, tmp_path: Path) -> None:
     wrong = {"spec": 7, "status": 7, "data": 7}
     for path in (*CLUSTER, *OF_CLAIMS):
-        lists.items[path] = [json.dumps(any_object("odd", **wrong)), "7", json.dumps(any_object("a"))]
-    async with watching(lists, tmp_path, claims=claims) as watches:
+        api.texts[path] = [json.dumps(any_object("odd", **wrong)), "7", json.dumps(any_object("a"))]
+    async with watching(api, tmp_path, claims=claims) as watches:
         assert watches.unreadable > 4
         if isinstance(watches, ClaimWatches):
             assert {key[1] for key in watches._claims} == {"a"}
@@ -273,10 +242,10 @@ async def test_scheduler_and_claims_skip_objects_that_cannot_be_read(claims: boo
             assert set(watches.nodes) == {"a"}
 
 
-async def test_a_snapshot_of_a_cluster_has_the_other_objects(lists: Lists, tmp_path: Path) -> None:
+async def test_a_snapshot_of_a_cluster_has_the_other_objects(api: FakeApiServer, tmp_path: Path) -> None:
     for path in (*CLUSTER[:2], "/apis/policy/v1/poddisruptionbudgets"):
-        lists.items[path] = [with_managed_fields(any_object("deep")), "7", json.dumps(any_object("a"))]
-    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", lists.url)
+        api.texts[path] = [with_managed_fields(any_object("deep")), "7", json.dumps(any_object("a"))]
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url)
     document = await asyncio.to_thread(read_cluster, kubeconfig)
     assert [each["metadata"]["name"] for each in document["nodes"] if each] == ["deep", "a"]
 
