@@ -51,10 +51,17 @@ async def server(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[ApiServer]
 
 
 @pytest.fixture
-async def stage(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
-    """A publisher in front of `sim`."""
-    async with staged(sim.kubeconfig(tmp_path / "kubeconfig")) as made:
+async def resting(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
+    """A publisher in front of `sim` that does not run."""
+    async with staged(sim.kubeconfig(tmp_path / "kubeconfig"), run=False) as made:
         yield made
+
+
+@pytest.fixture
+async def stage(resting: Stage) -> Stage:
+    """A publisher in front of `sim`."""
+    resting.begin()
+    return resting
 
 
 @pytest.fixture

@@ -88,10 +88,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(kubeconfig: Path, **options: Any) -> AsyncIterator[Stage]:
+async def staged(kubeconfig: Path, *, run: bool = True, **options: Any) -> AsyncIterator[Stage]:
     time = Time()
     server = await ApiServer.connect(kubeconfig, clock=time.clock)
     stage = Stage(server, time, **options)
+    if run:
+        stage.begin()
     try:
         yield stage
     finally:

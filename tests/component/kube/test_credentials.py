@@ -82,11 +82,6 @@ async def test_a_path_that_is_not_a_file_is_no_kubeconfig(tmp_path: Path) -> Non
         await ApiServer.connect(write_kubeconfig(tmp_path / "a:b", "http://127.0.0.1"))
 
 
-async def test_the_caller_may_give_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"No such file or directory; look elsewhere$"):
-        await ApiServer.connect(tmp_path / "none", remedy="look elsewhere")
-
-
 async def test_no_kubeconfig_outside_a_pod_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(SettingsError, match=r"pod's service account .* can't be used: .*; set kubernetes\.kubeconfig"):

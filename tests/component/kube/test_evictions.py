@@ -20,7 +20,6 @@ async def test_one_incarnation_of_a_pod_is_evicted_once(tmp_path: Path) -> None:
         put_pod(sim, POD, "uid-0")
         put_pod(sim, OTHER, "its-next-incarnation")
         with capture_logs() as logs:
-            stage.begin()
             stage.evict(POD, "uid-0", "over its limit")
             stage.evict(POD, "uid-0", "GPU0 is drained")
             stage.evict(OTHER, "uid-1")
@@ -43,7 +42,6 @@ async def test_one_incarnation_of_a_pod_is_evicted_once(tmp_path: Path) -> None:
 async def test_a_repeated_drain_requests_a_refused_eviction_again_at_once(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "uid-0")
     sim.forbidden.add(("create", "pods/eviction"))
-    stage.begin()
     wanted = [Eviction(uid="uid-0", pod=POD, reason="GPU0 is drained")]
     stage.publisher.evict("drain", wanted, immediately=True)
     await stage.written()
@@ -58,7 +56,6 @@ async def test_a_repeated_drain_requests_a_refused_eviction_again_at_once(sim: S
 
 async def test_a_deleted_pod_is_not_evicted_again_while_its_requester_still_wants_it(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "uid-0")
-    stage.begin()
     wanted = [Eviction(uid="uid-0", pod=POD, reason="over its limit")]
     stage.publisher.evict("memory limit", wanted)
     await stage.written()
@@ -73,7 +70,6 @@ async def test_a_disruption_budget_holds_up_its_own_pod_alone(sim: SimApiServer,
     put_pod(sim, OTHER, "uid-1")
     sim.protected.add("uid-0")
     with capture_logs() as logs:
-        stage.begin()
         stage.evict(POD, "uid-0")
         stage.evict(OTHER, "uid-1")
         stage.warn("the queue goes on")
@@ -90,7 +86,6 @@ async def test_a_disruption_budget_holds_up_its_own_pod_alone(sim: SimApiServer,
 async def test_an_eviction_that_is_withdrawn_is_not_requested_when_the_budget_allows(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "uid-0")
     sim.protected.add("uid-0")
-    stage.begin()
     stage.time.passes.clear()
     stage.evict(POD, "uid-0")
     await stage.until(lambda: bool(stage.time.slept))  # until its next try
@@ -111,7 +106,6 @@ async def test_an_eviction_that_is_withdrawn_while_it_waits_for_its_token_is_nei
     stage.time.passes.clear()
     for number in range(100):
         stage.publisher.annotate_pod(POD, f"uid-{number}", {"a": "1"})  # uses up the burst
-    stage.begin()
     await stage.until(lambda: stage.waiting == 0)
     stage.evict(POD, "uid-0")
     await stage.until(lambda: bool(stage.time.slept))
@@ -133,7 +127,6 @@ async def test_the_refusal_of_an_eviction_that_was_withdrawn_during_its_request_
         return await status(403, "no")(request)
 
     api.writes.append(late)
-    odd.begin()
     odd.evict(POD, "uid-0")
     await odd.until(lambda: len(api.written) == 1)
     odd.withdraw("uid-0")
@@ -145,7 +138,6 @@ async def test_the_refusal_of_an_eviction_that_was_withdrawn_during_its_request_
 async def test_a_pod_stays_only_when_no_requester_wants_it_evicted(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "uid-0")
     sim.protected.add("uid-0")
-    stage.begin()
     for reason in ("GPU0 is drained", "over its limit"):
         stage.evict(POD, "uid-0", reason)
     stage.withdraw("uid-0", "over its limit")
@@ -165,7 +157,6 @@ async def test_an_eviction_that_is_refused_is_reported_and_requested_again_with_
 ) -> None:
     put_pod(sim, POD, "uid-0")
     sim.forbidden.add(("create", "pods/eviction"))
-    stage.begin()
     for _ in range(3):
         stage.evict(POD, "uid-0", "GPU0 is drained")
         await stage.written()

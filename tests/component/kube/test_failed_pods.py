@@ -23,7 +23,6 @@ async def test_a_deletion_that_fails_is_tried_again_and_a_refusal_logged_once(ap
     api.deletions.extend([status(500, "no"), status(503, "no"), *[status(403, "forbidden")] * 2, status(429, "later")])
     odd.publisher.delete_pod(POD, "uid-a")
     with capture_logs() as logs:
-        odd.begin()
         await odd.written()
     assert deleted(api) == [("web-0", "uid-a")] * 6
     assert api.deleted[0][0] == "/api/v1/namespaces/team/pods/web-0"
@@ -43,7 +42,6 @@ async def test_a_deletion_that_fails_holds_up_no_other_write(api: FakeApiServer,
     odd.publisher.delete_pod(POD, "uid-a")
     odd.publisher.delete_pod(OTHER, "uid-b")
     odd.time.passes.clear()
-    odd.begin()
     await odd.a_try()
     odd.time.now += 0.1
     state = odd.publisher.state()
@@ -60,7 +58,6 @@ async def test_a_pod_that_is_gone_or_whose_name_another_has_is_not_deleted_again
     api.deletions.append(status(code, "not this one"))
     odd.publisher.delete_pod(POD, "uid-a")
     with capture_logs() as logs:
-        odd.begin()
         await odd.written()
     assert (deleted(api), logs) == ([("web-0", "uid-a")], [])
 
@@ -69,7 +66,6 @@ async def test_a_deletion_of_a_pod_that_went_by_itself_is_given_up(api: FakeApiS
     api.deletions.append(status(500, "no"))
     odd.time.passes.clear()
     odd.publisher.delete_pod(POD, "uid-a")
-    odd.begin()
     await odd.a_try()
     odd.publisher.forget_pod("uid-a")
     odd.publisher.delete_pod(OTHER, "uid-b")

@@ -24,7 +24,6 @@ READY = {"type": "Ready", "status": "True"}
 async def test_a_changed_annotation_is_written_alone_and_all_of_them_every_ten_minutes(sim: SimApiServer, stage: Stage) -> None:
     """The inventory has thousands of bytes, and HAMi's scheduler sets its lock for each pod."""
     sim.written.annotations["theirs"] = "kept"
-    stage.begin()
     stage.node.annotate("gpumgr.io/inventory", "long")
     await stage.written()
     sim.written.annotations |= {"gpumgr.io/inventory": "as another wrote it", "hami.io/mutex.lock": "first"}
@@ -46,7 +45,6 @@ async def test_a_changed_annotation_is_written_alone_and_all_of_them_every_ten_m
 
 async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: Stage) -> None:
     sim.written.labels.update({"zone": "a", "nvidia.com/gpu.count": "of-others"})
-    stage.begin()
     stage.node.label({**LABELS, "nvidia.com/gpu.count": "8"})
     await stage.written()
     assert sim.written.labels == {"zone": "a", "nvidia.com/gpu.count": "of-others", **LABELS}
@@ -59,7 +57,6 @@ async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: 
 
 
 async def test_labels_that_were_removed_are_written_again_with_the_next_resync(sim: SimApiServer, stage: Stage) -> None:
-    stage.begin()
     for _ in range(11):
         stage.node.label(LABELS)
         await stage.written()
@@ -79,7 +76,6 @@ async def test_where_gpu_feature_discovery_labels_the_node_its_labels_are_left_a
     sim.written.labels.update(present)
     sim.written.managers += managers
     sim.written.annotations["gpumgr.io/labels"] = "nvidia.com/gpu.count"
-    stage.begin()
     stage.node.label({**LABELS, "nvidia.com/gpu.memory": "1"})
     await stage.written()
     assert sim.written.labels == {**present, "gaia.tencent.com/gpu-model": "H100"}
@@ -91,7 +87,6 @@ async def test_where_gpu_feature_discovery_labels_the_node_its_labels_are_left_a
 
 async def test_the_condition_is_written_on_change_and_every_ten_minutes(sim: SimApiServer, stage: Stage) -> None:
     sim.written.conditions["Ready"] = READY
-    stage.begin()
     stage.node.set_condition(TROUBLE)
     await stage.written()
     assert sim.written.conditions["GpuTrouble"] == {
@@ -116,7 +111,6 @@ async def test_the_condition_is_written_on_change_and_every_ten_minutes(sim: Sim
 
 
 async def test_a_condition_that_is_set_again_after_its_removal_begins_anew(sim: SimApiServer, stage: Stage) -> None:
-    stage.begin()
     for condition in (TROUBLE, None, TROUBLE):
         stage.node.set_condition(condition)
         await stage.written()
@@ -128,7 +122,6 @@ async def test_a_condition_that_is_set_again_after_its_removal_begins_anew(sim: 
 async def test_a_text_that_changes_each_second_is_written_every_ten_seconds_and_another_status_at_once(
     sim: SimApiServer, stage: Stage
 ) -> None:
-    stage.begin()
     for second in range(120):
         stage.node.set_condition(Condition(trouble=True, reason="GpuUnhealthy", message=f"{second} errors"))
         await asyncio.sleep(0.001)
@@ -150,7 +143,6 @@ async def test_the_condition_of_an_earlier_process_goes_on(sim: SimApiServer, st
         "lastTransitionTime": "2027-01-14T08:00:00Z",
     }
     sim.written.conditions["GpuTrouble"] = dict(before)
-    stage.begin()
     stage.node.set_condition(TROUBLE)
     await stage.written()
     assert sim.written.conditions["GpuTrouble"] == before
@@ -165,7 +157,6 @@ async def test_the_condition_of_an_earlier_process_goes_on(sim: SimApiServer, st
 async def test_a_malformed_condition_is_replaced(forged: dict[str, str | None], sim: SimApiServer, stage: Stage) -> None:
     times = dict.fromkeys(("lastHeartbeatTime", "lastTransitionTime"), "2027-01-15T07:59:00Z")
     sim.written.conditions["GpuTrouble"] = {"type": "GpuTrouble", "status": "True", **times, **forged}
-    stage.begin()
     stage.node.set_condition(TROUBLE)
     await stage.written()
     condition = sim.written.conditions["GpuTrouble"]
@@ -200,11 +191,9 @@ async def test_labels_annotation_and_condition_are_removed_with_a_line_in_the_lo
     later: bool, sim: SimApiServer, stage: Stage, tmp_path: Path
 ) -> None:
     others(sim)
-    stage.begin()
     await describe(sim, stage)
     async with staged(sim.kubeconfig(tmp_path / "again")) as again:
         with capture_logs() as logs:
-            again.begin()
             await remove(again if later else stage)
     written = sim.written
     assert (written.labels, written.annotations, written.conditions) == ({"zone": "a"}, {"theirs": "1"}, {"Ready": READY})
@@ -217,7 +206,6 @@ async def test_labels_annotation_and_condition_are_removed_with_a_line_in_the_lo
 
 
 async def test_where_nothing_is_to_be_removed_nothing_is_written(sim: SimApiServer, stage: Stage) -> None:
-    stage.begin()
     with capture_logs() as logs:
         await remove(stage)
         await remove(stage)
@@ -230,7 +218,6 @@ async def test_a_removal_without_the_right_is_no_warning(
     forbidden: set[tuple[str, str]], sim: SimApiServer, stage: Stage
 ) -> None:
     others(sim)
-    stage.begin()
     await describe(sim, stage)
     sim.forbidden |= forbidden
     with capture_logs() as logs:

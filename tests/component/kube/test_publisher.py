@@ -32,7 +32,6 @@ def put_pod(sim: SimApiServer, key: tuple[str, str], uid: str) -> None:
 
 
 async def test_an_event_is_what_kubectl_describe_pod_shows(sim: SimApiServer, stage: Stage) -> None:
-    stage.begin()
     about = pod_ref(POD, "uid-0")
     stage.publisher.record(
         Event(about=about, reason="GpuPlaced", message="main: GPU0", warning=False, allocations=("0123", "4567"))
@@ -59,7 +58,6 @@ async def test_an_event_is_what_kubectl_describe_pod_shows(sim: SimApiServer, st
 
 
 async def test_an_event_of_the_node_is_what_kubectl_describe_node_shows(sim: SimApiServer, stage: Stage) -> None:
-    stage.begin()
     stage.publisher.record(Event(about=node_ref("node-1"), reason="GpuLost", message="GPU3: XID 79", warning=True))
     await stage.written()
     (((namespace, _), event),) = sim.written.events.items()
@@ -73,7 +71,6 @@ async def test_repeated_events_are_one_object_with_a_count(sim: SimApiServer, st
     for _ in range(3):
         stage.warn("too much")
     stage.warn("too much", uid="uid-1")
-    stage.begin()
     await stage.written()
     assert [event["count"] for event in events(sim)] == [3, 1]
     stage.time.now += 60
@@ -88,7 +85,6 @@ async def test_repeated_events_are_one_object_with_a_count(sim: SimApiServer, st
 
 
 async def test_similar_events_are_combined_and_a_flood_about_one_object_is_dropped(sim: SimApiServer, stage: Stage) -> None:
-    stage.begin()
     for number in range(40):
         stage.warn(f"message {number}")
         await stage.written()
@@ -102,7 +98,6 @@ async def test_similar_events_are_combined_and_a_flood_about_one_object_is_dropp
 
 
 async def test_an_event_that_expired_is_created_again(sim: SimApiServer, stage: Stage) -> None:
-    stage.begin()
     stage.warn("too much")
     await stage.written()
     sim.written.events.clear()
@@ -114,7 +109,6 @@ async def test_an_event_that_expired_is_created_again(sim: SimApiServer, stage: 
 async def test_the_first_100_requests_go_at_once_and_then_fifty_a_second(sim: SimApiServer, stage: Stage) -> None:
     for number in range(110):
         stage.warn("too much", uid=f"uid-{number}")
-    stage.begin()
     await stage.written()
     assert stage.time.slept == pytest.approx([0.02] * 10)
     assert [event["involvedObject"]["uid"] for event in events(sim)] == [f"uid-{number}" for number in range(110)]
@@ -130,7 +124,6 @@ async def test_the_annotations_of_a_pod_are_one_patch_with_the_latest_values_bef
     stage.warn("placed")
     for value in ("1", "2"):
         stage.publisher.annotate_pod(POD, "uid-0", {"gpumgr.io/allocations": value, "old": None})
-    stage.begin()
     await stage.written()
     assert sim.annotations("uid-0") == {"gpumgr.io/allocations": "2"}
     assert sim.requests == ["pod", "event"]
@@ -140,7 +133,6 @@ async def test_a_change_during_a_request_is_written_next(sim: SimApiServer, stag
     put_pod(sim, POD, "uid-0")
     sim.delay_seconds = 0.02
     stage.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
-    stage.begin()
     await asyncio.sleep(0.01)
     stage.publisher.annotate_pod(POD, "uid-0", {"a": "2"})
     stage.node.annotate("a", "1")
@@ -151,7 +143,6 @@ async def test_a_change_during_a_request_is_written_next(sim: SimApiServer, stag
 async def test_a_pod_of_the_same_name_does_not_get_the_annotations(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "its-next-incarnation")
     with capture_logs() as logs:
-        stage.begin()
         stage.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
         stage.warn("the queue goes on")
         await stage.written()
@@ -167,7 +158,6 @@ async def test_nothing_is_written_for_a_pod_that_is_gone(sim: SimApiServer, stag
     stage.evict(OTHER, "uid-1")
     stage.publisher.forget_pod("uid-1")
     with capture_logs() as logs:
-        stage.begin()
         await stage.written()
     assert sim.requests == ["pod"]
     assert logs == []
@@ -184,7 +174,6 @@ async def test_after_ten_minutes_without_an_api_server_the_latest_state_of_every
         for pod, uid in pods:
             put_pod(sim, pod, uid)
         await sim.stop()
-        stage.begin()
         waiting, rounds = [], 0
         while stage.time.now < 600:
             rounds += 1
@@ -220,7 +209,6 @@ async def test_an_outage_and_dropped_events_are_logged_once(sim: SimApiServer, t
     await sim.stop()
     async with staged(sim.kubeconfig(tmp_path / "kubeconfig"), capacity=6) as stage:
         with capture_logs() as logs:
-            stage.begin()
             for number in range(10):
                 stage.warn("too much", uid=f"uid-{number}")
             await stage.until(lambda: len(stage.time.slept) > 10)
@@ -237,43 +225,42 @@ async def test_an_outage_and_dropped_events_are_logged_once(sim: SimApiServer, t
 
 async def test_pauses_grow_to_a_bound_while_the_server_is_away(sim: SimApiServer, stage: Stage) -> None:
     await sim.stop()
-    stage.begin()
     stage.node.annotate("a", "1")
     await stage.until(lambda: len(stage.time.slept) >= 8)
     assert stage.time.slept[:8] == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30])
 
 
-async def test_a_stop_writes_what_is_due_within_its_deadline(sim: SimApiServer, stage: Stage) -> None:
-    stage.warn("too much")
-    stage.node.annotate("a", "1")
-    await stage.publisher.flush(10.0)
+async def test_a_stop_writes_what_is_due_within_its_deadline(sim: SimApiServer, resting: Stage) -> None:
+    resting.warn("too much")
+    resting.node.annotate("a", "1")
+    await resting.publisher.flush(10.0)
     assert sim.requests == ["event"], "the next agent writes the state of the node"
     sim.delay_seconds = 60.0
-    stage.warn("far too much")
-    await stage.publisher.flush(0.01)
+    resting.warn("far too much")
+    await resting.publisher.flush(0.01)
     await sim.stop()
-    await stage.publisher.flush(10.0)
-    assert (stage.waiting, len(sim.written.events)) == (1, 1)
+    await resting.publisher.flush(10.0)
+    assert (resting.waiting, len(sim.written.events)) == (1, 1)
 
 
-async def test_a_stop_still_removes_what_is_removed_once(sim: SimApiServer, stage: Stage) -> None:
+async def test_a_stop_still_removes_what_is_removed_once(sim: SimApiServer, resting: Stage) -> None:
     """The next agent does not know that HAMi's lock is to be removed."""
     sim.written.annotations |= {"hami.io/mutex.lock": "2026-01-01T00:00:00Z,team,web", "a": "of the next agent"}
-    stage.node.annotate("a", "1")
-    stage.node.remove_annotation("hami.io/mutex.lock")
-    await stage.publisher.flush(10.0)
-    assert (sim.written.annotations, sim.requests, stage.waiting) == ({"a": "of the next agent"}, ["annotate"], 0)
+    resting.node.annotate("a", "1")
+    resting.node.remove_annotation("hami.io/mutex.lock")
+    await resting.publisher.flush(10.0)
+    assert (sim.written.annotations, sim.requests, resting.waiting) == ({"a": "of the next agent"}, ["annotate"], 0)
 
 
-async def test_a_job_with_a_bug_does_not_stop_the_others(sim: SimApiServer, stage: Stage) -> None:
+async def test_a_job_with_a_bug_does_not_stop_the_others(sim: SimApiServer, resting: Stage) -> None:
     put_pod(sim, POD, "uid-0")
-    stage.publisher.annotate_pod(POD, "uid-0", {"a": object()})  # type: ignore[dict-item]  # no JSON: a bug of the caller
-    stage.warn("the queue goes on")
+    resting.publisher.annotate_pod(POD, "uid-0", {"a": object()})  # type: ignore[dict-item]  # no JSON: a bug of the caller
+    resting.warn("the queue goes on")
     with pytest.raises(TypeError, match="not JSON serializable"):
-        await stage.publisher.run()
-    assert stage.waiting == 2
-    stage.begin()
-    await stage.until(lambda: stage.waiting == 1)
+        await resting.publisher.run()
+    assert resting.waiting == 2
+    resting.begin()
+    await resting.until(lambda: resting.waiting == 1)
     assert sim.written.events
 
 
@@ -284,7 +271,6 @@ async def test_a_missing_right_is_logged_once_and_stops_nothing_else(sim: SimApi
     sim.forbidden |= {("create", "events"), ("create", "pods/eviction"), ("patch", "nodes"), ("patch", "pods")}
     put_pod(sim, POD, "uid-0")
     with capture_logs() as logs:
-        stage.begin()
         for number in range(3):
             stage.warn(f"message {number}")
             stage.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
@@ -309,7 +295,6 @@ async def test_a_missing_right_is_logged_once_and_stops_nothing_else(sim: SimApi
 async def test_a_right_on_the_node_that_comes_later_is_used_with_the_next_resync(sim: SimApiServer, stage: Stage) -> None:
     sim.forbidden.add(("get", "nodes"))
     with capture_logs() as logs:
-        stage.begin()
         for _ in range(3):
             stage.node.label(LABELS)
             stage.node.set_condition(TROUBLE)
@@ -331,7 +316,6 @@ async def test_a_right_on_the_node_that_comes_later_is_used_with_the_next_resync
 async def test_without_the_right_to_count_no_second_event_is_created(sim: SimApiServer, stage: Stage) -> None:
     sim.forbidden.add(("patch", "events"))
     with capture_logs() as logs:
-        stage.begin()
         for _ in range(3):
             stage.warn("too much")
             await stage.written()
@@ -343,7 +327,6 @@ async def test_without_the_right_to_count_no_second_event_is_created(sim: SimApi
 async def test_the_remedy_for_an_unknown_node_is_its_name(tmp_path: Path) -> None:
     async with SimApiServer("node-2") as sim, staged(sim.kubeconfig(tmp_path / "kubeconfig")) as stage:
         with capture_logs() as logs:
-            stage.begin()
             stage.node.annotate("a", "1")
             await stage.written()
     assert logs[0]["remedy"] == "there is no node node-1: set node.name to the name that `kubectl get nodes` shows"
@@ -364,7 +347,6 @@ async def test_the_remedy_for_an_unknown_node_is_its_name(tmp_path: Path) -> Non
 )
 async def test_transient_errors_are_retried(answer: Answer, api: FakeApiServer, odd: Stage) -> None:
     api.writes.extend([answer] * 3)
-    odd.begin()
     odd.node.annotate("a", "1")
     await api.until(lambda: len(api.written) == 4)
     patch = ("PATCH", "/api/v1/nodes/node-1", {"metadata": {"annotations": {"a": "1"}}})
@@ -373,7 +355,6 @@ async def test_transient_errors_are_retried(answer: Answer, api: FakeApiServer, 
 
 async def test_waits_as_long_as_retry_after_requests(api: FakeApiServer, odd: Stage) -> None:
     api.writes.append(status(503, "slow down", {"Retry-After": "7"}))
-    odd.begin()
     odd.node.annotate("a", "1")
     await api.until(lambda: len(api.written) == 2)
     assert odd.time.now >= 7
@@ -381,7 +362,6 @@ async def test_waits_as_long_as_retry_after_requests(api: FakeApiServer, odd: St
 
 async def test_one_request_that_always_fails_does_not_hold_up_the_others(api: FakeApiServer, odd: Stage) -> None:
     api.writes.extend([status(500, "a webhook is broken")] * 2)
-    odd.begin()
     odd.node.annotate("a", "1")
     odd.evict(POD, "uid-0")
     odd.warn("too much")
@@ -400,7 +380,6 @@ async def test_a_change_during_a_request_that_fails_is_written_with_what_the_req
     odd.node.annotate("a", "1")
     odd.node.annotate("b", "1")
     odd.node.remove_annotation("c")
-    odd.begin()
     await api.until(lambda: len(api.written) == 1)
     odd.node.annotate("a", "2")
     changed.set()
@@ -411,7 +390,6 @@ async def test_a_change_during_a_request_that_fails_is_written_with_what_the_req
 
 async def test_a_request_whose_answer_was_lost_creates_no_second_event(api: FakeApiServer, odd: Stage) -> None:
     api.writes.extend([lost, status(409, "already exists")])
-    odd.begin()
     odd.warn("too much")
     await api.until(lambda: len(api.written) == 3)
     (_, _, first), (_, _, second), (method, path, body) = api.written
@@ -424,7 +402,6 @@ async def test_credentials_that_can_not_be_read_are_retried(api: FakeApiServer, 
     (tmp_path / "kubeconfig").write_text("half a fi")
     api.writes.extend([status(401, "who are you")] * 3)
     with capture_logs() as logs:
-        odd.begin()
         odd.warn("too much")
         await api.until(lambda: len(api.written) == 4)
     assert [line["event"] for line in logs][:2] == ["announcements_wait", "credentials_not_renewed"]
@@ -432,7 +409,6 @@ async def test_credentials_that_can_not_be_read_are_retried(api: FakeApiServer, 
 
 async def test_an_answer_that_is_no_node_is_not_patched(api: FakeApiServer, odd: Stage) -> None:
     with capture_logs() as logs:
-        odd.begin()
         odd.node.label({"a": "1"})
         await odd.until(lambda: bool(logs))
     assert logs[0]["error"].startswith("the API server's answer is no JSON object: ")
@@ -442,7 +418,6 @@ async def test_an_answer_that_is_no_node_is_not_patched(api: FakeApiServer, odd:
 async def test_a_namespace_that_terminates_is_no_missing_right(api: FakeApiServer, odd: Stage) -> None:
     api.writes.append(status(403, "events is forbidden: the namespace is being terminated", cause="NamespaceTerminating"))
     with capture_logs() as logs:
-        odd.begin()
         odd.warn("too much")
         await odd.written()
     assert logs == []
@@ -463,7 +438,6 @@ async def test_what_the_server_calls_invalid_is_dropped(body: bytes, error: str,
 
     api.writes.append(invalid)
     with capture_logs() as logs:
-        odd.begin()
         odd.warn("too much")
         odd.warn("far too much")
         await odd.written()

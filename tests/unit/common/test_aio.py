@@ -25,12 +25,6 @@ from gpumgr.common.aio import (
 )
 
 
-async def test_a_reader_sees_the_current_value_first() -> None:
-    latest = LatestValue(1)
-    with latest.subscribe() as values:
-        assert await anext(values) == 1
-
-
 async def test_a_slow_reader_sees_only_the_newest_value() -> None:
     latest = LatestValue(0)
     with latest.subscribe() as values:

@@ -48,16 +48,14 @@ def test_a_placement_names_the_containers_without_limits() -> None:
     assert cautions(kept, replace(whole("d", WEB, 0), mechanisms=("none",))) == []
 
 
-def test_a_refusal_has_its_sentence_and_its_own_id() -> None:
-    entry = HistoryEntry(at=1.0, what="refused", id="r1", container="main", code="no_fit", why="no GPU has 30 cores free")
-    event = refusal(ABOUT, entry)
-    assert (event.reason, event.warning, event.allocations) == ("GpuRefused", True, ("r1",))
-    assert event.message == "container main: no GPU has 30 cores free"
-
-
-def test_other_events_of_pods_are_warnings() -> None:
-    event = pod_event(ABOUT, HistoryEntry(at=1.0, what="event", id="a", code="GpuMemoryOverLimit", why="too much"))
-    assert (event.reason, event.warning, event.message, event.allocations) == ("GpuMemoryOverLimit", True, "too much", ("a",))
+def test_events_of_pods_other_than_placements_are_warnings() -> None:
+    refused = HistoryEntry(at=1.0, what="refused", id="r1", container="main", code="no_fit", why="no GPU has 30 cores free")
+    other = HistoryEntry(at=1.0, what="event", id="a", code="GpuMemoryOverLimit", why="too much")
+    made = [refusal(ABOUT, refused), pod_event(ABOUT, other)]
+    assert [(event.reason, event.warning, event.allocations, event.message) for event in made] == [
+        ("GpuRefused", True, ("r1",), "container main: no GPU has 30 cores free"),
+        ("GpuMemoryOverLimit", True, ("a",), "too much"),
+    ]
 
 
 @pytest.mark.parametrize(

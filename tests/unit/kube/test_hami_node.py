@@ -1,7 +1,5 @@
 """HAMi's annotations of a node, both ways."""
 
-import contextlib
-import json
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -97,12 +95,6 @@ def test_another_text_is_refused(text: str) -> None:
         decode_register(text)
 
 
-@given(st.text(max_size=60))
-def test_any_text_is_read_or_refused(text: str) -> None:
-    with contextlib.suppress(ValueError, RecursionError):
-        decode_register(text)
-
-
 ZONES = st.integers(-720, 840).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 NAMES = st.from_regex("[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
 
@@ -137,19 +129,6 @@ def test_the_type_begins_with_the_vendor(model: str | None, expected: str) -> No
     assert device_type(model) == expected
 
 
-def read_scores(text: str) -> dict[str, dict[str, int]]:
-    """As HAMi's scheduler does (pkg/device/nvidia/links.go)."""
-    return {each["uuid"]: each["score"] for each in json.loads(text)}
-
-
-@given(st.lists(NAMES, unique=True, max_size=5), st.data())
-def test_scores_are_read_as_they_were_written(uuids: list[str], data: st.DataObject) -> None:
-    rows = tuple(tuple(data.draw(st.integers(0, 10**6)) for _ in uuids) for _ in uuids)
-    assert read_scores(encode_scores(uuids, rows)) == {
-        uuid: {other: score for other, score in zip(uuids, row, strict=True) if other != uuid}
-        for uuid, row in zip(uuids, rows, strict=True)
-    }
-
-
 def test_scores_are_hamis() -> None:
-    assert encode_scores(["a", "b"], ((0, 120), (120, 0))) == '[{"uuid":"a","score":{"b":120}},{"uuid":"b","score":{"a":120}}]'
+    assert encode_scores(["a", "b"], ((0, 120), (50, 0))) == '[{"uuid":"a","score":{"b":120}},{"uuid":"b","score":{"a":50}}]'
+    assert encode_scores([], ()) == "[]"

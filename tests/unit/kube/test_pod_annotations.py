@@ -28,10 +28,13 @@ def share(letter: str, container: str | None, *, gpu: int = 0, init: bool = Fals
     return allocation(letter, WEB, container=container, init=init, cores={gpu: 0b11111}, blocks={gpu: 0b11})
 
 
-def annotated(view: PodView, *allocations: Allocation, shown: int = 2, **evaluators: str) -> dict[str, str]:
+def annotated(
+    view: PodView, *allocations: Allocation, shown: int = 2, suspensions: dict[str, Suspension] | None = None, **evaluators: str
+) -> dict[str, str]:
     node = view_of(shown=shown)
-    gpus = node.inventory.gpus(node.ledger.gpu_registry)
-    return pod_annotations(view, allocations, node.ledger.gpu_registry, gpus, node="node-1", evaluators=evaluators)
+    registry = node.ledger.gpu_registry
+    gpus = node.inventory.gpus(registry)
+    return pod_annotations(view, allocations, registry, gpus, node="node-1", evaluators=evaluators, suspensions=suspensions or {})
 
 
 def listed(annotations: dict[str, str]) -> list[dict[str, Any]]:
@@ -135,15 +138,6 @@ def test_the_same_ledger_gives_the_same_text() -> None:
 
 
 def test_the_state_of_a_suspended_container_is_listed() -> None:
-    node = view_of()
     states: dict[str, Suspension] = {"a": Suspension(state="suspended", reason="it waits"), "b": Suspension(state="running")}
-    found = pod_annotations(
-        pod(app("one"), app("two")),
-        [share("a", "one"), share("b", "two")],
-        node.ledger.gpu_registry,
-        node.inventory.gpus(node.ledger.gpu_registry),
-        node="node-1",
-        evaluators={},
-        suspensions=states,
-    )
+    found = annotated(pod(app("one"), app("two")), share("a", "one"), share("b", "two"), suspensions=states)
     assert [(each.get("state"), each.get("reason")) for each in listed(found)] == [("suspended", "it waits"), (None, None)]

@@ -57,12 +57,8 @@ def test_what_is_wrong_is_said_with_its_line(content: str, tmp_path: Path) -> No
     assert said.startswith(BAD[content])
     assert said.isprintable()
     assert len(said) < 1000
-
-
-@pytest.mark.parametrize("content", BAD, ids=range(len(BAD)))
-def test_config_check_ends_with_2(content: str, tmp_path: Path) -> None:
     for output in ("text", "json"):
-        result = CliRunner().invoke(group, ["config", "check", str(write(tmp_path, content)), "--output", output])
+        result = CliRunner().invoke(group, ["config", "check", str(path), "--output", output])
         assert (result.exit_code, type(result.exception)) == (2, SystemExit)
 
 
@@ -113,45 +109,10 @@ def test_a_file_beyond_the_bound_is_refused_unread(tmp_path: Path) -> None:
 #: What YAML gives a meaning, and what is at its edges.
 PIECES = st.sampled_from(
     [
-        *(
-            ":",
-            "-",
-            "?",
-            "[",
-            "]",
-            "{",
-            "}",
-            ",",
-            "#",
-            "&a",
-            "*a",
-            "!",
-            "!!int",
-            "!!bool",
-            "!!float",
-            "!!timestamp",
-            "!!binary",
-            "|",
-            ">",
-        ),
-        *(
-            '"\\UFFFFFFFF"',
-            '"\\uD800"',
-            '"\\x00"',
-            "'",
-            '"',
-            "%YAML 1.1\n---\n",
-            "%TAG",
-            "---",
-            "...",
-            "<<: ",
-            "=",
-            "~",
-            "\t",
-            "\r",
-            "\n",
-        ),
-        *("\N{BOM}", "\x85", "\N{LINE SEPARATOR}", "0x" + "f" * 4000, "1:" * 50, "2026-99-99", ".nan", "1e999", "!<x>", "!a%FF "),
+        *":-?[]{},#!|>'=~\"\t\r\n",
+        *("&a", "*a", "!!int", "!!bool", "!!float", "!!timestamp", "!!binary", "%YAML 1.1\n---\n", "%TAG", "---", "...", "<<: "),
+        *('"\\UFFFFFFFF"', '"\\uD800"', '"\\x00"', "\N{BOM}", "\x85", "\N{LINE SEPARATOR}", "0x" + "f" * 4000, "1:" * 50),
+        *("2026-99-99", ".nan", "1e999", "!<x>", "!a%FF "),
     ]
 )
 TEXTS = st.text(string.ascii_letters + string.digits + " \n:{}[]-&*!#'\"|>%@`,?\t\\\x00\N{SNOWMAN}\ud800", max_size=80)

@@ -17,6 +17,8 @@ from gpumgr.common.rpc import server as server_module
 from gpumgr.common.rpc.server import DrainingServer
 from tests.background import until
 
+from .test_what_peers_send import REQUEST
+
 #: Much more than the buffers of a unix socket hold.
 MESSAGE = bytes(8 << 20)
 LARGEST_WINDOW = 2**31 - 1
@@ -44,15 +46,7 @@ def call(path: Path) -> socket.socket:
     h2.initiate_connection()
     h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: LARGEST_WINDOW})
     h2.increment_flow_control_window(LARGEST_WINDOW - 65535)
-    request = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/test.Sender/Send",
-        ":authority": "localhost",
-        "te": "trailers",
-        "content-type": "application/grpc+proto",
-    }
-    h2.send_headers(1, list(request.items()))
+    h2.send_headers(1, [*(REQUEST | {":path": "/test.Sender/Send"}).items()])
     h2.send_data(1, bytes(5), end_stream=True)
     peer = socket.socket(socket.AF_UNIX)
     peer.connect(str(path))

@@ -3,12 +3,12 @@
 Where the answers differ, the comment says why. The other cases of that suite:
 
 1 to 3    the node's CSV: tests/unit/kube/test_hami_node.py
-4 to 7    device lists: tests/component/kube/test_replica_requests.py, tests/property/test_device_lists.py. An empty text (7) has no
+4 to 7    device lists: tests/unit/kube/test_replica_requests.py, tests/property/test_device_lists.py. An empty text (7) has no
           container here, and is refused for a pod with some
 8, 9      UUIDs: tests/unit/cluster/scheduler/test_selection.py, tests/unit/cluster/core/test_constraints.py
 10 to 12  how HAMi's scheduler judges a node by its handshake, and remembers its register annotation: not here. gpumgr's scheduler reads
           the inventory and the kubelet's capacity; the agent writes a handshake for old schedulers, and reads none
-13 to 16  requests: tests/component/kube/test_replica_requests.py. 16Gi is refused with the reason, and does not vanish
+13 to 16  requests: tests/unit/kube/test_replica_requests.py. 16Gi is refused with the reason, and does not vanish
 17 to 19  admission: tests/e2e/test_hami_admission.py
 23        more cores than a GPU has: tests/unit/cluster/core/test_choose.py. HAMi takes 120 cores as 100
 32        HAMi's score of a GPU by slots, cores and memory: not here. The evaluators compare cores, then memory; only the sum of a node is
@@ -17,7 +17,7 @@ Where the answers differ, the comment says why. The other cases of that suite:
 34        taking and stealing the lock of a node: not here. No lock is needed; the agent removes that of HAMi's scheduler
           (tests/e2e/test_hami_plugin.py), and its text is read in tests/unit/kube/test_hami_node.py
 35        places of MIG devices: tests/unit/placement/evaluators/test_mig.py
-40        omitted entries of containers without GPUs: tests/component/kube/test_replica_requests.py
+40        omitted entries of containers without GPUs: tests/unit/kube/test_replica_requests.py
 """
 
 from collections.abc import Iterable, Sequence

@@ -3,10 +3,8 @@
 import shlex
 from pathlib import Path
 
-import pytest
 from msgspec.structs import replace
 
-from gpumgr.common.errors import SettingsError
 from gpumgr.compat.gpu_manager.takeover import DaemonSet, GpuManagerCommand, GpuManagerState, from_text, plan_gpu_manager
 from gpumgr.compat.plan import Plan, settings_yaml, text_of
 from gpumgr.ledger.rebuild import AnonymousRecord
@@ -43,11 +41,6 @@ def test_a_runtime_that_is_gone_is_not_taken_over() -> None:
     assert made.settings == {}
     assert any("/var/run/dockershim.sock is gone since Kubernetes 1.24" in note for note in made.notes)
     assert plan("--share-mode --container-runtime-endpoint=/run/crio/crio.sock").settings == {"cri.socket": "/run/crio/crio.sock"}
-
-
-def test_what_gpumgr_refuses_is_refused_now() -> None:
-    with pytest.raises(SettingsError, match="--driver=dummy is not supported"):
-        plan("--driver=dummy")
 
 
 def test_running_pods_keep_their_gpus_and_pods_without_a_record_are_counted() -> None:

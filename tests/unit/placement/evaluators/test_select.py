@@ -128,14 +128,6 @@ def test_memory_beside_whole_gpus_comes_from_the_granted_ones() -> None:
     assert refused(small, 200, 641).code == "no_fit"
 
 
-def test_a_partly_used_gpu_is_not_whole() -> None:
-    assert place(PAIRS, [gpu(0, 100, 319), gpu(1)], cores=100, memory_blocks=0).gpus == (1,)
-
-
-def test_only_listed_gpus_are_candidates() -> None:
-    assert place(PAIRS, [gpu(3), gpu(1)], cores=200, memory_blocks=0).gpus == (1, 3)
-
-
 def test_why_names_the_group_and_the_score() -> None:
     placement = place(PAIRS, capacities(4), cores=200, memory_blocks=0)
     assert (placement.score, placement.why.endswith("within PIX, score 50")) == (50, True)

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.rpc import wire
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, register, run, stub
+from tests.component.compat.gpu_manager.vcuda.harness import Node, api, register, run, stub
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
@@ -34,14 +34,6 @@ async def test_both_calls_of_gpu_managers_client(node: Node, backend: VcudaBacke
         assert await stub(channel).RegisterVDevice(api.VDeviceRequest(**form)) == api.VDeviceResponse()
     assert {70001, 70002} < set(node.listed())
     assert backend.registrations == {"ok": 1}
-
-
-@pytest.mark.usefixtures("backend")
-async def test_our_client_registers_itself_and_all_of_the_container(node: Node, client: Path) -> None:
-    node.pids = {70001}
-    ended = await register(client, node.socket)
-    assert ended == Ended(0, "", "", ended.pid)
-    assert node.listed() == tuple(sorted({70001, ended.pid}))
 
 
 @pytest.mark.usefixtures("backend")
