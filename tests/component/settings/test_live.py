@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ import structlog
 
 from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.live import SettingsReloader, SettingsSource
+from tests.background import background, until
 
 
 def rewrite(path: Path, text: str) -> None:
     path.write_text(text)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
 
 
 @pytest.fixture
@@ -54,18 +60,6 @@ class Watched:
     def record(self, code: str, why: str) -> None:
         self.told.append((code, why))
 
-    async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not reached():  # noqa: ASYNC110 (what is waited for is another's, and has no event)
-                await asyncio.sleep(0.005)
-
-    async def until_read(self, times: int) -> None:
-        await self.until(lambda: self.reads >= times)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
 
 @asynccontextmanager
 async def following(path: Path, *, meanwhile: str | None = None, read_seconds: float = 30.0) -> AsyncIterator[Watched]:
@@ -82,14 +76,12 @@ async def following(path: Path, *, meanwhile: str | None = None, read_seconds: f
         read_seconds=read_seconds,
         clock=lambda: it.now,
     )
-    task = asyncio.create_task(reloading.run())
-    try:
-        yield it
-        assert not task.done(), task
-    finally:
-        it.answers.set()
-        task.cancel()
-        await asyncio.wait([task])
+    async with background(reloading.run()) as task:
+        try:
+            yield it
+            assert not task.done(), task
+        finally:
+            it.answers.set()
 
 
 def replace(path: Path, text: str) -> None:
@@ -100,10 +92,10 @@ def replace(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace])
-async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], None], path: Path) -> None:
+async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], object], path: Path) -> None:
     async with following(path) as it:
         change(path, "placement: {policy: spread}\nhttp: {port: 9000}\n")
-        await it.until(lambda: bool(it.told))
+        await until(lambda: bool(it.told))
         assert [each.placement.policy for each in it.applied] == ["spread"]
         assert it.applied[0].http.port == it.start.http.port
         assert it.told == [("reloaded", "applied: placement.policy; needs a restart of the agent: http.port")]
@@ -116,13 +108,13 @@ async def test_a_bad_file_changes_nothing_and_is_reported(bad: str, path: Path) 
     with structlog.testing.capture_logs() as lines:
         async with following(path) as it:
             rewrite(path, bad)
-            await it.until(lambda: bool(it.told))
+            await until(lambda: bool(it.told))
             ((code, why),) = it.told
             assert code == "rejected"
             assert why.startswith(f"the previous settings stay in effect: {path}:1: ")
             assert it.applied == []
             rewrite(path, "{}")
-            await it.until(lambda: len(it.told) == 2)
+            await until(lambda: len(it.told) == 2)
             assert it.told[1] == ("reloaded", "the file has the settings that are in effect")
     assert [(line["event"], line["log_level"]) for line in lines] == [("config_rejected", "error"), ("config_reloaded", "info")]
     assert str(path) in lines[0]["reason"]
@@ -132,10 +124,10 @@ async def test_a_file_that_goes_away_is_a_bad_file(path: Path) -> None:
     rewrite(path, "placement: {policy: spread}")
     async with following(path) as it:
         remove(path)
-        await it.until(lambda: bool(it.told))
+        await until(lambda: bool(it.told))
         assert "can't be read" in it.told[0][1]
         rewrite(path, "placement: {policy: binpack}")
-        await it.until(lambda: bool(it.applied))
+        await until(lambda: bool(it.applied))
         assert it.applied[0].placement.policy == "binpack"
 
 
@@ -143,14 +135,14 @@ async def test_a_reload_request_reads_the_file_at_once_changed_or_not(path: Path
     async with following(path) as it:
         for times in (2, 3):
             it.source.ask()
-            await it.until_read(times)
-        await it.until(lambda: len(it.applied) == 2)
+            await until(partial(lambda times: it.reads >= times, times))
+        await until(lambda: len(it.applied) == 2)
         assert it.told == []
 
 
 async def test_a_change_between_the_first_read_and_the_start_is_applied(path: Path) -> None:
     async with following(path, meanwhile="placement: {policy: spread}") as it:
-        await it.until(lambda: bool(it.applied))
+        await until(lambda: bool(it.applied))
         assert it.applied[0].placement.policy == "spread"
 
 
@@ -163,13 +155,13 @@ async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: s
         async with following(path) as it:
             it.bugs[where] = LookupError("a bug")
             rewrite(path, "placement: {policy: spread}")
-            await it.until(lambda: bool(it.told))
+            await until(lambda: bool(it.told))
             assert it.told == [
                 ("rejected", "the previous settings stay in effect: a bug, please report it: LookupError('a bug')")
             ]
             assert [each.placement.policy for each in it.applied] == (["binpack"] if where == "apply" else [])
             it.source.ask()
-            await it.until(lambda: len(it.told) == 2)
+            await until(lambda: len(it.told) == 2)
             assert it.told[1] == ("reloaded", "applied: placement.policy")
     assert [line["event"] for line in lines] == ["daemon_failed", "config_rejected", "config_reloaded"]
 
@@ -179,15 +171,15 @@ async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_wh
         async with following(path, read_seconds=0.2) as it:
             it.answers.clear()
             rewrite(path, "placement: {policy: spread}")
-            await it.until(lambda: bool(it.told))
+            await until(lambda: bool(it.told))
             it.source.ask()
-            await it.until(lambda: len(lines) == 2)
+            await until(lambda: len(lines) == 2)
             await asyncio.sleep(0.1)
             why = f"{path} can't be read: its file system gives no answer"
             assert it.told == [("rejected", f"the previous settings stay in effect: {why}")]
             assert [line["reason"] for line in lines] == [why] * 2  # who asks is answered
             it.answers.set()
-            await it.until(lambda: len(it.told) == 2)
+            await until(lambda: len(it.told) == 2)
             assert it.told[1] == ("reloaded", "applied: placement.policy")
 
 
@@ -197,27 +189,27 @@ async def test_the_same_reason_is_reported_once_per_interval(path: Path) -> None
 
             async def ask(answers: int) -> None:
                 it.source.ask()
-                await it.until(lambda: len(lines) == answers)
+                await until(lambda: len(lines) == answers)
 
             rewrite(path, "placement: {policy: sprad}")
-            await it.until(lambda: len(lines) == 1)
+            await until(lambda: len(lines) == 1)
             for times in range(2, 12):
                 await ask(times)
             assert [code for code, _ in it.told] == ["rejected"]
             rewrite(path, "placement: {policy: spred}")
-            await it.until(lambda: len(it.told) == 2)
+            await until(lambda: len(it.told) == 2)
             it.now += 600
             it.source.ask()
-            await it.until(lambda: len(it.told) == 3)
+            await until(lambda: len(it.told) == 3)
             rewrite(path, "{}")
-            await it.until(lambda: len(it.told) == 4)
+            await until(lambda: len(it.told) == 4)
             rewrite(path, "placement: {policy: spred}")
-            await it.until(lambda: len(it.told) == 5)
+            await until(lambda: len(it.told) == 5)
             assert [code for code, _ in it.told] == ["rejected"] * 3 + ["reloaded", "rejected"]
 
 
 async def test_a_long_list_of_errors_is_cut(path: Path) -> None:
     async with following(path) as it:
         rewrite(path, "".join(f"a{n}: 1\n" for n in range(1000)))
-        await it.until(lambda: bool(it.told))
+        await until(lambda: bool(it.told))
         assert len(it.told[0][1]) < 5000

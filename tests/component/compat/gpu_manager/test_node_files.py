@@ -46,6 +46,12 @@ class Host:
         vcuda = VcudaSettings(driver_roots=(self.root,), volume_conf=self.root / "volume.conf")
         return NodeDriverFiles(Settings(container=container, vcuda=vcuda), self._client.runtimes, simulated=simulated)
 
+    async def updated(self, way: str = "auto", *, simulated: bool = False) -> NodeDriverFiles:
+        """An agent that has seen the driver."""
+        agent = self.agent(way, simulated=simulated)
+        await agent.update(DRIVER)
+        return agent
+
     def mounted(self) -> int:
         """What a container's libcuda.so.1 is."""
         return call_who(self.whole / "lib64", "libcuda.so.1")[0]
@@ -77,16 +83,14 @@ async def test_without_a_toolkit_the_driver_is_mirrored_and_mounted(host: Host) 
 
 async def test_with_the_toolkit_as_default_runtime_nothing_is_copied(host: Host) -> None:
     host.runtime.default_program = TOOLKIT
-    agent = host.agent()
-    await agent.update(DRIVER)
+    agent = await host.updated()
     assert (agent.access.mounted, agent.trouble()) == (False, None)
     assert TOOLKIT in agent.access.why
     assert not host.whole.exists()
 
 
 async def test_a_runtime_that_restarts_with_the_toolkit_changes_the_way(host: Host) -> None:
-    agent = host.agent()
-    await agent.update(DRIVER)
+    agent = await host.updated()
     await host.runtime.stop()
     await agent.update(DRIVER)
     assert agent.access.mounted, "its last answer counts while it is away"
@@ -111,8 +115,7 @@ async def test_before_the_first_answer_the_former_mirror_shows_the_way(host: Hos
     await first.update(DRIVER)
     assert (first.access.mounted, first.trouble()) == (True, None)
     await host.runtime.stop()
-    second = host.agent()
-    await second.update(DRIVER)
+    second = await host.updated()
     assert second.access.mounted
     assert second.access.toolkit
 
@@ -131,8 +134,7 @@ async def test_a_driver_without_files_is_reported_until_they_are_there(host: Hos
 
 
 async def test_a_mirror_that_was_removed_is_made_again(host: Host) -> None:
-    agent = host.agent()
-    await agent.update(DRIVER)
+    agent = await host.updated()
     host.whole.unlink()
     await agent.update(DRIVER)
     assert host.mounted() == CUDA
@@ -140,8 +142,7 @@ async def test_a_mirror_that_was_removed_is_made_again(host: Host) -> None:
 
 async def test_the_operators_folder_is_mounted_as_it_is(host: Host) -> None:
     host.whole.mkdir(parents=True)
-    agent = host.agent()
-    await agent.update(DRIVER)
+    agent = await host.updated()
     assert (agent.access.mounted, agent.trouble()) == (True, None)
     assert not host.whole.is_symlink()
     assert [*host.whole.iterdir()] == []
@@ -150,8 +151,7 @@ async def test_the_operators_folder_is_mounted_as_it_is(host: Host) -> None:
 async def test_a_list_of_files_without_the_volume_of_whole_gpus(host: Host) -> None:
     volume = '{"volume": [{"name": "nvidia", "components": {"libraries": ["libcuda.so"], "binaries": []}}]}'
     (host.root / "volume.conf").write_text(volume)
-    agent = host.agent()
-    await agent.update(DRIVER)
+    agent = await host.updated()
     assert "has no volume 'origin'" in str(agent.trouble())
 
 
@@ -177,16 +177,14 @@ async def test_device_nodes_that_no_toolkit_creates_are_missed(host: Host) -> No
 @pytest.mark.parametrize("simulated", [False, True])
 async def test_mounts_needs_no_answer_of_the_runtime(host: Host, simulated: bool) -> None:
     await host.runtime.stop()
-    agent = host.agent("mounts", simulated=simulated)
-    await agent.update(DRIVER)
+    agent = await host.updated("mounts", simulated=simulated)
     assert (agent.access.mounted, agent.access.toolkit, agent.trouble()) == (True, True, None)
     assert host.mounted() == CUDA
 
 
 @pytest.mark.parametrize(("way", "simulated"), [("toolkit", False), ("auto", True)])
 async def test_the_toolkits_way_and_a_simulated_node_ask_and_copy_nothing(host: Host, way: str, simulated: bool) -> None:
-    agent = host.agent(way, simulated=simulated)
-    await agent.update(DRIVER)
+    agent = await host.updated(way, simulated=simulated)
     assert (agent.access.mounted, agent.trouble()) == (False, None)
     assert host.runtime.asked == []
     assert not host.whole.exists()

@@ -109,6 +109,12 @@ class TakeoverNode:
         )
         return self.started
 
+    async def held_back_by(self, *, done: bool = False, gpus: int = 4) -> str | None:
+        """What holds a new start back, once the driver has shown its GPUs."""
+        take_over = self.take_over(done=done)
+        await self.show_gpus(gpus)
+        return await take_over.held_back_by()
+
     async def show_gpus(self, number: int = 4) -> None:
         await self.agent_state.set_snapshot(snapshot(number))
 
@@ -207,10 +213,8 @@ async def test_records_are_taken_over_and_logged_once(scene: TakeoverNode) -> No
     scene.records("u1")
     scene.kubelets_file("u1")
     scene.runs("a", "u1")
-    take_over = scene.take_over()
     with capture_logs() as logs:
-        await scene.show_gpus()
-        assert await take_over.held_back_by() is None
+        assert await scene.held_back_by() is None
     assert [line["taken"] for line in named(logs, "taken_over_from_gpu_manager")] == [1]
     (a,) = scene.agent_state.ledger.allocations.values()
     assert (a.pod, a.uid, a.cores, a.anonymous) == (("team", "a"), "u1", 30, True)
@@ -245,9 +249,7 @@ async def test_an_unreadable_file_counts_as_no_record(scene: TakeoverNode) -> No
 
 async def test_a_kubelets_file_that_can_not_be_read_is_read_at_the_next_start(scene: TakeoverNode) -> None:
     (scene.folder / FILE_NAME).write_text("{")
-    take_over = scene.take_over()
-    await scene.show_gpus()
-    assert await take_over.held_back_by() is None
+    assert await scene.held_back_by() is None
     assert scene.remembered == 0
     scene.kubelets_file()
     assert await scene.take_over().held_back_by() is None
@@ -267,9 +269,7 @@ async def test_a_full_disk_takes_nothing_over_and_offers_nothing(scene: Takeover
 async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u9", ids=OURS)
-    take_over = scene.take_over(done=True)
-    await scene.show_gpus()
-    assert await take_over.held_back_by() is None
+    assert await scene.held_back_by(done=True) is None
     assert scene.agent_state.ledger.allocations == {}
 
     scene.kubelets_file("u1", "u2")
@@ -286,9 +286,7 @@ async def with_gpu_3_late(scene: TakeoverNode, *minors: int) -> None:
     scene.records("u1", minors=minors, cores=100 * len(minors))
     scene.kubelets_file("u1")
     scene.runs("a", "u1")
-    take_over = scene.take_over()
-    await scene.show_gpus(3)
-    assert await take_over.held_back_by() is None
+    assert await scene.held_back_by(gpus=3) is None
 
 
 async def test_a_record_of_a_gpu_found_later_is_adopted_before_the_gpu_is_offered(scene: TakeoverNode) -> None:
@@ -345,10 +343,8 @@ async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(s
     scene.kubelets_file("u1", ours=("u2",))
     scene.runs("a", "u1")
     scene.pods.views |= {("team", "ours"): PodView(namespace="team", name="ours", uid="u2", phase="Running")}
-    take_over = scene.take_over()
     with capture_logs() as logs:
-        await scene.show_gpus()
-        assert await take_over.held_back_by() is None
+        assert await scene.held_back_by() is None
     ledger = scene.agent_state.ledger.check()
     held = {a.uid: (a.pod, a.held("core")[GPU], a.anonymous) for a in ledger.allocations.values()}
     assert held == {
@@ -380,9 +376,7 @@ async def test_records_of_pods_that_ended_are_left_behind(scene: TakeoverNode, d
     scene.records("over", "unknown")
     scene.kubelets_file("over", "unknown")
     scene.runs("a", "over", "Succeeded")
-    take_over = scene.take_over(done=done)
-    await scene.show_gpus()
-    assert await take_over.held_back_by() is None
+    assert await scene.held_back_by(done=done) is None
     assert (scene.taken(), scene.remembered) == ([], 0 if done else 1)
 
 
@@ -392,7 +386,5 @@ async def test_a_static_pod_is_identified_by_the_kubelets_uid(scene: TakeoverNod
     scene.runs("a", "mirror")
     view = scene.pods.views["team", "a"]
     scene.pods.views["team", "a"] = replace(view, runtime_uid="static")
-    take_over = scene.take_over()
-    await scene.show_gpus()
-    assert await take_over.held_back_by() is None
+    assert await scene.held_back_by() is None
     assert scene.taken() == [("static", (GPU,))]

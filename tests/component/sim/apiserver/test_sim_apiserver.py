@@ -13,8 +13,7 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
-from tests.background import background
-from tests.component.kubelet.dra.harness import soon
+from tests.background import background, until
 
 PACE = WatchTimes(pause_seconds=(0.01, 0.02))
 
@@ -31,7 +30,7 @@ class Watched(NamedTuple):
     cache: PodCache
 
     async def until(self, names: set[str]) -> None:
-        await soon(lambda: {view.name for view in self.cache.all()} == names)
+        await until(lambda: {view.name for view in self.cache.all()} == names)
 
 
 @asynccontextmanager
@@ -160,7 +159,7 @@ async def test_a_patched_pod_is_watched_with_what_was_written(tmp_path: Path) ->
         body = {"metadata": {"annotations": {"gpumgr.io/allocations": "[]", "theirs": "1"}}}
         assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=body, headers=MERGE)) == 200
         assert api.annotations("uid-a")
-        await soon(lambda: bool(seen.cache.annotations("uid-a")))
+        await until(lambda: bool(seen.cache.annotations("uid-a")))
         assert seen.cache.annotations("uid-a") == {"gpumgr.io/allocations": "[]"}
         api.remove("uid-a")
         await seen.until(set())
