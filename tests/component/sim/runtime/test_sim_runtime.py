@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.errors import CriError
 from gpumgr.common.rpc.channel import UnixChannel
 from gpumgr.placement.pods import PodSandbox
-from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, container_cgroup_in
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import FirstProcess
 from gpumgr.sim.kubelet import SimContainer, SimPod
@@ -18,11 +16,6 @@ from tests.cri_api import cri
 
 POD = SimPod(namespace="demo", name="resnet", uid="uid-1", containers=(SimContainer(name="main"), SimContainer(name="side")))
 SERVICE = "/runtime.v1.RuntimeService/"
-
-
-def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
-    path = cgroups.path_of(pid)
-    return container_cgroup_in(path) if path is not None else None
 
 
 @pytest.fixture
@@ -68,21 +61,6 @@ async def test_a_pod_has_a_ready_sandbox_while_one_of_its_containers_runs(runtim
     assert await client.ready_sandboxes() == ()
 
 
-async def test_a_container_and_its_process_are_found(runtime: SimRuntime, client: CriClient) -> None:
-    made = runtime.run(POD, "main")
-    cgroups = Cgroups(runtime.processes.cgroup_root, runtime.processes.proc_root)
-    (listed,) = await client.list()
-    assert (listed.id, listed.pod, listed.pod_uid, listed.name) == (made.id, ("demo", "resnet"), "uid-1", "main")
-    assert (listed.running, listed.attempt) == (True, 0)
-    assert await client.init_process(made.id) == FirstProcess(pid=made.pid, cgroups_path=made.cgroup)
-    assert made.pid is not None
-    assert made.cgroup is not None
-    place = container_cgroup(cgroups, made.pid)
-    assert place is not None
-    assert (place.container_id, place.pod_uid, place.cgroup) == (made.id, "uid-1", made.cgroup)
-    assert cgroups.pids(made.cgroup) == (made.pid,)
-
-
 async def test_a_restart_makes_another_container_and_its_pod_takes_both_along(runtime: SimRuntime, client: CriClient) -> None:
     first, other = runtime.run(POD, "main"), runtime.run(POD, "side")
     second = runtime.run(POD, "main")
@@ -97,14 +75,3 @@ async def test_a_restart_makes_another_container_and_its_pod_takes_both_along(ru
     assert set(runtime.remove("uid-1")) == {second.pid, other.pid}
     assert await client.list() == ()
     assert await client.init_process(second.id) is None
-
-
-async def test_an_outage_loses_nothing(runtime: SimRuntime, client: CriClient) -> None:
-    runtime.run(POD, "main")
-    assert len(await client.list()) == 1
-    await runtime.stop()
-    runtime.run(POD, "side")
-    with pytest.raises(CriError):
-        await client.list()
-    await runtime.start()
-    assert [each.name for each in await client.list()] == ["main", "side"]

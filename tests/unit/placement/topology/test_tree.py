@@ -29,27 +29,6 @@ def test_free_gpus_are_counted_in_each_group() -> None:
     assert lines[:4] == ["ROOT:6:0", "|--PHB:6:0", "|  |--PIX:2:0", "|  |  |--GPU0:0:1"]
 
 
-def test_pairs_in_quads_on_two_sockets() -> None:
-    assert render_tree(dump("indented-8.txt")).splitlines() == [
-        "ROOT:8:0",
-        "|--SYS:8:0",
-        "|  |--PHB:4:0",
-        "|  |  |--PIX:2:0",
-        "|  |  |  |--GPU0:1:1",
-        "|  |  |  |--GPU1:1:1",
-        "|  |  |--PIX:2:0",
-        "|  |  |  |--GPU2:1:2",
-        "|  |  |  |--GPU3:1:2",
-        "|  |--PHB:4:0",
-        "|  |  |--PIX:2:0",
-        "|  |  |  |--GPU4:1:3",
-        "|  |  |  |--GPU5:1:3",
-        "|  |  |--PIX:2:0",
-        "|  |  |  |--GPU6:1:4",
-        "|  |  |  |--GPU7:1:4",
-    ]
-
-
 def test_a_lone_gpu_beside_groups_shares_the_rank_of_the_group_that_ends_with_its_parent() -> None:
     assert render_tree(dump("node-5.txt")).splitlines() == [
         "ROOT:5:0",

@@ -116,37 +116,6 @@ async def status_of(
     return caught.value.status, caught.value.message or ""
 
 
-@pytest.mark.parametrize(
-    "holder", [replace(TENANT, container=None), replace(TENANT, container=None, pod=None, pod_uid=None, runtime_uid=None)]
-)
-async def test_without_names_the_container_is_identified_by_its_mounted_folder(holder: GpuShare) -> None:
-    asked: list[tuple[int, str]] = []
-
-    def mounted(pid: int, allocation: str) -> bool:
-        asked.append((pid, allocation))
-        return True
-
-    desk = Desk(tenant=holder)
-    await desk.service(inside, mounted).__mapping__()[ROUTE].func(Call(4712))
-    assert (desk.entered, asked) == ([4712], [(4712, TENANT.allocation)])
-    status, sentence = await status_of(Call(4712), Desk(tenant=holder))
-    assert status is Status.PERMISSION_DENIED
-    assert sentence.startswith("process 4712 is in demo/resnet (main), and this socket belongs to ")
-    assert sentence.endswith(", and does not have its folder mounted")
-
-
-async def test_the_folder_does_not_outweigh_names_that_differ() -> None:
-    """A container can get at another's folder by a mount of the host's own folders."""
-
-    async def thief(_pid: int) -> Container | None:
-        return replace(CONTAINER, pod_uid="another")
-
-    status, sentence = await status_of(Call(4712), Desk(), thief, lambda _pid, _allocation: True)
-    assert (status, "folder" in sentence) == (Status.PERMISSION_DENIED, False)
-    other = Desk(tenant=replace(TENANT, container=None))
-    assert (await status_of(Call(4712), other, thief, lambda _pid, _allocation: True))[0] is Status.PERMISSION_DENIED
-
-
 async def test_a_peer_without_a_pid_means_a_missing_host_pid() -> None:
     status, sentence = await status_of(Call(0), Desk())
     assert status is Status.PERMISSION_DENIED
