@@ -12,7 +12,6 @@ import pytest
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
-from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.sim.kubelet_pods import V1_20, V1_25, V1_35, V1_37, KubeletVersion
 
 from .stage import SIM, app, stage
@@ -83,46 +82,6 @@ async def test_the_next_agent_registers_when_the_streams_of_the_former_one_have_
             assert "registration_lost" not in events
             assert events.count("registered") == len(RESOURCES)
             assert await new.stop() == 0
-
-
-async def test_pods_that_come_during_updates_are_refused_by_no_agent(folder: Path) -> None:
-    """Between two agents the kubelet may refuse a pod; that is all. Two agents wait at the same time."""
-    async with updating(folder) as node:
-        failed = list[str]()
-        stop = asyncio.Event()
-
-        async def arrive() -> None:
-            number = 0
-            while not stop.is_set():
-                number += 1
-                pod = node.pod(f"pod-{number}", app(10, 1))
-                with contextlib.suppress(SimKubeletError):  # its container's start failed, which a real kubelet tries again
-                    status = await node.run(pod)
-                    failed.extend([status.message or ""] if status.phase == "Failed" else [])
-                node.delete(pod)
-                await asyncio.sleep(0.01)
-
-        arriving = asyncio.create_task(arrive())
-        old = node.agent
-        async with beside(node) as new, beside(node) as newest:
-            for agent in (new, newest):
-                await until_it_waits(agent)
-            assert await old.stop() == 0
-            await asyncio.wait(
-                [asyncio.ensure_future(each.agent_log.until("ready")) for each in (new, newest)],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            first, last = (new, newest) if new.agent_log.find("ready") else (newest, new)
-            assert (await readiness(last))[0] == 200
-            assert f"PID {first.pid} " in last.agent_log.find(WAITS)[-1]["reason"]
-            assert await first.stop() == 0
-            await until_served_by(node, last)
-            stop.set()
-            await arriving
-            between = ("no healthy devices present", "Unavailable", "has been stopped")
-            assert [each for each in failed if not any(text in each for text in between)] == []
-            assert (await node.run(node.pod("later", app(100)))).phase == "Running"
-            assert node.disagreements() == []
 
 
 async def test_a_version_with_bad_settings_never_replaces_the_agent(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """The history of GPU health: lost, unhealthy, recovered, one entry for each change."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import GpuHealth, Reason, State
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
+from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
 from tests.unit.web.metrics.pictures import with_hole
@@ -184,40 +183,3 @@ async def test_a_gpu_that_is_still_lost_after_a_restart_is_not_lost_again_and_co
     assert [(code, gpus) for code, gpus, _ in node.told[2:]] == [("back", ("00000001",))]
     await node.restart({ONE: WELL, ZERO: WELL})
     assert len(node.told) == 3
-
-
-async def test_the_processes_of_mechanisms_appear_nowhere() -> None:
-    """The server of MPS is listed like any program, also when the last container of its GPU has ended."""
-    seen: list[NodeSample] = []
-
-    async def sampled(sample: NodeSample, _started: Mapping[int, int]) -> None:
-        seen.append(sample)
-
-    node = EventNode()
-    server, tenant = os.getpid(), os.getppid()
-    asked: list[Mapping[int, int]] = []
-
-    def own(started: Mapping[int, int]) -> set[int]:
-        asked.append(started)
-        return {server}
-
-    node.hardware_events = HardwareEvents(
-        node.world.agent_state,
-        HostProcesses(),
-        device_root="/dev",
-        simulated=True,
-        before_snapshot=node._ignore,
-        on_sample=sampled,
-        own_pids=own,
-    )
-    await node.hardware_events.snapshot_taken(NODE)
-    processes = tuple(GpuProcess(pid=pid, memory_bytes=66 << 20) for pid in (server, tenant))
-    gpus = {ZERO: GpuSample(uuid=ZERO, processes=processes), ONE: GpuSample(uuid=ONE, processes=None)}
-    await node.hardware_events.sample_taken(NodeSample(gpus=gpus))
-    assert [started.keys() for started in asked] == [{server, tenant}]
-    left = {ZERO: (processes[1],), ONE: None}
-    assert {uuid: gpu.processes for uuid, gpu in seen[0].gpus.items()} == left
-    assert node.hardware_events.sample == seen[0]
-    assert {pid for processes in node.world.agent_state.inventory.quarantine.unattributed.values() for pid, _ in processes} == {
-        tenant
-    }

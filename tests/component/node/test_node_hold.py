@@ -224,3 +224,19 @@ async def test_an_agent_that_is_older_than_the_checkpoint_ends_so_that_the_newer
             with pytest.raises(ExceptionGroup) as caught:
                 await held
     assert caught.group_contains(CheckpointError, match="was written by a newer gpumgr")
+
+
+async def test_of_two_agents_that_wait_one_takes_the_node_and_the_other_waits_for_it(folder: Path) -> None:
+    settings, other = settings_of(folder, mode="plugin"), settings_of(folder, mode="plugin", instance="newer")
+    first = lock_node(settings.process.lock_path)
+    first.__enter__()
+    stop = asyncio.Event()
+    async with second(settings, stop) as (_, one), second(other, stop) as (_, two):
+        await when(lambda: status(settings, "/readyz") == 200 == status(other, "/readyz"))
+        first.__exit__(None, None, None)
+        await asyncio.wait({one, two}, return_when=asyncio.FIRST_COMPLETED)
+        assert one.done() != two.done()
+        waiting = other if one.done() else settings
+        assert await asyncio.to_thread(status, waiting, "/readyz") == 200
+        stop.set()
+        assert sorted([await one, await two]) == [False, True]

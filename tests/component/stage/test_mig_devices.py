@@ -372,38 +372,34 @@ async def test_the_lock_is_free_while_the_driver_creates_a_device(folder: Path) 
         assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
 
 
-async def test_a_gpu_that_fails_while_a_device_is_created_refuses_the_container(folder: Path) -> None:
-    async with creating(folder) as (node, mig, admission, _):
-        failed = {uuid_of(node): "XID 79"}
-        await node.agent.agent_state.set_health(HardwareHealth(failed=failed, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig)))
-        mig.created.set()
-        status = await admission
-        assert status.phase == "Failed"
-        assert "went out of service while MIG devices were created: XID 79" in (status.message or "")
-        assert mig.places(uuid_of(node)) == []
-        assert not node.ledger.allocations
-        assert not [entry for entry in node.agent.agent_state.history.entries() if entry.what in ("granted", "freed")]
-
-
-async def test_a_bug_while_a_device_is_created_leaves_no_reservation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with creating(folder) as (node, mig, admission, _):
-        monkeypatch.setattr(AgentState, "commit", AsyncMock(side_effect=KeyError("a bug")))
-        mig.created.set()
-        assert (await admission).phase == "Failed"
-        assert not node.ledger.allocations
-        assert mig.places(uuid_of(node)) == []
-
-
-async def test_a_reservation_that_was_freed_while_its_device_was_created_refuses_the_container(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("happens", "reason"),
+    [
+        ("the GPU fails", "went out of service while MIG devices were created: XID 79"),
+        ("a bug", ""),
+        ("it is freed", "offered the container's ids again while its MIG devices were created"),
+    ],
+)
+async def test_a_container_that_is_refused_after_its_device_was_created_leaves_neither_device_nor_reservation(
+    folder: Path, happens: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with creating(folder) as (node, mig, admission, _):
         state = node.agent.agent_state
-        async with state.lock:
-            state.put(state.ledger.free([*state.ledger.allocations]))
+        if happens == "the GPU fails":
+            mode = mig_mode(mig)
+            await state.set_health(HardwareHealth(failed={uuid_of(node): "XID 79"}, cordoned=mode, in_mig_mode=mode))
+        elif happens == "a bug":
+            monkeypatch.setattr(AgentState, "commit", AsyncMock(side_effect=KeyError("a bug")))
+        else:
+            async with state.lock:
+                state.put(state.ledger.free([*state.ledger.allocations]))
         mig.created.set()
         status = await admission
-        assert status.phase == "Failed"
-        assert "offered the container's ids again while its MIG devices were created" in (status.message or "")
+        assert (status.phase, reason in (status.message or "")) == ("Failed", True), status.message
         assert mig.places(uuid_of(node)) == []
+        assert not node.ledger.allocations
+        told = {entry.what for entry in state.history.entries()} & {"granted", "freed"}
+        assert told == ({"freed"} if happens == "it is freed" else set())
 
 
 async def test_a_reservation_that_a_killed_agent_left_is_dropped(folder: Path) -> None:

@@ -66,14 +66,6 @@ def test_equal_gpus_are_described_together() -> None:
     assert describe_limits([]) == ""
 
 
-@pytest.mark.parametrize(("name", "day"), [("limiter", "2026-11-27"), ("mps", "2026-11-26"), ("hami-core", "2026-11-26")])
-def test_limits_of_cores_are_shown_with_what_was_measured(name: str, day: str) -> None:
-    shown = describe_limits([(0, GpuLimits(memory="soft", memory_by=name, cores="soft", cores_by=name))])
-    assert f"; measured: {name} " in shown
-    assert "H200, driver 580.159.04" in shown
-    assert day in shown
-
-
 @pytest.mark.parametrize("limits", [GpuLimits(cores="soft", cores_by="vcuda"), GpuLimits(cores="none", cores_by="mps")])
 def test_nothing_is_shown_as_measured_that_was_not_or_that_does_not_apply(limits: GpuLimits) -> None:
     assert "measured" not in describe_limits([(0, limits)])

@@ -64,8 +64,3 @@ def test_a_damaged_row_is_never_read(allocation: Allocation, data: st.DataObject
 def test_an_invalid_row_is_named(record: str) -> None:
     with pytest.raises(CorruptRowError, match="the row of allocation 'a1' can't be read"):
         decode_allocation("a1", record, checksum("a1", record))
-
-
-def test_an_allocation_without_ids_is_stored() -> None:
-    claim = Allocation(id="claim/gpu", gpus={"g": Amounts(100, 4096), "h": Amounts(30, 1000)})
-    assert decode_allocation(*encode_allocation(claim)) == claim
