@@ -11,8 +11,6 @@ from gpumgr.cli import main
 from gpumgr.compat.gpu_manager import running_pods
 from gpumgr.driver.monitor import Monitor
 from gpumgr.kube.publisher import node_reporter, objects
-from gpumgr.kubelet.dra import registration, side
-from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.node import components, lifecycle
 
 _SECONDS: Final = 0.5
@@ -24,9 +22,6 @@ if __name__ == "__main__":
     vars(running_pods)["INCOMPLETE_SECONDS"] = _SECONDS
     vars(state)["EXPECTED_SECONDS"] = _SECONDS
     vars(objects)["_CONDITION_SECONDS"] = _SECONDS
-    vars(side)["SLOW_DRIVER_SECONDS"] = _ANSWER_SECONDS
-    vars(side)["RECLAIM_SECONDS"] = _SECONDS
-    vars(registration)["DraPlugin"] = partial(DraPlugin, wait_seconds=_ANSWER_SECONDS)
     vars(node_reporter)["PATIENCE_SECONDS"] = _SECONDS
     vars(lifecycle)["FIRST_SNAPSHOT_SECONDS"] = _ANSWER_SECONDS
     vars(components)["Monitor"] = partial(Monitor, retry_seconds=(_SECONDS, _SECONDS))

@@ -14,11 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.sim.demo.node import open_node
-from gpumgr.sim.demo.runner import SIM
-from gpumgr.sim.demo.workload import Activity, Workload
-
-from .stage import app, children, gpumgr
+from .stage import children, gpumgr
 
 #: The command without the pauses between its steps, which are for a reader.
 _NO_PAUSE = """
@@ -85,27 +81,3 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path) ->
     assert os.listdir(folder) == []
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-
-
-async def test_the_demo_continues_after_the_script(folder: Path) -> None:
-    """Containers start and end, one is refused, one exceeds its memory and returns below it, an unattributed process starts and ends."""
-    settings = {"enforcement": {"over_limit_samples": 2}}
-    async with asyncio.timeout(90), open_node(folder, sim=SIM, settings=settings) as node:
-        await node.start_agent()
-        for pod in (node.pod("a", app(40, 80)), node.pod("patient", app(100))):
-            assert (await node.run(pod)).phase == "Running"
-        work = Workload(node)
-        tasks = [asyncio.create_task(each.run()) for each in (work, Activity(node, work, round_seconds=0.25))]
-        try:
-            await node.agent_log.until("allocation_freed", holder="demo/guest-0 (main)")
-            await node.agent_log.until("refused", pod="demo/impossible-1")
-            for event in ("container_over_limit", "container_within_limit"):
-                await node.agent_log.until(event, holder="demo/a (main)")
-            for event in ("gpu_process_unattributed", "gpu_process_unattributed_gone"):
-                await node.agent_log.until(event)
-            assert not node.agent_log.find("gpu_quarantined")
-            assert not any(task.done() for task in tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)

@@ -93,26 +93,6 @@ async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_f
         assert (await node.run(node.pod("more", mig("1g.5gb", 2)))).phase == "Running"
 
 
-async def test_a_mig_device_that_was_created_again_with_its_former_uuid_has_its_new_profile(folder: Path) -> None:
-    instances = NODE.mig_instances_of(2)
-    small = [each for each in instances if each.profile == "1g.5gb"]
-    new = replace(small[0], profile="2g.10gb", memory_bytes=2 * small[0].memory_bytes)
-    async with started(folder, MIXED) as node:
-        await node.kubelet.until_allocatable(PREFIX + "1g.5gb", 2)
-        node.control.set_mig_instances(2, {0: new})
-        of_gpu_3 = {PREFIX + "1c.3g.20gb": 1, PREFIX + "1g.5gb.me": 1}
-        await until_offered(node, of_gpu_3 | {PREFIX + "3g.20gb": 0, PREFIX + "1g.5gb": 0, PREFIX + "2g.10gb": 1})
-        # An id that vanishes while it is allocated crashes the kubelet.
-        assert node.kubelet.node_status()[PREFIX + "1g.5gb"].capacity == 2
-        pod = node.pod("holder", mig("2g.10gb"))
-        assert (await node.run(pod)).phase == "Running"
-        (held,) = node.ledger().of(None, pod.uid)
-        assert [each.memory_mebibytes for each in held.gpus.values()] == [new.memory_bytes >> 20]
-        assert f"2g.10gb {new.uuid}" in held.why
-        node.control.set_mig_instances(2, {0: new, 1: small[1]})
-        await node.agent.while_running(node.kubelet.until(lambda: offered(node)[PREFIX + "1g.5gb"] == 1))
-
-
 def node_of(folder: Path, profiles: Sequence[str]) -> str:
     """The file of a node with a GPU in MIG mode for each profile, with two of these MIG devices."""
     model = {"model": "A100", "memory_mib": 40960, "reserved_mib": 571, "mig": "enabled", "idle_celsius": 31, "idle_watts": 34}

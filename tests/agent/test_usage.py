@@ -1,11 +1,9 @@
 """Who uses what: the real agent, with the driver, the processes and the container runtime of the simulated node."""
 
-import asyncio
 from pathlib import Path
 from typing import Final
 
 from gpumgr.sim.demo.node import SimulatedNode
-from gpumgr.sim.kubelet import SimContainer, SimPod
 from tests.background import until
 
 from .stage import app, running
@@ -32,23 +30,12 @@ async def summed(node: SimulatedNode) -> Told:
     return told
 
 
-async def come(node: SimulatedNode, name: str, *containers: SimContainer) -> SimPod:
-    pod = node.pod(name, *containers)
-    assert (await node.run(pod)).phase == "Running"
-    await until_shown(node, pod)
-    return pod
-
-
-async def until_shown(node: SimulatedNode, pod: SimPod) -> None:
-    """The metrics are rendered once a sample period, so that they may show a pod's first container before its second."""
-    while not {(pod.name, container.name) for container in pod.containers} <= set(await summed(node)):  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-
-
 async def test_memory_is_attributed_to_the_pod_of_the_process(folder: Path) -> None:
     async with running(folder, settings=QUICK) as node:
-        first, second = await come(node, "first", app(30, 4)), await come(node, "second", app(20, 4), app(10, 2, "side"))
-        whole = await come(node, "whole", app(200))
+        first, whole = node.pod("first", app(30, 4)), node.pod("whole", app(200))
+        second = node.pod("second", app(20, 4), app(10, 2, "side"))
+        for pod in (first, second, whole):
+            assert (await node.run(pod)).phase == "Running"
         node.use(first, memory_bytes=700 * MIB, sm_percent=20)
         node.use(second, "side", memory_bytes=300 * MIB, sm_percent=5)
         node.use(whole, memory_bytes=2000 * MIB, sm_percent=80)

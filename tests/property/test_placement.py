@@ -190,14 +190,6 @@ def test_names_that_keep_their_order_change_nothing(
     assert after == (None if before is None else tuple(place_of[gpu] for gpu in before))
 
 
-@settings(deadline=None, max_examples=50)
-@given(nodes(10), st.sampled_from([30, 100, 200, 300, 400]), st.data())
-def test_the_order_in_which_gpus_are_listed_changes_nothing(node: tuple[Topology, Caps], cores: int, data: st.DataObject) -> None:
-    topology, gpus = node
-    shuffled = data.draw(st.permutations(gpus))
-    assert answer(topology, gpus, cores, 1) == answer(topology, shuffled, cores, 1)
-
-
 @settings(deadline=None, max_examples=100)
 @given(nodes(12), st.integers(1, 12), st.integers(0, 600))
 def test_answers_are_feasible(node: tuple[Topology, Caps], count: int, blocks: int) -> None:

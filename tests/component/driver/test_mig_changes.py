@@ -60,10 +60,12 @@ async def in_mig_mode(node: SimNode) -> AsyncIterator[Hand]:
 # -- profiles ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("names", [False, True], ids=["a driver without names of profiles", "with names"])
 @pytest.mark.parametrize("enabled", [False, True])
-async def test_the_profiles_of_a_gpu_also_while_its_mig_mode_is_off(enabled: bool, node: Prepare) -> None:
+async def test_the_profiles_of_a_gpu_also_while_its_mig_mode_is_off(enabled: bool, names: bool, node: Prepare) -> None:
     sim = node("hgx-h100-8")
     sim.control.set_mig(0, enabled=enabled)
+    sim.control.set_result(PROFILE_V2, 0 if names else FUNCTION_NOT_FOUND)
     async with opened(sim) as nvml:
         assert {*(await gpu_of(nvml, 0)).mig_profiles} == {*H100}
 
@@ -74,13 +76,6 @@ async def test_a_gpu_without_mig(node: Prepare) -> None:
         assert [gpu.mig_profiles for gpu in (await nvml.snapshot()).gpus] == [()] * 4
         with pytest.raises(NvmlError, match="has no MIG mode"):
             await nvml.enable_mig(sim.description.uuid_of(0))
-
-
-async def test_a_driver_that_reports_no_names_of_profiles(node: Prepare) -> None:
-    sim = node("hgx-h100-8")
-    sim.control.set_result(PROFILE_V2, FUNCTION_NOT_FOUND)
-    async with opened(sim) as nvml:
-        assert {*(await gpu_of(nvml, 0)).mig_profiles} == {*H100}
 
 
 @pytest.mark.parametrize("functions", [(PROFILE_V1, PROFILE_V2), (PLACEMENTS,)])

@@ -15,7 +15,7 @@ from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
-from tests.component.stage.stage import Clock, snapshot
+from tests.component.stage.stage import Clock, app, init, snapshot
 from tests.unit.agent.world import Refused, World
 
 ORDERS = ["core_first", "memory_first"]
@@ -59,10 +59,6 @@ async def limited(overrides: Sequence[str] = (), **options: object) -> tuple[Wor
     return await World.made(snapshot(2, 16), limits=limits, **options), backend
 
 
-def app(cores: int, blocks: int = 0, kind: str = "app", name: str = "main") -> SimContainer:
-    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind=kind)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: str) -> None:
     world, backend = await limited(resource_order=order)
@@ -100,7 +96,7 @@ async def test_the_operators_exemption_applies_from_the_grant_on() -> None:
 
 async def test_an_app_that_took_over_its_init_containers_ids_is_started_with_its_own_size() -> None:
     world, backend = await limited()
-    await world.run(world.pod("stages", app(40, 8, "init", "prepare"), app(20, 4)))
+    await world.run(world.pod("stages", init(40, 8), app(20, 4)))
     sizes = {tenant.container: (gpu.cores, gpu.memory_bytes // BLOCK_BYTES) for tenant in backend.started for gpu in tenant.gpus}
     assert sizes == {"prepare": (40, 8), "main": (20, 4)}
 

@@ -6,14 +6,9 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.sim.kubelet_pods import SimContainer
-from tests.component.stage.stage import snapshot
+from tests.component.stage.stage import app, snapshot
 
 from .world import Refused, World, played
-
-
-def app(name: str = "main", cores: int = 30, blocks: int = 4, kind: str = "app") -> SimContainer:
-    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind=kind)  # type: ignore[arg-type]
 
 
 async def made(**options: Any) -> World:
@@ -43,7 +38,7 @@ async def test_a_restart_between_the_preference_and_allocate_does_not_move_the_p
         return await plugin_allocate(ids)  # type: ignore[arg-type]
 
     world.kubelet.clients["tencent.com/vcuda-core"].allocate = allocate  # type: ignore[method-assign, assignment]
-    await world.run(world.pod("a", app()))
+    await world.run(world.pod("a", app(30, 4)))
     assert restarted
     assert gpus(world) == {"a": {3}}
 
@@ -51,7 +46,7 @@ async def test_a_restart_between_the_preference_and_allocate_does_not_move_the_p
 async def test_an_ignored_placement_is_an_event_once_and_the_agent_chooses() -> None:
     world = await made(known=False)
     reason = "the annotation gpumgr.io/placement is ignored: it is about node other"
-    pod = world.pod("a", app(), app("side", 5, 1))
+    pod = world.pod("a", app(30, 4), app(5, 1, "side"))
     world.pods.views["team", "a"] = replace(world.view(pod), placement_ignored=reason)
     with capture_logs() as logs:
         await world.run(pod)
@@ -67,9 +62,9 @@ def test_a_placed_pod_is_identified_by_list_alone() -> None:
     async def scenario(world: World) -> None:
         world.away = True
         world.placed = {"a": 3}
-        other = world.pod("b", app())
+        other = world.pod("b", app(30, 4))
         with pytest.raises(Refused, match=r"did not answer for 5 s .* \(team/a\); the pod's controller must replace the pod"):
-            await world.run(world.pod("a", app()))
+            await world.run(world.pod("a", app(30, 4)))
         await world.run(other)
         assert set(gpus(world)) == {"b"}
 

@@ -89,13 +89,6 @@ def test_a_bad_description_names_file_and_place(tmp_path: Path, body: str, messa
         described(tmp_path, body)
 
 
-def test_a_name_that_is_neither_built_in_nor_a_file() -> None:
-    with pytest.raises(
-        SettingsError, match="'hgx-h200-8': No such file or directory; give a file or one of: dgx1-v100-8, hgx-16"
-    ):
-        load_node("hgx-h200-8")
-
-
 @pytest.mark.parametrize(
     ("content", "message"), [(b"- just a list\n", "Expected `object`"), (b"\xff\xfe\x00\x01", r"node\.yaml")]
 )
