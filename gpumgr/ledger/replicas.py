@@ -200,7 +200,9 @@ def _trial_allocation(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRe
 
 def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuName, burst_mebibytes: int = 0) -> str | None:
     """Why the allocation can't be on this GPU; `after` is the ledger with it."""
-    wanted, left = allocation.gpus[gpu], ledger.available(gpu)
+    # What an init container holds is left for the pod's later containers.
+    inits = (a.id for a in ledger.of(allocation.pod, allocation.uid) if a.init)
+    wanted, left = allocation.gpus[gpu], ledger.free(inits).available(gpu)
     others = [a for a in ledger.on(gpu) if not a.same_pod(allocation) and not a.admin]
     owner = next((a for a in others if ledger.exclusive.get(gpu) is a), None)
     if owner is not None:

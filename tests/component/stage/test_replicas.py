@@ -134,6 +134,14 @@ async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(fol
         assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")
 
 
+@pytest.mark.parametrize("cores", [0, 50])
+async def test_a_container_takes_over_the_last_cores_of_its_init_container(cores: int, folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
+        fetch, main = hami(name="fetch", kind="init", gpumem=100, gpucores=50), hami(gpumem=200, gpucores=cores)
+        await node.run_all(node.pod("other", hami(gpumem=100, gpucores=50)), node.pod("stages", fetch, main))
+        assert node.ledger.available("00000000").cores == 0
+
+
 @pytest.mark.hami_bug("B8: pods with GPUs in init containers only take no lock, and two get the devices of one")
 async def test_pods_with_gpus_in_init_containers_only_get_their_own(folder: Path) -> None:
     async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
