@@ -460,8 +460,11 @@ def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
 
 def current_shares(ledger: Ledger) -> list[Allocation]:
     """Allocations of a part of a GPU; an init container's only until another container of its pod has an allocation."""
-    started = {allocation.pod for allocation in ledger.allocations.values() if not allocation.init}
-    return [a for a in ledger.allocations.values() if not a.whole and not (a.init and a.pod in started)]
+    return [
+        a
+        for a in ledger.allocations.values()
+        if not a.whole and not (a.init and any(other.same_pod(a) and not other.init for other in ledger.allocations.values()))
+    ]
 
 
 def holdings(allocation: Allocation, gpu_registry: GpuRegistry) -> Iterator[tuple[RegisteredGpu, int, int]]:

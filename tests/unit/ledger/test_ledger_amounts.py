@@ -182,6 +182,9 @@ def test_current_shares_are_parts_of_gpus_without_init_containers_that_were_foll
     init, main = share("init", 10, 1, pod="p", init=True), share("main", 10, 1, pod="p")
     assert [each.id for each in current_shares(ledger_of(whole, init))] == ["init"]
     assert [each.id for each in current_shares(ledger_of(whole, init, main))] == ["main"]
+    later, unknown = replace(init, uid="later"), replace(init, pod=None)
+    assert [each.id for each in current_shares(ledger_of(later, replace(main, uid="earlier")))] == ["init", "main"]
+    assert [each.id for each in current_shares(ledger_of(unknown, replace(main, pod=None)))] == ["init", "main"]
 
 
 def test_holdings_are_the_amounts_on_each_gpu() -> None:
