@@ -262,7 +262,8 @@ class Admission:
         if pod is None:
             return UNKNOWN_CALLER
         wait_seconds = max(self._pod_wait_seconds(), REPLICA_POD_SECONDS if resource == "replica" else 0.0)
-        if self._pods.get(pod) is None and await self._pods.wait_for(pod, wait_seconds):
+        view = self._pods.get(pod)
+        if (view is None or view.ended) and await self._pods.wait_for(pod, wait_seconds):
             found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
             if found is not None:
                 return found

@@ -51,7 +51,8 @@ class Pods(Protocol):
     def all(self) -> Iterable[PodView]: ...
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """Returns the pod of this name once the cache has it (with `uid`: only with this UID), or None after the timeout."""
+        """Returns the pod of this name once the cache has it (with `uid`: only with this UID; else only one that has not ended: names
+        recur), or None after the timeout."""
         ...
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:

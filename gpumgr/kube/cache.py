@@ -89,9 +89,10 @@ class PodCache:
         return self._by_uid.values()
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """The pod as soon as it is in the cache, with `uid` only if it has this UID; None after the timeout."""
+        """The pod as soon as it is in the cache: with `uid` the pod with this UID, else one that has not ended, since names recur. None
+        after the timeout."""
         known = self.get(pod)
-        if uid not in (None, known.uid if known else None):
+        if known is not None and not _is_meant(known, uid):
             known = None
         if known is not None or timeout_seconds <= 0:
             return known
@@ -146,12 +147,16 @@ class PodCache:
             self._by_uid[after.uid] = after
             self._by_key[after.key] = after
             for waiter, uid in self._waiting.get(after.key, {}).items():
-                if not waiter.done() and uid in (None, after.uid):
+                if not waiter.done() and _is_meant(after, uid):
                     waiter.set_result(after)
         self._changed.set()
         self._changed = asyncio.Event()
         for listener in self._listeners:
             listener(before, after)
+
+
+def _is_meant(view: PodView, uid: str | None) -> bool:
+    return not view.ended if uid is None else view.uid == uid
 
 
 class _Known(msgspec.Struct, frozen=True):

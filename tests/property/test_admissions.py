@@ -61,14 +61,16 @@ class Admissions(RuleBasedStateMachine):
         numa=st.booleans(),
         inits=st.booleans(),
         others_list=st.booleans(),
+        too_late=st.booleans(),
     )
-    def start(self, seed: int, known: bool | str, numa: bool, inits: bool, others_list: bool) -> None:
+    def start(self, seed: int, known: bool | str, numa: bool, inits: bool, others_list: bool, too_late: bool) -> None:
         self.cleanups.enter_context(capture_logs())
         self.loop = ClockLoop()
         self.cleanups.callback(self.loop.close)
         self.runner = self.cleanups.enter_context(asyncio.Runner(loop_factory=lambda: self.loop))
         self.world = self.do(World.made(snapshot(4, 16, numa=numa), seed=seed, known=known, numa_aligned=numa))
         self.loop.clock = self.world.clock
+        self.world.pods.too_late = too_late
         # Init containers are not listed: those without a spec and without GetPreferredAllocation may stay without a name, and one that
         # passes on no ids can't be distinguished from an earlier incarnation of its pod.
         inits = inits and not (numa and known is not True)

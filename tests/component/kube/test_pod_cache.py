@@ -230,6 +230,18 @@ async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Sta
         assert await waiting is cache.by_uid("uid-a3")
 
 
+async def test_waits_for_a_pod_that_has_not_ended(api: FakeApiServer, start: Start) -> None:
+    async with start() as running:
+        cache = await running.synced()
+        await api.put(pod("a", "uid-a", phase="Failed"))
+        assert await cache.wait_for(("default", "a"), 5, uid="uid-a") is not None
+        assert await cache.wait_for(("default", "a"), 0.01) is None
+        waiting = asyncio.create_task(cache.wait_for(("default", "a"), 5))
+        await asyncio.sleep(0)
+        await api.put(pod("a", "uid-a2"))
+        assert await waiting is cache.by_uid("uid-a2")
+
+
 @pytest.mark.parametrize("end", ["ended", "deleted"])
 async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: Start) -> None:
     for name in ("a", "b", "c"):

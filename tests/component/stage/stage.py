@@ -87,7 +87,8 @@ class MemoryPods:
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:  # noqa: ARG002
         await asyncio.sleep(0)
-        return self.views.get(pod) if uid is None else self.by_uid(uid)
+        found = self.views.get(pod) if uid is None else self.by_uid(uid)
+        return None if found is None or (uid is None and found.ended) else found
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:  # noqa: ARG002
         await asyncio.sleep(0)

@@ -180,10 +180,21 @@ async def test_a_pod_is_not_new_when_ids_of_its_earlier_incarnation_are_offered(
 
 
 @pytest.mark.parametrize("order", ORDERS)
+async def test_a_new_pod_is_awaited_while_the_cache_has_the_ended_pod_of_its_name(order: str) -> None:
+    """Without its spec, the scheduler's placement is not known."""
+    world = await World.made(known="late", resource_order=order)
+    world.end(await world.run(world.pod("web-0", app(20, 2))), "Failed")
+    world.placed["web-0"] = 3
+    again = await world.run(world.pod("web-0", app(20, 2)))
+    assert gpus_of(world, again) == {world.ledger.gpu_registry.gpus[3].name}
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("was_listed", [True, False])
 async def test_a_pod_is_not_new_when_the_cache_replaces_its_earlier_incarnation(order: str, was_listed: bool) -> None:
     """The cache has the ended incarnation while the name's new pod is admitted, and the new one at the next pod's admission."""
     world = await World.made(known="late", resource_order=order)
+    world.pods.too_late = True
     earlier = world.pod("web-0", app(20, 2))
     if was_listed:
         await world.admit(earlier)

@@ -65,9 +65,11 @@ class Refused(Exception):
 
 @dataclass
 class LatePods(MemoryPods):
-    """A pod cache that gets a pod, and the end of one, only while the agent waits for it, or when the test adds it."""
+    """A pod cache that gets a pod, and the end of one, only while the agent waits for it, or when the test adds it. `too_late`: it gets no
+    pod while the agent waits."""
 
     coming: dict[PodKey, PodView] = field(default_factory=dict)
+    too_late: bool = False
     #: Changes that it does not have yet.
     ends: list[Callable[[], None]] = field(default_factory=list)
 
@@ -82,7 +84,7 @@ class LatePods(MemoryPods):
         self.ends.clear()
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        if pod in self.coming:
+        if pod in self.coming and not self.too_late:
             self.views[pod] = self.coming.pop(pod)
         return await super().wait_for(pod, timeout_seconds, uid=uid)
 
