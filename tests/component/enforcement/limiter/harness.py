@@ -20,7 +20,8 @@ MIB = 1 << 20
 CONTEXT_BYTES = 518 * MIB
 GPU_BYTES = 143_771 * MIB
 KINDS = ("alloc", "managed", "array", "vmm", "pool", "graph", "context", "spare")
-_SOURCES = Path(__file__).parents[3] / "data" / "limiter"
+#: The C sources of the fake GPU and of programs for it.
+PROGRAMS = Path(__file__).parents[3] / "data" / "limiter"
 ADDRESSES = "address,undefined"
 #: The libraries are compiled with these sanitizers of gcc: ADDRESSES or "thread".
 _SANITIZERS = os.environ.get("GPUMGR_SANITIZERS", "")
@@ -42,8 +43,8 @@ def compile_all(folder: Path, command: Sequence[str] | None = None) -> None:
         ("make_gpu", "make_gpu.c", ()),
         ("tenant", "tenant.c", ()),
     ):
-        compile_program(folder / name, [_SOURCES / source], options, command)
-    compile_program(folder / "edges", [_SOURCES / "edges.c", folder / "libcuda.so.1"], (), command)
+        compile_program(folder / name, [PROGRAMS / source], options, command)
+    compile_program(folder / "edges", [PROGRAMS / "edges.c", folder / "libcuda.so.1"], (), command)
     compile_library(LIBRARY, folder, ['-DPLACE="pages/"', *sanitized(_SANITIZERS)], command)
     compile_library(ARBITER, folder, sanitized(_SANITIZERS), command)
 

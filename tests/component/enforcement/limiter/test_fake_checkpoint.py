@@ -101,32 +101,24 @@ def test_a_restore_without_room_fails_for_ever(node: Node) -> None:
 
 
 @pytest.mark.parametrize("name", _STEPS)
-def test_a_step_can_be_made_to_fail(node: Node, name: str) -> None:
-    tenant, agent = _with_memory(node), node.start()
-    _steps(agent, [*_STEPS][: [*_STEPS].index(name)], tenant)
+def test_a_step_can_be_made_to_fail_or_to_kill_its_caller_and_a_process_may_end_in_each_state(node: Node, name: str) -> None:
+    """The driver's step ends although its caller dies."""
+    (failing, lasting, ending), agent = [_with_memory(node) for _ in range(3)], node.start()
+    for tenant in (failing, lasting, ending):
+        _steps(agent, [*_STEPS][: [*_STEPS].index(name)], tenant)
+    ending.kill()
+    assert agent.ask(f"step {name} {ending.pid} 0")[0] == _INVALID
     node.fail_steps(f"{name} 0 999\n")
-    assert _step(agent, name, tenant) == (999, _STEPS[name][0])
-    node.fail_steps(f"{name} {tenant.pid} -999\n")
-    assert _step(agent, name, tenant) == (999, FAILED)
-
-
-@pytest.mark.parametrize("name", _STEPS)
-def test_the_drivers_step_ends_although_its_caller_dies(node: Node, name: str) -> None:
-    tenant, agent = _with_memory(node), node.start()
-    _steps(agent, [*_STEPS][: [*_STEPS].index(name)], tenant)
+    assert _step(agent, name, failing) == (999, _STEPS[name][0])
+    node.fail_steps(f"{name} {failing.pid} -999\n")
+    assert _step(agent, name, failing) == (999, FAILED)
     node.fail_steps(f"{name} 0 die\n")
-    agent.send(f"step {name} {tenant.pid} 0")
+    agent.send(f"step {name} {lasting.pid} 0")
     assert agent.answer() == ()
     node.fail_steps("")
     other = node.start()
-    while (state := _step(other, "state", tenant)) != (0, _STEPS[name][1]):
+    while (state := _step(other, "state", lasting)) != (0, _STEPS[name][1]):
         assert state == (0, _STEPS[name][0])
-
-
-@pytest.mark.parametrize("name", _STEPS)
-def test_a_process_may_end_in_each_state(node: Node, name: str) -> None:
-    tenant, agent = _with_memory(node), node.start()
-    _steps(agent, [*_STEPS][: [*_STEPS].index(name)], tenant)
-    tenant.kill()
-    assert agent.ask(f"step {name} {tenant.pid} 0")[0] == _INVALID
+    for tenant in (failing, lasting):
+        tenant.kill()
     assert node.used_bytes() == 0

@@ -12,7 +12,7 @@ import pytest
 
 from gpumgr.common.errors import InputError
 from gpumgr.enforcement.limiter.libraries import library_path
-from tests.component.enforcement.limiter.harness import Container, Node, Target, hooks, take_all_slots
+from tests.component.enforcement.limiter.harness import PROGRAMS, Container, Node, Target, hooks, take_all_slots
 from tools.limiter import LIBRARY, compile_program
 
 
@@ -130,28 +130,9 @@ def test_rtld_next_depends_on_the_caller_of_dlsym(target: Target, tmp_path: Path
     assert target.run(tmp_path / "main", preload, tmp_path).returncode == 111
 
 
-_LOOKUPS = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdio.h>
-int main(void) {
-    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *own = dlopen(LIBRARY, RTLD_NOW | RTLD_NOLOAD);
-    void *(*ask)(void *, const char *) = dlsym, *wrapper = ask(RTLD_DEFAULT, "cuMemAlloc_v2");
-    Dl_info where;
-    printf("%d ", dladdr(wrapper, &where) && where.dli_fname && own && where.dli_fbase == *(void **)own);
-    printf("%d ", ask(cuda, "cuMemAlloc_v2") == wrapper);
-    printf("%d ", ask(RTLD_NEXT, "cuMemAlloc_v2") == wrapper);
-    printf("%d ", ask(cuda, "cuMemAlloc_v3") == NULL && dlerror() != NULL);
-    printf("%d\\n", ask(cuda, "cuDriverGetVersion") != NULL);
-    return 0;
-}
-"""
-
-
 def test_a_hooked_name_gets_the_wrapper_through_every_handle(target: Target, tmp_path: Path) -> None:
-    (tmp_path / "main.c").write_text(_LOOKUPS)
     library = target.programs / LIBRARY
-    compile_program(tmp_path / "main", [tmp_path / "main.c"], (f'-DLIBRARY="{library}"',), target.command)
+    compile_program(tmp_path / "main", [PROGRAMS / "lookups.c"], (f'-DLIBRARY="{library}"',), target.command)
     assert target.run(tmp_path / "main", [library], target.programs).stdout == "1 1 1 1 1\n"
 
 

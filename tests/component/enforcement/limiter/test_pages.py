@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import ADDRESSES, GPU_BYTES, preloaded, sanitized
+from tests.component.enforcement.limiter.harness import ADDRESSES, GPU_BYTES, PROGRAMS, preloaded, sanitized
 from tools.limiter import LIBRARY, SOURCES, compile_library, compile_program
 
-_FUZZERS = Path(__file__).parents[3] / "data" / "limiter"
 _SECONDS = int(os.environ.get("GPUMGR_FUZZ_SECONDS", "0"))
 
 pytestmark = pytest.mark.timeout(2 * _SECONDS + 300)
 
 
 def _fuzz(name: str, folder: Path, rounds: int, environment: Mapping[str, str]) -> None:
-    compile_program(folder / name, [_FUZZERS / f"{name}.c"], [f"-I{SOURCES}", *sanitized(ADDRESSES)])
+    compile_program(folder / name, [PROGRAMS / f"{name}.c"], [f"-I{SOURCES}", *sanitized(ADDRESSES)])
     command = [str(folder / name), "1", str(rounds), str(_SECONDS)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     reports = "".join(path.read_text(errors="replace") for path in folder.glob("sanitizer.*"))

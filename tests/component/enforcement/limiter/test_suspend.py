@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from gpumgr.enforcement.limiter.page_files import PageFiles
-from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, MIB, Container, Node, Target, Tenant, claim_work, hooks
+from tests.component.enforcement.limiter.harness import (
+    CONTEXT_BYTES,
+    MIB,
+    PROGRAMS,
+    Container,
+    Node,
+    Target,
+    Tenant,
+    claim_work,
+    hooks,
+)
 from tools.limiter import LIBRARY, SHARED, compile_program
 
 _GIB = 1024 * MIB
@@ -73,71 +83,12 @@ def _with_memory(node: Node, container: Container) -> Tenant:
     return tenant
 
 
-_DRIVER = """
-typedef unsigned long N;
-#define ARGUMENTS N a, N b, N c, N d, N e, N f, N g, N h, N i, N j
-#define PASS(name, ...) N name(ARGUMENTS) { return a + 2*b + 3*c + 4*d + 5*e + 6*f + 7*g + 8*h + 9*i + 10*j; }
-#define HOOK(name, ...) N name(void) { return 1; }
-#include HOOKS
-"""
-_CALLER = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <stdio.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-typedef unsigned long N;
-static const struct { const char *name; int wrapped; } names[] = {
-#define PASS(name, ...) {#name, 0},
-#define HOOK(name, ...) {#name, 1},
-#include HOOKS
-};
-static N (*function)(N, N, N, N, N, N, N, N, N, N);
-static volatile int wrapped, ended;
-static void *call(void *out) {
-    *(N *)out = wrapped ? function(0, 0, 0, 0, 0, 0, 0, 0, 0, 0) : function(1, 2, 3, 4, 5, 6, 7, 8, 9, 10);
-    ended = 1;
-    return NULL;
-}
-static volatile unsigned *page(const char *path) {
-    return mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, open(path, O_RDWR), 0);
-}
-int main(void) {
-    volatile unsigned *suspend = page("pages/limits.1") + 3, *request = page("pages/use.1") + 3;
-    void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
-    for (unsigned i = 0; i < sizeof names / sizeof *names; i++) {
-        if (!strncmp(names[i].name, "nvml", 4)) continue;
-        function = (N (*)(N, N, N, N, N, N, N, N, N, N))dlsym(cuda, names[i].name), wrapped = names[i].wrapped;
-        for (int suspended = 1; suspended >= 0; suspended--) {
-            pthread_t thread;
-            N result = 0;
-            *request = 0, *suspend = (unsigned)suspended, ended = 0;
-            pthread_create(&thread, NULL, call, &result);
-            while (suspended && !*request) usleep(100);
-            if (suspended && ended) printf("%s did not wait\\n", names[i].name);
-            *suspend = 0;
-            pthread_join(thread, NULL);
-            if (result != (wrapped ? 1 : 385)) printf("%s: %lu\\n", names[i].name, result);
-            if (!suspended && *request) printf("%s asks\\n", names[i].name);
-        }
-    }
-    puts("end");
-    return 0;
-}
-"""
-
-
 def test_every_function_asks_and_waits_and_keeps_its_arguments(target: Target, tmp_path: Path) -> None:
     table = tmp_path / "hooks"
     table.write_text("".join(f"{'HOOK' if wrapped else 'PASS'}({symbol})\n" for symbol, _, wrapped in hooks()))
-    for name, text, options in (("libcuda.so.1", _DRIVER, SHARED), ("caller", _CALLER, ())):
-        source = tmp_path / f"{name}.c"
-        source.write_text(text)
+    for name, source, options in (("libcuda.so.1", "hooked_driver.c", SHARED), ("caller", "hooked_caller.c", ())):
         options = (*options, "-fvisibility=default", f'-DHOOKS="{table}"')
-        compile_program(tmp_path / name, [source], options, target.command)
+        compile_program(tmp_path / name, [PROGRAMS / source], options, target.command)
     folder = Container(tmp_path / "0").folder
     assert target.run(tmp_path / "caller", [target.programs / LIBRARY], tmp_path, folder).stdout == "end\n"
 
