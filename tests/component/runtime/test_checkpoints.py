@@ -111,21 +111,20 @@ async def test_a_process_that_has_ended_is_left_out(container: Container) -> Non
     assert await container.move("suspend") == Moved(pids=[container.pids[1]], held=[container.pids[1]], failed=[])
 
 
+@pytest.mark.parametrize(("missing", "said"), [("library", "libcuda.so.1"), ("program", "can't be started")])
 @pytest.mark.parametrize("verb", ["suspend", "resume"])
-async def test_without_the_drivers_library_no_state_is_known(container: Container, verb: Verb) -> None:
+async def test_without_the_drivers_library_or_the_program_no_state_is_known(
+    container: Container, monkeypatch: pytest.MonkeyPatch, verb: Verb, missing: str, said: str
+) -> None:
     container.put(LOCKED, CHECKPOINTED)  # an earlier run was killed
-    container.library.unlink()
+    if missing == "library":
+        container.library.unlink()
+    else:
+        monkeypatch.setattr("sys.executable", str(container.folder / "missing"))
     moved = await container.move(verb)
-    assert "libcuda.so.1" in (moved.error or "")
-    assert (moved.pids, moved.held, moved.untouched, container.states()) == ([], container.pids, True, [LOCKED, CHECKPOINTED])
-
-
-@pytest.mark.parametrize("verb", ["suspend", "resume"])
-async def test_without_the_program_no_state_is_known(container: Container, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
-    monkeypatch.setattr("sys.executable", str(container.folder / "missing"))
-    moved = await container.move(verb)
-    assert "can't be started" in (moved.error or "")
-    assert (moved.held, moved.untouched) == (container.pids, True)
+    assert said in (moved.error or "")
+    assert not moved.pids
+    assert (moved.held, moved.untouched, container.states()) == (container.pids, True, [LOCKED, CHECKPOINTED])
 
 
 async def test_the_kernels_limit_of_arguments_is_none_of_processes(container: Container) -> None:

@@ -11,7 +11,8 @@ from gpumgr.common.errors import CriError
 from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, Hierarchy, container_cgroup_in, parse_hierarchy
 from tests.component.runtime.cri.node import UID, Node, container_id
 
-MODES: tuple[Literal["v1", "v2", "hybrid"], ...] = ("v1", "v2", "hybrid")
+Mode = Literal["v1", "v2", "hybrid"]
+MODES: tuple[Mode, ...] = ("v1", "v2", "hybrid")
 ID = container_id(7)
 CGROUP = f"/kubepods/burstable/pod{UID}/{ID}"
 
@@ -22,14 +23,9 @@ def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_mode_is_seen(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
+def test_all_processes_below_are_found_in_order(tmp_path: Path, mode: Mode) -> None:
     node = Node(tmp_path, mode)
     assert node.cgroups.hierarchy() == Hierarchy(mode=mode, root=node.memory)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_all_processes_below_are_found_in_order(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
-    node = Node(tmp_path, mode)
     node.process(900, CGROUP)
     node.process(12, CGROUP)
     node.process(1000, f"{CGROUP}/docker/{container_id(8)}")
@@ -39,7 +35,7 @@ def test_all_processes_below_are_found_in_order(tmp_path: Path, mode: Literal["v
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_processs_container_is_found(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
+def test_a_processs_container_is_found(tmp_path: Path, mode: Mode) -> None:
     node = Node(tmp_path, mode)
     node.process(1000, f"{CGROUP}/deeper")
     assert container_cgroup(node.cgroups, 1000) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
@@ -47,12 +43,8 @@ def test_a_processs_container_is_found(tmp_path: Path, mode: Literal["v1", "v2",
     node.process(1013, "/system.slice/sshd.service")
     assert container_cgroup(node.cgroups, 1013) is None
     assert node.cgroups.pid_in_container_of(1013) == 13
-
-
-def test_a_process_that_is_gone_is_nowhere(tmp_path: Path) -> None:
-    cgroups = Node(tmp_path).cgroups
-    assert container_cgroup(cgroups, 4711) is None
-    assert cgroups.pid_in_container_of(4711) is None
+    assert container_cgroup(node.cgroups, 4711) is None, "it is gone"
+    assert node.cgroups.pid_in_container_of(4711) is None
 
 
 def test_a_carriage_return_in_a_name_forges_nothing(tmp_path: Path) -> None:
@@ -142,9 +134,7 @@ def test_mounts_are_read(mounts: str, hierarchy: Hierarchy | None) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_memory_that_the_limits_leave_is_that_of_the_tightest_one(
-    tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]
-) -> None:
+def test_the_memory_that_the_limits_leave_is_that_of_the_tightest_one(tmp_path: Path, mode: Mode) -> None:
     node = Node(tmp_path, mode)
     assert node.cgroups.memory_left(CGROUP) is None
     node.process(900, CGROUP)

@@ -16,6 +16,7 @@ from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import FirstProcess
 from tests.component.runtime.cri.node import Runtime, serving
 from tests.cri_api import cri, recorded_list, recorded_status
+from tests.unit.runtime.test_codec import CONTAINERD_ID, CONTAINERD_UID, CRIO_ID
 
 
 @pytest.fixture
@@ -26,18 +27,25 @@ async def client(socket: Path) -> AsyncIterator[CriClient]:
 
 
 @pytest.mark.parametrize(
-    ("name", "pid", "driver"), [("containerd", 7873, "/kubepods/burstable/pod"), ("crio", 48213, "kubepods-besteffort-pod")]
+    ("name", "first"),
+    [
+        ("containerd", FirstProcess(pid=7873, cgroups_path=f"/kubepods/burstable/pod{CONTAINERD_UID}/{CONTAINERD_ID}")),
+        (
+            "crio",
+            FirstProcess(
+                pid=48213, cgroups_path=f"kubepods-besteffort-pod7d1f0b9c_52f6_4d5b_8b1c_6a0a3f8e2c11.slice:crio:{CRIO_ID}"
+            ),
+        ),
+    ],
+    ids=["containerd", "crio"],
 )
-async def test_recorded_answers_are_understood(socket: Path, client: CriClient, name: str, pid: int, driver: str) -> None:
+async def test_recorded_answers_are_understood(socket: Path, client: CriClient, name: str, first: FirstProcess) -> None:
     listed = recorded_list(name)
     container_id = listed.containers[0].id
     runtime = Runtime(listed=listed, statuses={container_id: recorded_status(name)})
     async with serving(runtime, socket):
         assert [each.id for each in await client.list()] == [each.id for each in listed.containers if each.labels]
-        first = await client.init_process(container_id)
-        assert first is not None
-        assert first.pid == pid
-        assert str(first.cgroups_path).startswith(driver)
+        assert await client.init_process(container_id) == first
         assert runtime.verbose
         assert await client.version() == codec.RuntimeVersion(name="containerd", version="1.6.20")
 
@@ -142,19 +150,21 @@ async def test_a_peer_without_grpc_is_an_error(socket: Path, client: CriClient) 
     await server.wait_closed()
 
 
-async def test_an_error_of_the_runtime_is_reported(socket: Path, client: CriClient) -> None:
-    runtime = Runtime(failures={"a" * 64: GRPCError(Status.UNKNOWN, "failed to get container runtime spec")})
+@pytest.mark.parametrize(
+    ("runtime", "said"),
+    [
+        (
+            Runtime(failures={"a" * 64: GRPCError(Status.UNKNOWN, "failed to get container runtime spec")}),
+            "container aaa.*: the answer was UNKNOWN: failed to get container runtime spec; look at the log",
+        ),
+        (
+            Runtime(statuses={"a" * 64: cri.ContainerStatusResponse(info={"info": "<html>"})}),
+            r"the answer can't be read \(.*\); does cri\.socket name the socket of containerd or CRI-O",
+        ),
+    ],
+    ids=["an error", "another structure"],
+)
+async def test_an_answer_that_is_no_status_is_an_error(socket: Path, client: CriClient, runtime: Runtime, said: str) -> None:
     async with serving(runtime, socket):
-        with pytest.raises(
-            CriError, match=r"container aaa.*: the answer was UNKNOWN: failed to get container runtime spec; look at the log"
-        ):
-            await client.init_process("a" * 64)
-
-
-async def test_an_answer_that_can_not_be_read_is_an_error(socket: Path, client: CriClient) -> None:
-    runtime = Runtime(statuses={"a" * 64: cri.ContainerStatusResponse(info={"info": "<html>"})})
-    async with serving(runtime, socket):
-        with pytest.raises(
-            CriError, match=r"the answer can't be read \(.*\); does cri\.socket name the socket of containerd or CRI-O"
-        ):
+        with pytest.raises(CriError, match=said):
             await client.init_process("a" * 64)

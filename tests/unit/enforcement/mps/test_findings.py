@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.enforcement.mps.findings import Tampering, View, judge, lost, processes_outside, unserved
+from gpumgr.enforcement.mps.findings import Tampering, View, judge, processes_outside, unserved
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container
 from tests.shares import gpu_share
@@ -22,10 +22,6 @@ def findings_of(view: View, *, users: Collection[int] = (1000,), lasting: Collec
 
 def changed(allocation: AllocationId) -> Tampering:
     return Tampering("changed the limits", frozenset({allocation}), root_only=True)
-
-
-def test_a_client_of_the_running_server_is_fine() -> None:
-    assert findings_of(View(protocol=2, multiuser=False, server_user=1000, clients={11: None})) == []
 
 
 def test_a_container_of_a_user_that_is_not_served_is_broken_with_a_remedy() -> None:
@@ -79,19 +75,8 @@ def test_an_error_of_the_daemon_is_the_only_finding() -> None:
     assert finding.message.endswith("starts now fail: it hangs")
 
 
-def test_a_process_without_mps_is_unregistered() -> None:
-    view = View(protocol=2, multiuser=True)
-    assert processes_outside(RUNNING, view) == {11}
-    (finding,) = findings_of(view, lasting=(11,))
-    assert (finding.code, "process 11 of demo/resnet (main)" in finding.message) == ("unregistered", True)
-
-
 def test_a_client_in_the_namespace_of_another_container_is_a_finding() -> None:
+    assert processes_outside(RUNNING, View(protocol=2, multiuser=True)) == {11}
     assert processes_outside(RUNNING, View(protocol=3, multiuser=True, clients={11: "b2"})) == {11}
     assert processes_outside(RUNNING, View(protocol=3, multiuser=True, clients={11: "a1"})) == frozenset()
     assert processes_outside(RUNNING, View(protocol=2, multiuser=True, clients={11: None})) == frozenset()
-
-
-def test_a_container_of_which_nothing_is_on_disk_must_be_made_again() -> None:
-    assert lost(TENANT).code == "broken"
-    assert "delete the pod" in lost(TENANT).message
