@@ -15,14 +15,12 @@ from gpumgr.sim.kubelet import SimKubeletError
 
 from .container import PROGRAMS, TENANT
 from .gpu import CONTEXT_BYTES
-from .node import GIB, LIMIT_BYTES, MIB, LabNode, Tenant, crowd, lab_node, until
+from .node import GIB, KINDS, LIMIT_BYTES, MIB, LabNode, Tenant, crowd, exact_limit, killed, lab_node, until
 from .region import Region, raised, tamper
 from .scenario import Skip, Trial, refused, scenario
 
 #: Builds that gpumgr must refuse, with words of the reason.
 WRONG: Final[Mapping[str, str]] = {"8f3a89c-cu13-rel": "does not export", "94fff56-cu12": "its region has another layout"}
-#: How a program finds the driver's functions: linked, dlsym, cuGetProcAddress of CUDA 12 and of 11.3.
-_KINDS: Final = ("direct", "dlsym", "proc", "proc1")
 
 
 @contextlib.asynccontextmanager
@@ -78,29 +76,12 @@ async def basic(trial: Trial, node: LabNode) -> None:
 @scenario("hami-core", hami_node)
 async def limit(trial: Trial, node: LabNode) -> None:
     """The limit is exact to the byte for every way to find the driver; what escapes it."""
-    for kind in _KINDS:
+    for kind in KINDS:
         tenant = await node.tenant(f"limit-{kind}", f"{PROGRAMS}/gputest-{kind}")
-        main = tenant.main
-        free = await main.number("info", "free")
+        free = await tenant.main.number("info", "free")
         assert free == LIMIT_BYTES - CONTEXT_BYTES, f"{kind}: {free} bytes are free"
-        for command, result in (
-            (f"alloc {free + 1}", 2),
-            (f"alloc {free}", 0),
-            ("alloc 1", 2),
-            ("free", 0),
-            (f"alloc {free - MIB}", 0),
-            (f"alloc {MIB}", 0),
-            ("alloc 1", 2),
-            ("free", 0),
-            ("free", 0),
-            (f"managed {free + 1}", 2),
-            (f"pitch 524288 {free // 524288 + 1}", 2),
-            (f"create {free + 1}", 2),
-        ):
-            assert await main.result(command) == result, f"{kind}: {command} is not {result}"
-        assert await main.result(f"async {free + 1}") == -1, f"{kind}: cuMemAllocAsync is not -1"
-        assert await main.result(f"pool {8 * GIB}") == 0, f"{kind}: cuMemAllocFromPoolAsync is limited by this build"
-        assert await main.result("array 65536 65536") == 0, f"{kind}: cuArrayCreate is limited by this build"
+        # This build limits neither pools nor arrays.
+        await exact_limit(tenant, kind, MIB, {f"async {free + 1}": -1, f"pool {8 * GIB}": 0, "array 65536 65536": 0})
         await node.remove(tenant)
     trial.known_limit("cuMemAllocAsync answers -1 instead of 2 over the limit; pools and arrays are not counted")
 
@@ -146,14 +127,14 @@ async def env(trial: Trial, node: LabNode) -> None:
 
 @scenario("hami-core", hami_node)
 async def kill9(_trial: Trial, node: LabNode) -> None:
-    """kill -9 of a process frees its slot and its memory."""
-    tenant = await node.tenant("kill9")
+    """kill -9 of a process frees its slot and its memory; a container of another user has limits, too."""
+    tenant = await node.tenant("kill9", user=1000)
+    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
     assert await tenant.main.result(f"alloc {GIB}") == 0
     other = await tenant.another()
     assert await other.result(f"alloc {3 * GIB}") == 0
     victim = next(slot for slot in region_of(tenant).slots() if slot.pid != 1)
-    os.kill(victim.host_pid, signal.SIGKILL)
-    await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == GIB + CONTEXT_BYTES, "the driver freed its memory")
+    await killed(node, tenant, victim.host_pid, GIB + CONTEXT_BYTES)
     await tenant.another()
     assert await tenant.main.number("info", "free") == 4 * GIB - 2 * CONTEXT_BYTES
     assert await tenant.main.result(f"alloc {3 * GIB}") == 0
@@ -173,14 +154,6 @@ async def restart(_trial: Trial, node: LabNode) -> None:
     assert await again.main.number("info", "free") == LIMIT_BYTES - CONTEXT_BYTES
     assert await again.main.result(f"alloc {6 * GIB}") == 2
     assert len(region_of(again).slots()) == 1
-
-
-@scenario("hami-core", hami_node)
-async def user(_trial: Trial, node: LabNode) -> None:
-    """A container that does not run as root."""
-    tenant = await node.tenant("user", user=1000)
-    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
-    assert await tenant.main.result(f"alloc {4 * GIB}") == 0
 
 
 @scenario("hami-core", hami_node)

@@ -115,29 +115,20 @@ async def truncated(_trial: Trial, node: LabNode) -> None:
 
 @scenario("hami-core", hami_node)
 async def fill(_trial: Trial, node: LabNode) -> None:
-    """The region is stretched with real bytes: other pods have room, it is cut and reported."""
+    """The region is stretched with real bytes: other pods have room, it is cut and reported. One more byte does not end the repairs."""
     neighbour, tenant = await node.tenant("neighbour"), await node.tenant("fill")
     words = ("if=/dev/zero", "of=/tmp/cudevshr.cache", "bs=1M", "seek=2", "count=200", "conv=notrunc")
     writer = await tenant.container.exec("/usr/bin/env", "-i", "/bin/dd", *words)
     await writer.output()
     await node.tenant("later", cores=10, blocks=4)
     await node.reported("enforcement_finding", holder="demo/fill (main)")
-    await until(lambda: region_of(tenant).size_bytes == layout.FILE_BYTES, "the region has its size again")
-    await _unaffected(neighbour)
-
-
-@scenario("hami-core", hami_node)
-async def growraise(_trial: Trial, node: LabNode) -> None:
-    """One more byte does not end the repairs."""
-    tenant = await node.tenant("growraise")
+    region = region_of(tenant)
+    await until(lambda: region.size_bytes == layout.FILE_BYTES, "the region has its size again")
     await tamper(tenant.container, "size", layout.FILE_BYTES + 1)
     await tamper(tenant.container, *raised())
-    region = region_of(tenant)
-    await node.reported("enforcement_finding")
-    await until(
-        lambda: (region.size_bytes, region.limit_bytes) == (layout.FILE_BYTES, LIMIT_BYTES), "size and limit are put right"
-    )
+    await until(lambda: (region.size_bytes, region.limit_bytes) == (layout.FILE_BYTES, LIMIT_BYTES), "both are put right")
     assert await tenant.main.result(f"alloc {6 * GIB}") == 2
+    await _unaffected(neighbour)
 
 
 @scenario("hami-core", hami_node)
@@ -149,36 +140,17 @@ async def nohost(_trial: Trial, node: LabNode) -> None:
 
 @scenario("hami-core", hami_node)
 async def hostpids(_trial: Trial, node: LabNode) -> None:
-    """30 processes at once have their own host pids in the region, also after three were changed."""
-    tenant = await node.tenant("hostpids", blocks=200)
-    await crowd([tenant], 30)
+    """30 processes at once, in two containers on one GPU, have their own host pids in the regions, also after three were changed."""
+    tenants = [await node.tenant(f"x{number}", cores=20, blocks=100) for number in range(2)]
+    assert node.gpu_of(tenants[0].pod) is node.gpu_of(tenants[1].pod)
+    await crowd(tenants, 15)
+    for tenant in tenants:
+        await until(lambda t=tenant: not region_of(t).wrong_host_pids(t.container), "host pids are right")  # type: ignore[misc]
     region = region_of(tenant)
-    await until(lambda: not region.wrong_host_pids(tenant.container), "host pids in the region are right")
     sibling = region.slots()[1].host_pid
     places = [layout.slot_at(index) + layout.SLOT_HOSTPID for index in range(3)]
     await tamper(tenant.container, places[0], "i", sibling, places[1], "i", sibling, places[2], "i", 1)
     await until(lambda: not region.wrong_host_pids(tenant.container), "changed host pids are put right")
-
-
-@scenario("hami-core", hami_node)
-async def wronghost(_trial: Trial, node: LabNode) -> None:
-    """A sibling's host pid in a slot is put right, so that the limit of cores holds."""
-    tenant = await node.tenant("wronghost")
-    await tenant.another()
-    region = region_of(tenant)
-    sibling = next(slot.host_pid for slot in region.slots() if slot.pid != 1)
-    await tamper(tenant.container, _FIRST_SLOT + layout.SLOT_HOSTPID, "i", sibling)
-    await until(lambda: not region.wrong_host_pids(tenant.container), "the sibling's host pid is replaced")
-
-
-@scenario("hami-core", hami_node)
-async def crosshost(_trial: Trial, node: LabNode) -> None:
-    """Two containers on one GPU start ten processes each at once: every slot gets its own host pid."""
-    tenants = [await node.tenant(f"x{number}", cores=20, blocks=60) for number in range(2)]
-    assert node.gpu_of(tenants[0].pod) is node.gpu_of(tenants[1].pod)
-    await crowd(tenants, 10)
-    for tenant in tenants:
-        await until(lambda t=tenant: not region_of(t).wrong_host_pids(t.container), "host pids are right")  # type: ignore[misc]
 
 
 @scenario("hami-core", hami_node)

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,13 +11,11 @@ from gpumgr.sim import nodes
 
 from .container import PROGRAMS, TENANT
 from .gpu import CONTEXT_BYTES
-from .node import GIB, LIMIT_BYTES, MIB, PATIENCE_SECONDS, LabNode, Tenant, crowd, lab_node, until
+from .node import GIB, KINDS, LIMIT_BYTES, MIB, PATIENCE_SECONDS, LabNode, Tenant, crowd, exact_limit, killed, lab_node
 from .scenario import Trial, scenario
 
 #: What the fake libcuda answers for its GPU.
 FAKE_UUID: Final = "GPU-07070707-0707-0707-0707-070707070707"
-#: How a program finds the driver's functions: linked, dlsym, cuGetProcAddress of CUDA 12 and of 11.3.
-_KINDS: Final = ("direct", "dlsym", "proc", "proc1")
 
 
 def node_with_fake_gpu(path: Path) -> str:
@@ -64,26 +60,10 @@ async def basic(_trial: Trial, node: LabNode) -> None:
 @scenario("limiter", limiter_node)
 async def limit(_trial: Trial, node: LabNode) -> None:
     """The limit is exact for every way to find the driver, and nothing escapes it; the driver gives blocks of 2 MiB."""
-    for kind in _KINDS:
+    for kind in KINDS:
         tenant = await node.tenant(f"limit-{kind}", f"{PROGRAMS}/gputest-{kind}")
         await has_free(tenant, free := LIMIT_BYTES - CONTEXT_BYTES)
-        for command, result in (
-            (f"alloc {free + 1}", 2),
-            (f"alloc {free}", 0),
-            ("alloc 1", 2),
-            ("free", 0),
-            (f"alloc {free - 2 * MIB}", 0),
-            (f"alloc {2 * MIB}", 0),
-            ("alloc 1", 2),
-            ("free", 0),
-            ("free", 0),
-            (f"managed {free + 1}", 2),
-            (f"pitch 524288 {free // 524288 + 1}", 2),
-            (f"create {free + 1}", 2),
-            (f"async {free + 1}", 2),
-            ("array 65536 65536", 2),
-        ):
-            assert await tenant.main.result(command) == result, f"{kind}: {command} is not {result}"
+        await exact_limit(tenant, kind, 2 * MIB, {f"async {free + 1}": 2, "array 65536 65536": 2})
         await node.remove(tenant)
 
 
@@ -124,8 +104,7 @@ async def kill9(_trial: Trial, node: LabNode) -> None:
     other = await tenant.another()
     assert await other.result(f"alloc {3 * GIB}") == 0
     victim = next(pid for inside, pid in tenant.container.host_pids().items() if inside != 1)
-    os.kill(victim, signal.SIGKILL)
-    await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == GIB + CONTEXT_BYTES, "the driver freed its memory")
+    await killed(node, tenant, victim, GIB + CONTEXT_BYTES)
     await has_free(tenant, 4 * GIB - CONTEXT_BYTES)
     assert await tenant.main.result(f"alloc {3 * GIB}") == 0
 

@@ -20,7 +20,7 @@ __all__ = [
     "limiter",
     "mps",
     "vcuda",
-]  # they register their scenarios
+]  # they register scenarios
 #: Scenarios wait most of their time.
 JOBS: Final = 4
 _LONGEST_SECONDS: Final = 600

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import os
-import signal
 import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +11,7 @@ from gpumgr.sim.demo.node import Sections
 
 from .container import PROGRAMS, TENANT
 from .gpu import CONTEXT_BYTES
-from .node import GIB, LIMIT_BYTES, MIB, LabNode, Tenant, crowd, lab_node, until
+from .node import GIB, LIMIT_BYTES, MIB, LabNode, Tenant, crowd, killed, lab_node, until
 from .scenario import Trial, scenario
 
 _DRIVER = "550.90.07"
@@ -108,14 +106,14 @@ async def fork(_trial: Trial, node: LabNode) -> None:
 
 @scenario("vcuda", vcuda_node)
 async def kill9(_trial: Trial, node: LabNode) -> None:
-    """kill -9 of a process frees its memory."""
-    tenant = await tenant_of(node, "kill9")
+    """kill -9 of a process frees its memory; a container of another user has limits, too."""
+    tenant = await tenant_of(node, "kill9", user=1000)
+    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
     other = await tenant.another()
     assert await other.result(f"alloc {4 * GIB}") == 0
     assert await tenant.main.result(f"alloc {GIB}") == 2
     (victim,) = set(tenant.container.pids()) - {tenant.container.pid}
-    os.kill(victim, signal.SIGKILL)
-    await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == CONTEXT_BYTES, "the driver freed its memory")
+    await killed(node, tenant, victim, CONTEXT_BYTES)
     assert await tenant.main.result(f"alloc {4 * GIB}") == 0
 
 
@@ -131,13 +129,6 @@ async def restart(_trial: Trial, node: LabNode) -> None:
     assert not set(registered(again)) & set(before), "the former container is still registered"
     assert await again.main.result(f"alloc {6 * GIB}") == 2
     assert await again.main.result(f"alloc {4 * GIB}") == 0
-
-
-@scenario("vcuda", vcuda_node)
-async def user(_trial: Trial, node: LabNode) -> None:
-    """A container that does not run as root."""
-    tenant = await tenant_of(node, "user", user=1000)
-    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
 
 
 @scenario("vcuda", vcuda_node)
