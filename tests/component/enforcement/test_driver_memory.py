@@ -172,24 +172,18 @@ async def test_a_driver_that_accepts_a_limit_and_has_none_is_an_obstacle(tmp_pat
     assert "fails: the driver accepted it and reports no limit; gpumgr must be able to write there" in said
 
 
-def without_cgroups(world: DriverNode) -> None:
-    (world.cgroups / "cgroup.controllers").unlink()
-
-
-def read_only(world: DriverNode) -> None:
-    (world.cgroups / "cgroup.subtree_control").unlink()
-
-
-def without_runtime(world: DriverNode) -> None:
-    world.runtime = "no answer from /run/containerd/containerd.sock"
-
-
 @pytest.mark.parametrize(
     ("lack", "said"),
     [
-        (without_cgroups, "cgroup v2 is not mounted"),
-        (read_only, r"No such file or directory.*in a pod: mount it writable"),
-        (without_runtime, "the cgroups of containers can't be found: no answer from /run/containerd/containerd.sock$"),
+        (lambda world: (world.cgroups / "cgroup.controllers").unlink(), "cgroup v2 is not mounted"),
+        (
+            lambda world: (world.cgroups / "cgroup.subtree_control").unlink(),
+            r"No such file or directory.*in a pod: mount it writable",
+        ),
+        (
+            lambda world: setattr(world, "runtime", "no answer from /run/containerd/containerd.sock"),
+            "the cgroups of containers can't be found: no answer from /run/containerd/containerd.sock$",
+        ),
         (lambda world: world.control.unload_driver(), "driver is not loaded"),
     ],
 )

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import jsonschema
-import pytest
 from referencing import Registry
 from referencing.jsonschema import DRAFT7
 
@@ -29,13 +28,10 @@ def validator() -> jsonschema.Draft7Validator:
     return jsonschema.Draft7Validator(load["schema.json"], registry=registry)
 
 
-@pytest.mark.parametrize("response", [FULL, ContainerResponse()])
-def test_specs_are_valid(response: ContainerResponse) -> None:
-    validator().validate(json.loads(cdi.spec(Allocation(id=ID), response)))
-
-
 def test_everything_of_the_answer_is_there() -> None:
+    validator().validate(json.loads(cdi.spec(Allocation(id=ID), ContainerResponse())))
     document = json.loads(cdi.spec(Allocation(id=ID), FULL))
+    validator().validate(document)
     (device,) = document["devices"]
     assert f"{document['kind']}={device['name']}" == cdi.device_name(ID)
     edits = device["containerEdits"]

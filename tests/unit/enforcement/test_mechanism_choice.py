@@ -48,15 +48,12 @@ def test_auto_takes_the_drivers_memory_limits_and_the_limiter(there: tuple[str, 
     assert set(choice.obstacles) == set(STRENGTHS) - set(there) - {"none"}
 
 
-def test_what_the_operator_names_is_taken_even_if_it_can_not_be_carried() -> None:
+def test_what_the_operator_names_is_taken_even_if_it_can_not_be_carried_or_another_is_stronger() -> None:
+    assert choose_mechanisms("vcuda", able("vcuda", "mps"), {**STRENGTHS, "mps": HARD}).mechanisms == ("vcuda",)
     choice = choose_mechanisms("hami-core", able("mps"), STRENGTHS)
     assert choice.mechanisms == ("hami-core",)
     assert choice.obstacles["hami-core"] == "hami-core is not here"
     assert choice.limits(gpu()) == GpuLimits(cores_by="hami-core", memory_by="hami-core")
-
-
-def test_what_the_operator_names_is_taken_even_if_another_is_stronger() -> None:
-    assert choose_mechanisms("vcuda", able("vcuda", "mps"), {**STRENGTHS, "mps": HARD}).mechanisms == ("vcuda",)
 
 
 def test_the_drivers_memory_limits_take_the_limiter_for_the_cores() -> None:
@@ -87,10 +84,7 @@ def test_the_choice_is_described_by_gpu_and_without_gpus_by_mechanism() -> None:
 def test_the_most_exact_exception_counts(namespace: str, account: str | None, exception: tuple[str, str] | None) -> None:
     rules = ("batch=none", "batch/trainer=vcuda", "legacy/default=hami-core")
     assert override_for(rules, PodView(namespace=namespace, name="p", uid="u", service_account=account)) == exception
-
-
-def test_an_unknown_pod_is_no_exception() -> None:
-    assert override_for(("batch=none",), None) is None
+    assert override_for(rules, None) is None, "an unknown pod"
 
 
 def test_without_limits_on_a_node_of_mps_goes_through_its_daemon() -> None:

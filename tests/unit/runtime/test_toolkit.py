@@ -20,22 +20,13 @@ def read(answer: Any) -> Runtimes:
     return parse_runtimes(wire.parse(StatusResponse, answer.SerializeToString()))
 
 
-def test_containerds_answer_is_read() -> None:
-    found = read(recorded_runtime("containerd"))
+def test_the_runtimes_answers_are_read() -> None:
+    """CRI-O's has the names alone."""
     program = "/usr/bin/nvidia-container-runtime"
+    found = read(recorded_runtime("containerd"))
     assert found == Runtimes(default="nvidia", programs={"nvidia": program})
-    assert found.of_toolkit() == ("nvidia",)
-    assert found.describe_default() == f"nvidia ({program})"
-
-
-def test_containerd_2_reports_its_runtimes() -> None:
-    assert read(recorded_runtime("containerd-2")) == Runtimes(
-        default="runc",
-        programs={"nvidia": "/usr/bin/nvidia-container-runtime", "runc": ""},
-    )
-
-
-def test_crios_answer_has_the_names_alone() -> None:
+    assert (found.of_toolkit(), found.describe_default()) == (("nvidia",), f"nvidia ({program})")
+    assert read(recorded_runtime("containerd-2")) == Runtimes(default="runc", programs={"nvidia": program, "runc": ""})
     assert read(recorded_runtime("crio")) == Runtimes(default=None, programs={"nvidia": "", "crun": ""})
     answer = recorded_runtime("crio")
     del answer.runtime_handlers[0]

@@ -15,12 +15,9 @@ def made(folder: Path, *flags: str) -> CheckedLibrary:
     return check(path, build(path, *flags), exports=probe.EXPORTS)
 
 
-def test_a_library_with_all_functions_and_the_layout_is_usable(tmp_path: Path) -> None:
-    assert probe.refusal(made(tmp_path)) is None
-
-
-def test_a_function_that_is_never_called_may_be_missing(tmp_path: Path) -> None:
-    assert probe.refusal(made(tmp_path, "-DNEEDS", "-Wl,-z,lazy")) is None
+@pytest.mark.parametrize("flags", [(), ("-DNEEDS", "-Wl,-z,lazy")], ids=["all functions", "without one that is never called"])
+def test_a_library_with_the_functions_and_the_layout_is_usable(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    assert probe.refusal(made(tmp_path, *flags)) is None
 
 
 def test_the_drivers_library_need_not_be_there(tmp_path: Path) -> None:

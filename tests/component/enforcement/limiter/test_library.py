@@ -136,36 +136,11 @@ def test_a_hooked_name_gets_the_wrapper_through_every_handle(target: Target, tmp
     assert target.run(tmp_path / "main", [library], target.programs).stdout == "1 1 1 1 1\n"
 
 
-_VERSIONS = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdio.h>
-static const char *const names[] = {%s};
-int main(void) {
-    void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
-    int (*ask)(const char *, void **, int, unsigned long long, int *) = dlsym(cuda, "cuGetProcAddress_v2");
-    int (*older)(const char *, void **, int, unsigned long long) = dlsym(cuda, "cuGetProcAddress");
-    static const int versions[] = {3020, 11030, 11040, 11080, 12000, 12020, 12050, 12080, 13000, 13020, 13050};
-    for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
-        for (unsigned k = 0; k < 4 * sizeof versions / sizeof *versions; k++) {
-            int version = versions[k / 4], flags = 2 * (k %% 2);
-            void *found = NULL;
-            int r = k %% 4 < 2 ? ask(names[i], &found, version, flags, NULL) : older(names[i], &found, version, flags);
-            Dl_info where = {0};
-            printf("%%s %%d %%d %%d", names[i], version, flags, r);
-            if (found && dladdr(found, &where)) printf(" %%s %%s", where.dli_sname, where.dli_fname);
-            puts("");
-        }
-    return 0;
-}
-"""
-
-
 def test_each_version_of_a_function_gets_the_wrapper_of_that_version(target: Target, tmp_path: Path) -> None:
     """Through both forms of cuGetProcAddress, with and without the flag for per-thread default streams."""
     names = sorted({base for _, base, _ in hooks()} | {"cuDriverGetVersion", "cuNothing"})
-    (tmp_path / "main.c").write_text(_VERSIONS % ", ".join(f'"{name}"' for name in names))
-    compile_program(tmp_path / "main", [tmp_path / "main.c"], (), target.command)
+    (tmp_path / "names").write_text(", ".join(f'"{name}"' for name in names))
+    compile_program(tmp_path / "main", [PROGRAMS / "versions.c"], [f'-DNAMES="{tmp_path / "names"}"'], target.command)
     with_library, without = (
         [line.split() for line in target.run(tmp_path / "main", preload, target.programs).stdout.splitlines()]
         for preload in ([target.programs / LIBRARY], [])
@@ -177,22 +152,9 @@ def test_each_version_of_a_function_gets_the_wrapper_of_that_version(target: Tar
         assert Path(file).name == (LIBRARY if symbol in hooked else "libcuda.so.1"), symbol
 
 
-_DRIVERS = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-const char *look(void);
-const char *look(void) {
-    Dl_info where = {0};
-    dladdr(dlsym(RTLD_DEFAULT, "cuMemAlloc_v2"), &where);
-    return where.dli_fname;
-}
-"""
-
-
 @pytest.mark.parametrize(("name", "found"), [("libnvidia-ptxjitcompiler.so", "libcuda.so.1"), ("libother.so", LIBRARY)])
 def test_libraries_of_the_driver_get_the_drivers_functions(target: Target, tmp_path: Path, name: str, found: str) -> None:
-    (tmp_path / "look.c").write_text(_DRIVERS)
-    compile_program(tmp_path / name, [tmp_path / "look.c"], ("-shared", "-fPIC"), target.command)
+    compile_program(tmp_path / name, [PROGRAMS / "look.c"], ("-shared", "-fPIC"), target.command)
     (tmp_path / "main.c").write_text(
         "#include <stdio.h>\nint cuInit(unsigned); const char *look(void); int main(void) { cuInit(0); puts(look()); return 0; }"
     )

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.errors import MpsError, NvmlError
 from gpumgr.common.proc import is_running, start_time_ticks
@@ -33,6 +35,7 @@ UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"
 GIB: Final = 1 << 30
 CHECK_SECONDS: Final = 5.0
 IDLE_SECONDS: Final = 60.0
+BOTH: Final = pytest.mark.parametrize("setting", ["2", "3"])
 
 
 @dataclass

@@ -12,9 +12,7 @@ from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
 from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.folders import Share
 from tests.background import until
-from tests.component.enforcement.mps.place import CHECK_SECONDS, GIB, IDLE_SECONDS, UUID, Place, tenant
-
-BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+from tests.component.enforcement.mps.place import BOTH, CHECK_SECONDS, GIB, IDLE_SECONDS, UUID, Place, tenant
 
 
 @BOTH

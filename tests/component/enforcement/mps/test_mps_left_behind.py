@@ -9,9 +9,7 @@ import pytest
 from gpumgr.common.errors import Refusal
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
-from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant
-
-BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+from tests.component.enforcement.mps.place import BOTH, IDLE_SECONDS, UUID, Place, running, tenant
 
 
 async def begun(place: Place, setting: ProtocolSetting = "auto") -> int:

@@ -3,13 +3,9 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
-from tests.component.enforcement.mps.place import GIB, UUID, Place, own, running, tenant
-
-BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+from tests.component.enforcement.mps.place import BOTH, GIB, UUID, Place, own, running, tenant
 
 
 @BOTH

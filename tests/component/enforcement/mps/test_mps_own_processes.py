@@ -11,9 +11,7 @@ import pytest
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from tests.background import until
-from tests.component.enforcement.mps.place import UUID, Place, own, tenant
-
-BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+from tests.component.enforcement.mps.place import BOTH, UUID, Place, own, tenant
 
 
 @BOTH

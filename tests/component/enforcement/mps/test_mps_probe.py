@@ -10,7 +10,7 @@ from gpumgr.enforcement.mps import backend as backend_module
 from gpumgr.enforcement.mps import probe, processes
 from gpumgr.enforcement.mps.backend import Mps, Trials
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from tests.component.enforcement.mps.place import UUID, Place, tenant
+from tests.component.enforcement.mps.place import BOTH, UUID, Place, tenant
 
 
 class Idle:
@@ -42,7 +42,7 @@ def remains(place: Place) -> list[str]:
     return [str(path) for path in (place.root / "mps").rglob("*")] + ([str(daemon)] if daemon else [])
 
 
-@pytest.mark.parametrize("setting", ["2", "3"])
+@BOTH
 async def test_a_program_that_works_is_tried_once_in_a_boot_and_leaves_nothing(place: Place, setting: ProtocolSetting) -> None:
     first, idle = Idle(), Idle()
     backend = await tried(place, first, protocol=setting)

@@ -2,15 +2,11 @@
 
 import os
 
-import pytest
-
 from gpumgr.common.proc import start_time_ticks
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from tests.background import until
-from tests.component.enforcement.mps.place import IDLE_SECONDS, Place, running, tenant
-
-BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+from tests.component.enforcement.mps.place import BOTH, IDLE_SECONDS, Place, running, tenant
 
 
 @BOTH

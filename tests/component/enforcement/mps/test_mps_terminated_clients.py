@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from tests.component.enforcement.mps.place import UUID, Place, tenant
+from tests.component.enforcement.mps.place import BOTH, UUID, Place, tenant
 
 
 def terminated(place: Place) -> list[str]:
@@ -28,7 +28,7 @@ async def test_the_pods_clients_are_terminated_and_no_others(place: Place, setti
     assert list(daemon.clients) == [other]
 
 
-@pytest.mark.parametrize("setting", ["2", "3"])
+@BOTH
 @pytest.mark.parametrize("lasting", [0, 1])
 async def test_a_client_that_can_not_be_terminated_does_not_keep_the_others(place: Place, lasting: int, setting: str) -> None:
     backend = await place.started(protocol=setting)

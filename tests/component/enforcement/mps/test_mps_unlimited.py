@@ -1,14 +1,11 @@
 """Containers without limits on GPUs that MPS has for itself."""
 
-import pytest
-
 from gpumgr.enforcement.mps.backend import UnlimitedMps
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.ledger.gpu_share import GpuShare
-from tests.component.enforcement.mps.place import GIB, UUID, Place, running, tenant
+from tests.component.enforcement.mps.place import BOTH, GIB, UUID, Place, running, tenant
 from tests.shares import gpu_share, shared_gpu
 
-BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 OPEN = gpu_share("open", shared_gpu(UUID, cores=5, total_bytes=80 * GIB), pod=("demo", "pod-open"))
 
 

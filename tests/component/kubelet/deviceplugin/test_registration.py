@@ -343,35 +343,6 @@ async def test_a_hanging_kubelet_is_given_up_and_tried_again(kubelet: SimKubelet
         await offered(kubelet)
 
 
-@pytest.mark.parametrize(
-    ("answer", "sentence"),
-    [
-        pytest.param(None, "no process listens there", id="stale socket"),
-        pytest.param(b"", "closed the connection during", id="hangs up"),
-        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "closed the connection during", id="speaks another protocol"),
-    ],
-)
-async def test_something_else_on_the_kubelets_socket(answer: bytes | None, sentence: str, folder: Path) -> None:
-    async def reply(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer or b"")
-        writer.close()
-        await writer.wait_closed()
-
-    path = folder / "kubelet.sock"
-    if answer is None:
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(path))
-        server = None
-    else:
-        server = await asyncio.start_unix_server(reply, path)
-    async with linked(folder) as link:
-        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
-        assert all(sentence in str(state.error) for state in link.link.states.values())
-    if server is not None:
-        server.close()
-        await server.wait_closed()
-
-
 def pod(name: str, cores: int = 20, memory_blocks: int = 4) -> SimPod:
     container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
     return SimPod(namespace="default", name=name, uid=f"uid-{name}", containers=(container,))
