@@ -472,3 +472,14 @@ def started(node: Node, container: Container | None, lookup: str = "proc", gpu: 
 def arbitrated(node: Node, containers: Sequence[Container]) -> tuple[Arbiter, list[Tenant]]:
     """An arbiter, and a tenant in each container."""
     return node.arbitrate(containers), [started(node, container) for container in containers]
+
+
+def gpu_time_percent(
+    tenants: Sequence[Tenant], works: Sequence[str], threads: int = 1, others: int = 0, milliseconds: int = 10_000
+) -> list[float]:
+    """The GPU time of tenants that work at the same time. `others`: more processes that take part in the model clock."""
+    for tenant, work in zip(tenants, works, strict=True):
+        tenant.send(f"work {work} {milliseconds} {len(tenants) * threads + others} {threads}")
+    answers = [tenant.answer() for tenant in tenants]
+    assert [result for result, _, _ in answers] == [0] * len(tenants)
+    return [100 * gpu / elapsed for _, gpu, elapsed in answers]

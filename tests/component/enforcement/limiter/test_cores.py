@@ -6,28 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import Container, Node, Tenant, arbitrated, claim_work, containers_of, started
+from tests.component.enforcement.limiter.harness import (
+    Container,
+    Node,
+    arbitrated,
+    claim_work,
+    containers_of,
+    gpu_time_percent,
+    started,
+)
 
 _MS = 10_000
 #: For many works at the same shares.
 _SHORT_MS = 3_000
 
 
-def _gpu_time_percent(
-    tenants: Sequence[Tenant], works: Sequence[str], threads: int = 1, others: int = 0, milliseconds: int = _MS
-) -> list[float]:
-    for tenant, work in zip(tenants, works, strict=True):
-        tenant.send(f"work {work} {milliseconds} {len(tenants) * threads + others} {threads}")
-    answers = [tenant.answer() for tenant in tenants]
-    assert [result for result, _, _ in answers] == [0] * len(tenants)
-    return [100 * gpu / elapsed for _, gpu, elapsed in answers]
-
-
 @pytest.mark.parametrize("work", ["products", "graph"])
 @pytest.mark.parametrize("shares", [(25, 75), (5, 95), (25, 50), (20, 30, 50), (5, 5, 10, 10, 15, 15, 20, 20)], ids=str)
 def test_tenants_that_want_all_get_their_shares(node: Node, tmp_path: Path, shares: tuple[int, ...], work: str) -> None:
     _, tenants = arbitrated(node, containers_of(tmp_path, shares))
-    held = _gpu_time_percent(tenants, [work] * len(shares))
+    held = gpu_time_percent(tenants, [work] * len(shares))
     assert held == pytest.approx(list(shares), abs=3)
     assert sum(held) >= 0.97 * sum(shares)
 
@@ -44,7 +42,7 @@ def test_a_tenant_that_is_alone_gets_its_share(node: Node, tmp_path: Path, share
     containers = containers_of(tmp_path, [share])
     if arbiter:
         node.arbitrate(containers)
-    [held] = _gpu_time_percent([started(node, containers[0])], [work], milliseconds=_SHORT_MS)
+    [held] = gpu_time_percent([started(node, containers[0])], [work], milliseconds=_SHORT_MS)
     assert -1 < 100 * held / _UNLIMITED_PERCENT[work] - share < 3
 
 
@@ -56,7 +54,7 @@ def test_shares_hold_while_the_arbiter_is_killed_and_restarted(
     """While it is away, the tenants limit themselves, one after the other."""
     containers = containers_of(tmp_path, shares)
     node.arbitrate(containers, away_seconds)
-    held = _gpu_time_percent([started(node, container) for container in containers], ["products"] * len(shares), others=1)
+    held = gpu_time_percent([started(node, container) for container in containers], ["products"] * len(shares), others=1)
     assert held == pytest.approx(list(shares), abs=3)
 
 
@@ -65,7 +63,7 @@ def test_shares_hold_while_the_arbiter_is_stopped(node: Node, tmp_path: Path, aw
     """As by a debugger. No tenant pays for that time afterwards."""
     containers = containers_of(tmp_path, [50, 50], 100)
     node.arbitrate(containers, away_seconds, stops=True)
-    held = _gpu_time_percent([started(node, container) for container in containers], ["products"] * 2, others=1)
+    held = gpu_time_percent([started(node, container) for container in containers], ["products"] * 2, others=1)
     assert held == pytest.approx([50, 50], abs=3)
 
 
@@ -74,8 +72,8 @@ def test_a_tenant_that_needed_no_turn_keeps_to_its_share_without_the_arbiter(nod
     container = Container(tmp_path / "0", share_percent=25, ceiling_percent=100)
     node.arbitrate([container]).kill()
     tenant = started(node, container)
-    _gpu_time_percent([tenant], ["products"], milliseconds=500)  # until the library has noticed, and its thread has begun
-    assert _gpu_time_percent([tenant], ["products"]) == pytest.approx([25], abs=3)
+    gpu_time_percent([tenant], ["products"], milliseconds=500)  # until the library has noticed, and its thread has begun
+    assert gpu_time_percent([tenant], ["products"]) == pytest.approx([25], abs=3)
 
 
 def _parts(containers: Sequence[Container], gpu: int) -> set[int]:
@@ -110,7 +108,7 @@ def test_processes_of_a_container_share_its_turn_and_its_part_while_the_arbiter_
     containers = containers_of(tmp_path, [40, 60])
     node.arbitrate(containers, away_seconds, tenants=4)
     tenants = [started(node, containers[number]) for number in (0, 0, 0, 1)]
-    *parts, other = _gpu_time_percent(tenants, ["products"] * 4, others=away_seconds > 0)
+    *parts, other = gpu_time_percent(tenants, ["products"] * 4, others=away_seconds > 0)
     assert [sum(parts), other] == pytest.approx([40, 60], abs=3)
 
 
@@ -133,7 +131,7 @@ def test_the_arbiter_seldom_reads_the_pages_of_idlecontainers_of(node: Node, tmp
     arbiter = node.arbitrate([*containers, *idle])
     tenants = [started(node, container) for container in containers]
     before = arbiter.reads()
-    _gpu_time_percent(tenants, ["products"] * 2)
+    gpu_time_percent(tenants, ["products"] * 2)
     seconds = _MS / 1000
     assert arbiter.reads() - before < 32 * 300 * seconds + 2 * 5000 * seconds
 
@@ -141,21 +139,21 @@ def test_the_arbiter_seldom_reads_the_pages_of_idlecontainers_of(node: Node, tmp
 def test_a_free_gpu_is_used_up_to_the_ceiling(node: Node, tmp_path: Path) -> None:
     container = Container(tmp_path / "0", share_percent=25, ceiling_percent=60)
     node.arbitrate([container, Container(tmp_path / "1", share_percent=75)])
-    [held] = _gpu_time_percent([started(node, container)], ["products"])
+    [held] = gpu_time_percent([started(node, container)], ["products"])
     assert held == pytest.approx(60, abs=3)
 
 
 def test_small_kernels_beside_products_hold_their_share(node: Node, tmp_path: Path) -> None:
     """Their time held, in which the GPU waits for their launches."""
     arbiter, tenants = arbitrated(node, containers_of(tmp_path, [25, 75]))
-    _gpu_time_percent(tenants, ["small", "products"], milliseconds=_SHORT_MS)
+    gpu_time_percent(tenants, ["small", "products"], milliseconds=_SHORT_MS)
     assert [held_ns / 30e6 for held_ns, _, _ in arbiter.figures()] == pytest.approx([25, 75], abs=3)
 
 
 def test_a_kernel_that_is_longer_than_two_turns_is_paid_for_afterwards(node: Node, tmp_path: Path) -> None:
     """The other tenant gets back what the driver's time slices took from it, if its ceiling allows it."""
     arbiter, tenants = arbitrated(node, containers_of(tmp_path, [25, 75], 100))
-    assert _gpu_time_percent(tenants, ["slow", "products"]) == pytest.approx([25, 75], abs=5)
+    assert gpu_time_percent(tenants, ["slow", "products"]) == pytest.approx([25, 75], abs=5)
     assert arbiter.figures()[0][1] > 10
 
 
@@ -173,26 +171,26 @@ def test_a_very_long_kernel_is_paid_for_with_two_seconds_at_most(
     """One kernel of ten seconds, then short ones, which alone count here."""
     _, tenants = arbitrated(node, containers_of(tmp_path, shares, ceiling))
     works = ["giant", "products"][: len(shares)]
-    assert _gpu_time_percent(tenants, works, milliseconds=1000 * seconds)[0] == pytest.approx(percent, abs=1)
+    assert gpu_time_percent(tenants, works, milliseconds=1000 * seconds)[0] == pytest.approx(percent, abs=1)
 
 
 def test_no_more_is_queued_than_a_turn_may_overrun(node: Node, tmp_path: Path) -> None:
     """Each launches 210 ms of work without waiting for it."""
     arbiter, tenants = arbitrated(node, containers_of(tmp_path, [50, 50]))
-    assert _gpu_time_percent(tenants, ["deep"] * 2) == pytest.approx([50, 50], abs=3)
+    assert gpu_time_percent(tenants, ["deep"] * 2) == pytest.approx([50, 50], abs=3)
     assert [overruns for _, overruns, _ in arbiter.figures()] == [0, 0]
 
 
 def test_a_tenant_that_comes_back_has_no_claim_on_the_time_before(node: Node, tmp_path: Path) -> None:
     _, tenants = arbitrated(node, containers_of(tmp_path, [50, 50], 100))
     assert tenants[0].ask(f"work products {_MS} 1")[0] == 0
-    assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([50, 50], abs=3)
+    assert gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([50, 50], abs=3)
 
 
 def test_a_tenant_that_launches_seldom_leaves_its_turn_to_the_other(node: Node, tmp_path: Path) -> None:
     """It gives the turn back a millisecond after its work has ended; a turn lasts 20 ms."""
     _, tenants = arbitrated(node, containers_of(tmp_path, [50, 50], 100))
-    assert _gpu_time_percent(tenants, ["sparse", "products"])[1] > 70
+    assert gpu_time_percent(tenants, ["sparse", "products"])[1] > 70
 
 
 _LAUNCHES = ("extended", "cooperative", "several", "grid")
@@ -205,7 +203,7 @@ _NEWER = ("attributed", "attributedboxes", "fabric", "decompressed")  # of CUDA 
 @pytest.mark.parametrize("work", [*_LAUNCHES, *_COPIES, *_ARRAYS, *_BATCHES, *_NEWER])
 def test_every_kind_of_launch_waits_for_the_turn(node: Node, tmp_path: Path, work: str) -> None:
     _, tenants = arbitrated(node, containers_of(tmp_path, [25, 75]))
-    assert _gpu_time_percent(tenants, [work, "products"], milliseconds=_SHORT_MS) == pytest.approx([25, 75], abs=3)
+    assert gpu_time_percent(tenants, [work, "products"], milliseconds=_SHORT_MS) == pytest.approx([25, 75], abs=3)
 
 
 def test_a_batch_of_copies_from_the_host_needs_no_turn(node: Node, tmp_path: Path) -> None:
@@ -228,14 +226,14 @@ def test_threads_share_the_turn(node: Node, tmp_path: Path, lookup: str) -> None
     containers = containers_of(tmp_path, [25, 75])
     node.arbitrate(containers)
     tenants = [started(node, container, lookup) for container in containers]
-    assert _gpu_time_percent(tenants, ["products"] * 2, threads=4) == pytest.approx([25, 75], abs=3)
+    assert gpu_time_percent(tenants, ["products"] * 2, threads=4) == pytest.approx([25, 75], abs=3)
 
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_the_time_waited_is_that_of_the_container(node: Node, tmp_path: Path, threads: int) -> None:
     """Not the sum over its threads. These two wait whenever they do not hold the GPU."""
     arbiter, tenants = arbitrated(node, containers_of(tmp_path, [25, 75]))
-    _gpu_time_percent(tenants, ["products"] * 2, threads=threads)
+    gpu_time_percent(tenants, ["products"] * 2, threads=threads)
     assert [10 * waited for waited in arbiter.waited_seconds()] == pytest.approx([75, 25], abs=3)
 
 
@@ -293,7 +291,7 @@ def test_a_turn_lasts_until_the_work_of_each_thread_has_a_marker(node: Node, tmp
     node.arbitrate(containers)
     tenants = [started(node, container, lookup) for container, lookup in zip(containers, ("stream", "proc"), strict=True)]
     assert tenants[0].ask("exchanges 22000000")[0] == 0
-    assert _gpu_time_percent(tenants, ["long", "products"]) == pytest.approx([50, 50], abs=3)
+    assert gpu_time_percent(tenants, ["long", "products"]) == pytest.approx([50, 50], abs=3)
 
 
 @pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
@@ -302,7 +300,7 @@ def test_turns_of_different_gpus_are_independent(node: Node, tmp_path: Path) -> 
     containers = containers_of(tmp_path, [50, 50], 90, 2)
     node.arbitrate(containers)
     tenants = [started(node, container, gpu=number) for number, container in enumerate(containers)]
-    assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([90, 90], abs=3)
+    assert gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([90, 90], abs=3)
 
 
 @pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
@@ -337,7 +335,7 @@ def test_tenants_that_want_all_of_two_gpus_get_their_shares(node: Node, tmp_path
     containers = containers_of(tmp_path, [25, 75], 100, 2)
     node.arbitrate(containers)
     tenants = [started(node, container, gpu=gpu) for container in containers for gpu in range(2)]
-    assert _gpu_time_percent(tenants, ["products"] * 4) == pytest.approx([25, 25, 75, 75], abs=3)
+    assert gpu_time_percent(tenants, ["products"] * 4) == pytest.approx([25, 25, 75, 75], abs=3)
 
 
 @pytest.mark.parametrize("command", ["child", "close", "exec"])
@@ -349,7 +347,7 @@ def test_a_program_that_forks_closes_or_executes_keeps_its_share(node: Node, tmp
         assert tenants[0].ask("init 0")[0] == 0
     else:
         assert tenants[0].ask(command)[0] == 0
-    assert _gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([25, 75], abs=3)
+    assert gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([25, 75], abs=3)
 
 
 def test_a_holder_that_is_stopped_costs_the_other_nothing(node: Node, tmp_path: Path) -> None:

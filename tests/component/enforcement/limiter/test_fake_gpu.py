@@ -2,17 +2,11 @@
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import Node, started
+from tests.component.enforcement.limiter.harness import Node, gpu_time_percent, started
 
 
 def _gpu_time_percent(node: Node, works: list[str]) -> list[float]:
-    """The GPU time of tenants that work at the same time for two seconds."""
-    tenants = [started(node, None) for _ in works]
-    for tenant, work in zip(tenants, works, strict=True):
-        tenant.send(f"work {work} 2000 {len(works)}")
-    answers = [tenant.answer() for tenant in tenants]
-    assert [result for result, _, _ in answers] == [0] * len(works)
-    return [100 * gpu / elapsed for _, gpu, elapsed in answers]
+    return gpu_time_percent([started(node, None) for _ in works], works, milliseconds=2_000)
 
 
 @pytest.mark.parametrize("tenants", [1, 2, 3, 8])

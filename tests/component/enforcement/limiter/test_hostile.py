@@ -14,6 +14,7 @@ from tests.component.enforcement.limiter.harness import (
     Tenant,
     arbitrated,
     containers_of,
+    gpu_time_percent,
     started,
     take_all_slots,
 )
@@ -86,9 +87,7 @@ def test_processes_without_a_slot_share_the_turn(node: Node, tmp_path: Path, pro
     take_all_slots(containers[0].page("use"))
     node.arbitrate(containers)
     tenants = [started(node, containers[number]) for number in [0] * processes + [1]]
-    for tenant in tenants:
-        tenant.send(f"work products {_MS} {processes + 1}")
-    *parts, other = [100 * gpu / elapsed for _, gpu, elapsed in (tenant.answer() for tenant in tenants)]
+    *parts, other = gpu_time_percent(tenants, ["products"] * len(tenants))
     assert sum(parts) == pytest.approx(40, abs=5)
     assert other == pytest.approx(60, abs=5)
 
@@ -99,10 +98,7 @@ def test_a_thousand_processes_cost_the_other_nothing(node: Node, tmp_path: Path)
     node.arbitrate(containers)
     crowd, hostile, other = [started(node, containers[number]) for number in (0, 0, 1)]
     assert crowd.ask("crowd 1030")[1] == 1030
-    for tenant in (hostile, other):
-        tenant.send(f"work products {_MS} 2")
-    held = [100 * gpu / elapsed for _, gpu, elapsed in (tenant.answer() for tenant in (hostile, other))]
-    assert held == pytest.approx([40, 60], abs=5)
+    assert gpu_time_percent([hostile, other], ["products"] * 2) == pytest.approx([40, 60], abs=5)
 
 
 def _slice_percent(node: Node, container: Container | None, works: Sequence[str], hostile: Tenant) -> float:

@@ -114,24 +114,18 @@ async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers(
     assert node.use.containers["a", GPU0].memory_bytes == 5
 
 
-async def test_processes_are_looked_up_once() -> None:
-    node = Node(share(), whole("t", TRAIN, 1))
-    node.runtime.elsewhere[21] = container("t", TRAIN)
-    for _ in range(3):
-        await node.sampled(sample({}, {21: 7}))
-    assert node.runtime.asked == [21]
-    assert node.use.containers["t", name_of(1)].memory_bytes == 7
-
-
-async def test_an_unnamed_container_is_looked_up_again() -> None:
+async def test_processes_are_looked_up_once_and_an_unnamed_container_again() -> None:
     node = Node(share(), whole("t", TRAIN, 1))
     node.runtime.elsewhere[21] = nameless("z")
     await node.sampled(sample({}, {21: 7}))
     assert len(node.use.unattributed) == 1
     node.runtime.elsewhere[21] = container("t", TRAIN)
     await node.sampled(sample({}, {21: 7}), after_seconds=RETRY_SECONDS)
-    assert not node.use.unattributed
+    for _ in range(3):
+        await node.sampled(sample({}, {21: 7}))
+        assert not node.use.unattributed
     assert node.runtime.asked == [21, 21]
+    assert node.use.containers["t", GPU1].memory_bytes == 7
 
 
 async def test_unreadable_cgroups_are_reported_once_and_processes_are_looked_up_individually() -> None:
@@ -175,9 +169,12 @@ async def test_a_share_is_observed_from_its_first_second_on() -> None:
     assert node.use.containers["a", GPU0].memory_bytes == 5
 
 
-async def test_gpu_managers_records_are_none_of_ours_to_keep() -> None:
-    node = Node(replace(share(), anonymous=True))
-    assert not node.memory_watcher.needs_process_utilization()
+@pytest.mark.parametrize("record", ["of gpu-manager", "before its memory call"])
+async def test_a_record_without_a_limit_of_ours_can_not_be_over(record: str) -> None:
+    without = replace(allocation("a", WEB, cores={0: 0b11111}), mechanisms=("hami-core",))
+    node = Node(replace(share(), anonymous=True) if record == "of gpu-manager" else without)
+    assert node.memory_watcher.needs_process_utilization() == (record != "of gpu-manager")
+    node.runs(container("a", WEB), 11)
     for _ in range(5):
         await node.sampled(sample({11: 10 * LIMIT}, {}))
     assert not node.memory_watcher.over
@@ -297,14 +294,6 @@ async def test_the_uid_comes_from_the_runtime_where_the_ledger_has_none() -> Non
     assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(WEB, "uid-a")]
 
 
-async def test_a_share_before_its_memory_call_can_not_be_over() -> None:
-    node = Node(replace(allocation("a", WEB, cores={0: 0b11111}), mechanisms=("hami-core",)))
-    node.runs(container("a", WEB), 11)
-    for _ in range(5):
-        await node.sampled(sample({11: 5}, {}))
-    assert not node.memory_watcher.over
-
-
 # -- unattributed processes ----------------------------------------------------------------------------------------------------
 
 
@@ -340,11 +329,14 @@ def ending(*, whole_gpu: bool = False) -> Node:
 
 @pytest.mark.parametrize("whole_gpu", [False, True])
 @pytest.mark.parametrize("listed", [True, False])
-async def test_the_process_of_an_ended_container_is_expected_for_a_while(whole_gpu: bool, listed: bool) -> None:
-    """On an H200 a container with 35 GiB leaves the driver's list half a second after its pod's end."""
+@pytest.mark.parametrize("attributed", [True, False])
+async def test_the_process_of_an_ended_container_is_expected_for_a_while(whole_gpu: bool, listed: bool, attributed: bool) -> None:
+    """On an H200 a container with 35 GiB leaves the driver's list half a second after its pod's end. It may have been in no sample
+    before; then the runtime must know it."""
     node = ending(whole_gpu=whole_gpu)
+    listed = listed or not attributed
     with capture_logs() as logs:
-        await node.sampled(sample({11: LIMIT}, {}))
+        await node.sampled(sample({11: LIMIT} if attributed else {}, {}))
         node.frees("a")
         if not listed:  # the runtime has removed the container, so that the process is in none
             node.runtime.containers, node.runtime.elsewhere = [], {}
@@ -356,17 +348,6 @@ async def test_the_process_of_an_ended_container_is_expected_for_a_while(whole_g
         assert [(entry["event"], entry["pid"]) for entry in logs] == [("gpu_process_unattributed", 11)]
         await node.sampled(sample({}, {}))
         assert [entry["event"] for entry in logs[1:]] == ["gpu_process_unattributed_gone"]
-
-
-async def test_a_process_that_no_sample_attributed_is_expected_too() -> None:
-    node = ending()
-    with capture_logs() as logs:
-        await node.sampled(sample({}, {}))
-        node.frees("a")
-        await node.sampled(sample({11: LIMIT}, {}))
-        assert not logs
-        await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS)
-        assert [entry["event"] for entry in logs] == ["gpu_process_unattributed"]
 
 
 async def test_a_process_of_the_last_container_is_reported_in_time() -> None:

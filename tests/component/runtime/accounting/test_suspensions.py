@@ -265,26 +265,20 @@ async def test_an_operation_of_an_earlier_agent_is_continued(began: State, verb:
     assert (node.mover.done, state(node)) == ([(verb, "a")], ends)
 
 
-async def test_a_suspended_container_without_a_saved_state_is_resumed() -> None:
+@pytest.mark.parametrize("unknown", ["container", "processes"])
+async def test_a_suspended_container_without_a_saved_state_is_resumed_as_soon_as_it_is_known(unknown: str) -> None:
     node = running()
     node.backends.held.add("a")
-    node.runtime.containers.clear()  # the runtime does not list it yet
-    await sampled(node, uses(a=0))
-    assert (node.mover.done, node.backends.held) == ([], {"a"})
-    node.runs(container("a", WEB), PIDS["a"])
-    await sampled(node, uses(a=0))
-    assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
-
-
-async def test_it_is_resumed_as_soon_as_its_processes_are_known() -> None:
-    node = running()
-    node.backends.held.add("a")
-    node.host.ended = {PIDS["a"]}  # its files can't be read
+    if unknown == "container":
+        node.runtime.containers.clear()  # the runtime does not list it yet
+    else:
+        node.host.ended = {PIDS["a"]}  # its files can't be read
     await sampled(node, uses(a=0))
     assert (node.mover.done, state(node), node.backends.held) == ([], None, {"a"})
+    node.runs(container("a", WEB), PIDS["a"])
     node.host.ended = set()
     await sampled(node, uses(a=0))
-    assert (node.mover.done, node.backends.held) == ([("resume", "a")], set())
+    assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
 
 
 @pytest.mark.parametrize("counted_mebibytes", [None, 700])
@@ -408,7 +402,8 @@ async def test_no_memory_is_moved_while_the_free_memory_of_the_gpu_is_not_known(
     assert (state(node), node.mover.done) == (None, [("suspend", "a"), ("resume", "a")])
 
 
-async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another_and_ends_with_its_container(ends: bool) -> None:
     node = two(memory_limits=(("main", 2048),))
     demanding(node, suspend=True)
     await sampled(node, uses(a=500, t=1024))
@@ -419,20 +414,12 @@ async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another() -> Non
     await sampled(node, uses(a=0, t=1024))
     assert state(node) == "suspended"
     assert "limit of team/train (main) can't be lowered: its pages can't be used" in events(node, "GpuResumeWaits")[0]
-    await sampled(node, uses(a=0, t=1024), after_seconds=20.0)
-    assert state(node) is None
-
-
-async def test_a_resume_that_waits_for_the_limit_of_another_ends_with_its_container() -> None:
-    node = two(memory_limits=(("main", 2048),))
-    demanding(node, suspend=True)
-    await sampled(node, uses(a=500, t=1024))
-    node.backends.obstacles = {"t": "its pages can't be used"}
-    demanding(node)
-    await sampled(node, uses(a=0, t=1024))
-    node.runtime.ended.add(PIDS["a"])
-    node.frees("a")
-    await sampled(node, uses(t=1024))
+    if ends:
+        node.runtime.ended.add(PIDS["a"])
+        node.frees("a")
+        await sampled(node, uses(t=1024))
+    else:
+        await sampled(node, uses(a=0, t=1024), after_seconds=20.0)
     assert (node.agent_state.suspensions, node.backends.held) == ({}, set())
 
 
@@ -602,13 +589,10 @@ async def test_a_demand_for_a_container_without_a_share_is_refused_once(held: Al
         entry.why == f"the container is not suspended: it has {what}, and only a container with a share of a GPU can be suspended"
     )
     assert not node.mover.done
-
-
-async def test_the_whole_gpu_of_an_init_container_is_no_obstacle_to_a_suspension() -> None:
-    node = with_driver(Node(replace(WHOLE, init=True)))
-    demanding(node, suspend=True)
-    await sampled(node)
-    assert not node.told
+    init = with_driver(Node(replace(held, init=True)))
+    demanding(init, suspend=True)
+    await sampled(init)
+    assert not init.told, "an init container's GPU is no obstacle"
 
 
 async def test_a_demand_without_memory_is_refused_by_an_event() -> None:
