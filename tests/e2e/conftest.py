@@ -19,6 +19,7 @@ from .places import HERE
 #: Files (and one folder) without the cluster, and the unit of work that they belong to. All others are the cluster's unit.
 APART: Final = {
     "page": "page",
+    "test_benchmarks.py": "wire",
     "test_dra_wire.py": "wire",
     "test_wire.py": "wire",
     "test_chart.py": "chart",
