@@ -83,10 +83,14 @@ class Running:
         async with asyncio.timeout(5):
             return await self.changes.get()
 
-    async def synced(self) -> PodCache:
+    async def next_uids(self) -> tuple[str | None, str | None]:
+        """Which incarnations the next change is from and to."""
+        before, after = await self.next()
+        return getattr(before, "uid", None), getattr(after, "uid", None)
+
+    async def synced(self) -> None:
         async with asyncio.timeout(5):
             await self.cache.wait_synced()
-        return self.cache
 
 
 Start = Callable[..., AbstractAsyncContextManager[Running]]
@@ -95,9 +99,11 @@ Start = Callable[..., AbstractAsyncContextManager[Running]]
 @pytest.fixture
 def start(server: ApiServer) -> Start:
     @asynccontextmanager
-    async def started(watch_times: WatchTimes = FAST) -> AsyncIterator[Running]:
+    async def started(watch_times: WatchTimes = FAST, *, synced: bool = True) -> AsyncIterator[Running]:
         running = Running(PodCache(server, "node-1", watch_times=watch_times))
         async with background(running.cache.run()) as task:
+            if synced:
+                await running.synced()
             yield running
             assert not task.done(), task
 

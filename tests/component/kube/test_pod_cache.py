@@ -15,17 +15,16 @@ from .fake_api_server import Answer, FakeApiServer, cut, event, pod, raw, silent
 async def test_lists_this_nodes_pods_then_follows_changes(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a"))
     async with start() as running:
-        cache = await running.synced()
-        a = cache.get(("default", "a"))
+        a = running.cache.get(("default", "a"))
         assert a is not None
         assert a.containers[0].cores == 10
-        assert cache.by_uid("uid-a") is a
+        assert running.cache.by_uid("uid-a") is a
         assert api.seen[0]["fieldSelector"] == "spec.nodeName=node-1"
         assert await running.next() == (None, a)
 
         await api.put(pod("b", "uid-b"))
         before, b = await running.next()
-        assert (before, b) == (None, cache.get(("default", "b")))
+        assert (before, b) == (None, running.cache.get(("default", "b")))
 
         await api.put(pod("b", "uid-b", phase="Failed"))
         before, after = await running.next()
@@ -35,8 +34,8 @@ async def test_lists_this_nodes_pods_then_follows_changes(api: FakeApiServer, st
 
         await api.remove("uid-b")
         assert await running.next() == (after, None)
-        assert [view.uid for view in cache.all()] == ["uid-a"]
-        assert cache.by_uid("uid-b") is None
+        assert [view.uid for view in running.cache.all()] == ["uid-a"]
+        assert running.cache.by_uid("uid-b") is None
 
 
 async def test_reads_a_long_list_page_by_page(api: FakeApiServer, start: Start) -> None:
@@ -44,57 +43,45 @@ async def test_reads_a_long_list_page_by_page(api: FakeApiServer, start: Start) 
     for n in range(8):
         await api.put(pod(f"p{n}", f"uid-{n}"))
     async with start() as running:
-        cache = await running.synced()
-        assert {view.uid for view in cache.all()} == {f"uid-{n}" for n in range(8)}
+        assert {view.uid for view in running.cache.all()} == {f"uid-{n}" for n in range(8)}
         assert api.count(watch=False) == 3
 
 
 async def test_a_name_that_recurs_belongs_to_the_later_incarnation(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("web-0", "uid-1"))
     async with start() as running:
-        cache = await running.synced()
         await running.next()
         await api.put(pod("web-0", "uid-2"))
         await running.next()
         await api.remove("uid-1")
         await running.next()
-        now = cache.get(("default", "web-0"))
-        assert now is not None
-        assert now.uid == "uid-2"
+        assert running.cache.get(("default", "web-0")) is running.cache.by_uid("uid-2") is not None
 
 
 async def test_after_an_expired_version_a_list_reports_deletions(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("stays", "uid-s"))
     await api.put(pod("goes", "uid-g"))
     async with start() as running:
-        cache = await running.synced()
         await running.next()
         await running.next()
         await api.until(lambda: api.count(watch=True) == 1)
         del api.pods["uid-g"]  # without an event
         await api.put(pod("new", "uid-n"))
-        assert (await running.next())[1] == cache.by_uid("uid-n")
+        assert (await running.next())[1] == running.cache.by_uid("uid-n")
         await api.expire_history()
-        gone, nothing = await running.next()
-        assert nothing is None
-        assert gone is not None
-        assert gone.uid == "uid-g"
-        assert {view.uid for view in cache.all()} == {"uid-s", "uid-n"}
+        assert await running.next_uids() == ("uid-g", None)
+        assert {view.uid for view in running.cache.all()} == {"uid-s", "uid-n"}
 
 
 async def test_a_relist_without_differences_reports_nothing(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a"))
     async with start() as running:
-        await running.synced()
         await running.next()
         api.watches.append(raw(event("ERROR", {"code": 410, "reason": "Expired", "message": "too old"})))
         await api.end_watches()
         await api.until(lambda: api.count(watch=False) == 2 and api.count(watch=True) >= 2)
         await api.put(pod("b", "uid-b"))
-        before, after = await running.next()
-        assert before is None
-        assert after is not None
-        assert after.uid == "uid-b"
+        assert await running.next_uids() == (None, "uid-b")
 
 
 BIG = pod("big", "uid-big", annotations={"notes": "x" * 3_000_000}, resourceVersion="9")
@@ -128,14 +115,11 @@ async def test_a_watch_that_fails_is_resumed(failure: str, api: FakeApiServer, s
     await api.put(pod("a", "uid-a"))
     api.watches.extend([FAILURES[failure]] * 2)
     async with start() as running:
-        cache = await running.synced()
         await running.next()
         await api.until(lambda: api.count(watch=True) >= 3)
         await api.put(pod("later", "uid-l"))
-        before, after = await running.next()
-        assert before is None
-        assert after == cache.by_uid("uid-l")
-        assert cache.by_uid("uid-a") is not None
+        assert await running.next_uids() == (None, "uid-l")
+        assert running.cache.by_uid("uid-a") is not None
 
 
 LIST_FAILURES: dict[str, Answer] = {
@@ -154,11 +138,11 @@ LIST_FAILURES: dict[str, Answer] = {
 async def test_a_list_that_fails_is_repeated(failure: str, api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a"))
     api.lists.extend([LIST_FAILURES[failure]] * 2)
-    async with start() as running:
+    async with start(synced=False) as running:
         assert not running.cache.synced
-        cache = await running.synced()
+        await running.synced()
         assert api.count(watch=False) >= 3
-        assert cache.by_uid("uid-a") is not None
+        assert running.cache.by_uid("uid-a") is not None
 
 
 @pytest.mark.parametrize(
@@ -172,21 +156,17 @@ async def test_a_list_that_fails_is_repeated(failure: str, api: FakeApiServer, s
 async def test_lines_may_be_split_anywhere(parts: tuple[bytes, ...], uid: str, api: FakeApiServer, start: Start) -> None:
     api.watches.append(raw(*parts))
     async with start() as running:
-        _, after = await running.next()
-        assert after is not None
-        assert after.uid == uid
+        assert await running.next_uids() == (None, uid)
 
 
 async def test_a_silent_connection_is_closed_after_a_bounded_time(api: FakeApiServer, start: Start) -> None:
     api.watches.append(silent(b"\n"))
-    async with start(WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(0, 0), silence_seconds=0.05)) as running:
-        await running.synced()
+    async with start(WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(0, 0), silence_seconds=0.05)):
         await api.until(lambda: api.count(watch=True) >= 2)
 
 
 async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
-        await running.synced()
         await api.until(lambda: api.count(watch=True) == 1)
         api.version = 70
         await api.bookmark()
@@ -200,34 +180,32 @@ async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start)
 
 async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
-        cache = await running.synced()
-        assert await cache.wait_for(("default", "a"), 0) is None
-        assert await cache.wait_for(("default", "a"), 0.01) is None
-        waiting = [asyncio.create_task(cache.wait_for(("default", "a"), 5)) for _ in range(2)]
-        given_up = asyncio.create_task(cache.wait_for(("default", "a"), 5))
+        assert await running.cache.wait_for(("default", "a"), 0) is None
+        assert await running.cache.wait_for(("default", "a"), 0.01) is None
+        waiting = [asyncio.create_task(running.cache.wait_for(("default", "a"), 5)) for _ in range(2)]
+        given_up = asyncio.create_task(running.cache.wait_for(("default", "a"), 5))
         await asyncio.sleep(0)
         given_up.cancel()
         await api.put(pod("a", "uid-a"))
         found = await asyncio.gather(*waiting)
         assert found[0] is found[1]
-        assert found[0] is cache.get(("default", "a"))
-        assert await cache.wait_for(("default", "a"), 5) is found[0]
-        assert await cache.wait_for(("default", "a"), 5, uid="uid-a") is found[0]
+        assert found[0] is running.cache.get(("default", "a"))
+        assert await running.cache.wait_for(("default", "a"), 5) is found[0]
+        assert await running.cache.wait_for(("default", "a"), 5, uid="uid-a") is found[0]
 
 
 async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
-        cache = await running.synced()
         await api.put(pod("a", "uid-a"))
-        assert await cache.wait_for(("default", "a"), 5) is not None
-        assert await cache.wait_for(("default", "a"), 0, uid="uid-a2") is None
-        assert await cache.wait_for(("default", "a"), 0.01, uid="uid-a2") is None
-        waiting = asyncio.create_task(cache.wait_for(("default", "a"), 5, uid="uid-a3"))
+        assert await running.cache.wait_for(("default", "a"), 5) is not None
+        assert await running.cache.wait_for(("default", "a"), 0, uid="uid-a2") is None
+        assert await running.cache.wait_for(("default", "a"), 0.01, uid="uid-a2") is None
+        waiting = asyncio.create_task(running.cache.wait_for(("default", "a"), 5, uid="uid-a3"))
         await api.put(pod("a", "uid-a2"))
-        assert await cache.wait_for(("default", "a"), 5, uid="uid-a2") is not None
+        assert await running.cache.wait_for(("default", "a"), 5, uid="uid-a2") is not None
         assert not waiting.done()
         await api.put(pod("a", "uid-a3"))
-        assert await waiting is cache.by_uid("uid-a3")
+        assert await waiting is running.cache.by_uid("uid-a3")
 
 
 async def test_waits_for_a_pod_that_has_not_ended(api: FakeApiServer, start: Start) -> None:
@@ -247,10 +225,9 @@ async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: St
     for name in ("a", "b", "c"):
         await api.put(pod(name, f"uid-{name}"))
     async with start() as running:
-        cache = await running.synced()
-        await cache.wait_ended({"uid-a"}, 0.01)
-        await cache.wait_ended({"unknown"}, 60)
-        waiting = asyncio.create_task(cache.wait_ended({"uid-a", "uid-b"}, 60))
+        await running.cache.wait_ended({"uid-a"}, 0.01)
+        await running.cache.wait_ended({"unknown"}, 60)
+        waiting = asyncio.create_task(running.cache.wait_ended({"uid-a", "uid-b"}, 60))
         for number, name in enumerate(("c", "a", "b"), start=1):
             await asyncio.sleep(0)
             assert not waiting.done()
@@ -261,10 +238,10 @@ async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: St
 
 
 async def test_what_it_lacks_is_deleted_only_while_the_api_server_answers(api: FakeApiServer, start: Start) -> None:
-    async with start() as running:
+    async with start(synced=False) as running:
         assert not running.cache.reachable
-        cache = await running.synced()
-        assert cache.reachable
+        await running.synced()
+        assert running.cache.reachable
         await api.until(lambda: api.count(watch=True) == 1)
         down = asyncio.Event()
 
@@ -276,16 +253,16 @@ async def test_what_it_lacks_is_deleted_only_while_the_api_server_answers(api: F
         await api.end_watches()
         await down.wait()
         await api.until(lambda: api.count(watch=True) >= 3)
-        assert not cache.reachable
+        assert not running.cache.reachable
         await api.until(lambda: api.count(watch=True) >= 5)
         await api.put(pod("a", "uid-a"))
         await running.next()
-        assert cache.reachable
+        assert running.cache.reachable
 
 
 @pytest.mark.peer_bug("B2: its wait ends with a successful patch only")
 async def test_waiting_for_a_pod_ends_though_the_api_server_never_answers(api: FakeApiServer, start: Start) -> None:
     api.lists.append(silent())
-    async with start() as running:
+    async with start(synced=False) as running:
         assert await running.cache.wait_for(("team", "late"), 0.02) is None
         assert not running.cache.synced

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -30,19 +31,25 @@ async def server(api: FakeApiServer, clock: Clock, tmp_path: Path) -> AsyncItera
     await made.close()
 
 
+async def refused(
+    server: ApiServer, reason: str, *, path: str = PATH, body: Body | None = None, method: Literal["POST", "PATCH"] = "POST"
+) -> AnswerError:
+    with pytest.raises(AnswerError, match=reason) as caught:
+        await server.send(method, path, body or {})
+    return caught.value
+
+
 @pytest.mark.parametrize("code", [429, 503])
 async def test_a_refused_write_waits_and_the_others_do_not(
     api: FakeApiServer, server: ApiServer, clock: Clock, code: int
 ) -> None:
     api.writes.append(status(code, "slow down", {"Retry-After": "30"}))
-    with pytest.raises(AnswerError, match=f"HTTP {code}: slow down"):
-        await server.send("POST", PATH, {})
+    await refused(server, f"HTTP {code}: slow down")
     for seconds in (0, 29):
         clock.now = seconds
         for _ in range(100):
-            with pytest.raises(AnswerError, match=f"HTTP {code}: too early for another try") as caught:
-                await server.send("POST", PATH, {})
-        assert (caught.value.status, caught.value.retry_after_seconds) == (code, 30 - seconds)
+            error = await refused(server, f"HTTP {code}: too early for another try")
+        assert (error.status, error.retry_after_seconds) == (code, 30 - seconds)
     assert len(api.written) == 1
     await server.send("POST", OTHER, {})
     await server.send("PATCH", PATH, {})
@@ -57,10 +64,8 @@ async def test_an_object_of_a_collection_waits_and_the_others_do_not(api: FakeAp
     collection = "/apis/resource.k8s.io/v1/namespaces/team/resourceclaimtemplates"
     one, two = ({"metadata": {"name": name}} for name in ("one", "two"))
     api.writes.append(status(429, "slow down", {"Retry-After": "100"}))
-    with pytest.raises(AnswerError, match="slow down"):
-        await server.send("POST", collection, one)
-    with pytest.raises(AnswerError, match="too early"):
-        await server.send("POST", collection, one)
+    await refused(server, "slow down", path=collection, body=one)
+    await refused(server, "too early", path=collection, body=one)
     await server.send("POST", collection, two)
     await server.send("POST", collection.replace("team", "other"), one)
     assert len(api.written) == 3
@@ -70,18 +75,15 @@ async def test_an_object_of_a_collection_waits_and_the_others_do_not(api: FakeAp
 async def test_a_write_whose_body_has_no_name_waits_by_its_path(api: FakeApiServer, server: ApiServer, body: Body) -> None:
     api.writes.append(status(429, "slow down", {"Retry-After": "100"}))
     for reason in ("slow down", "too early"):
-        with pytest.raises(AnswerError, match=reason):
-            await server.send("POST", PATH, body)
+        await refused(server, reason, body=body)
 
 
 async def test_the_lease_does_not_wait_longer_than_it_lasts(api: FakeApiServer, tmp_path: Path) -> None:
     server, lease_server = await connections(write_kubeconfig(tmp_path / "kubeconfig", api.url))
     api.writes.extend(status(429, "slow down", {"Retry-After": "100"}) for _ in range(2))
     for each in (server, lease_server):
-        with pytest.raises(AnswerError, match="slow down"):
-            await each.send("PATCH", PATH, {})
-    with pytest.raises(AnswerError, match="too early"):
-        await server.send("PATCH", PATH, {})
+        await refused(each, "slow down", method="PATCH")
+    await refused(server, "too early", method="PATCH")
     await lease_server.send("PATCH", PATH, {})
     assert len(api.written) == 3
     for each in (server, lease_server):
@@ -90,12 +92,10 @@ async def test_the_lease_does_not_wait_longer_than_it_lasts(api: FakeApiServer, 
 
 async def test_no_time_is_longer_than_two_minutes_and_a_text_is_none(api: FakeApiServer, server: ApiServer, clock: Clock) -> None:
     api.writes.extend(status(429, "slow down", {"Retry-After": text}) for text in ("86400", "soon", "-5", "0"))
-    with pytest.raises(AnswerError):
-        await server.send("POST", PATH, {})
+    await refused(server, "slow down")
     clock.now = 120
     for _ in range(3):
-        with pytest.raises(AnswerError, match="slow down"):
-            await server.send("POST", PATH, {})
+        await refused(server, "slow down")
     await server.send("POST", PATH, {})
     assert len(api.written) == 5
 
@@ -106,10 +106,8 @@ async def test_what_waits_has_a_bound(
     monkeypatch.setattr("gpumgr.kube.client._MAX_HELD", 3)
     api.writes.extend(status(429, "slow down", {"Retry-After": "30"}) for _ in range(6))
     for number in range(5):
-        with pytest.raises(AnswerError, match="slow down"):
-            await server.send("POST", f"/{number}", {})
+        await refused(server, "slow down", path=f"/{number}")
     assert len(server._held) == 3
     clock.now = 30
-    with pytest.raises(AnswerError, match="slow down"):
-        await server.send("POST", "/5", {})
+    await refused(server, "slow down", path="/5")
     assert len(server._held) == 1, "the others are over"

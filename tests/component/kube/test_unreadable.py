@@ -56,15 +56,14 @@ async def test_a_pod_that_is_nested_without_end_is_read_as_others_are(api: FakeA
     api.watches.append(raw(f'{{"type": "MODIFIED", "object": {later}}}\n'.encode()))
     with named_once():
         async with start() as running:
-            cache = await running.synced()
-            assert {view.uid for view in cache.all()} == {"uid-deep", "uid-a"}
+            assert {view.uid for view in running.cache.all()} == {"uid-deep", "uid-a"}
             while (change := await running.next())[0] is None:  # the list
                 pass
             before, after = change
             assert before is not None
             assert after is not None
             assert (before.phase, after.phase) == ("Running", "Succeeded")
-            assert cache.unreadable == 0
+            assert running.cache.unreadable == 0
 
 
 TEXTS: dict[str, str] = {
@@ -85,31 +84,29 @@ TEXTS: dict[str, str] = {
 async def test_the_other_pods_of_a_list_are_known(text: str, api: FakeApiServer, start: Start) -> None:
     api.lists.append(raw(listed(json.dumps(pod("a", "uid-a")), text, json.dumps(pod("b", "uid-b"))).encode()))
     async with start() as running:
-        cache = await running.synced()
-        assert {view.uid for view in cache.all()} - {"uid-odd"} == {"uid-a", "uid-b"}
-        assert cache.unreadable == ("uid-odd" not in {view.uid for view in cache.all()})
+        assert {view.uid for view in running.cache.all()} - {"uid-odd"} == {"uid-a", "uid-b"}
+        assert running.cache.unreadable == ("uid-odd" not in {view.uid for view in running.cache.all()})
 
 
 async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a"))
     with named_once("default/a"):
         async with start() as running:
-            cache = await running.synced()
-            known = cache.by_uid("uid-a")
+            known = running.cache.by_uid("uid-a")
             assert known is not None
             for _ in range(2):
                 await api.put(broken("a"))
                 await api.put(pod("b", "uid-b", phase=f"Running{len(api.history)}"))
-                while (await running.next())[1] != cache.by_uid("uid-b"):
+                while (await running.next())[1] != running.cache.by_uid("uid-b"):
                     pass
-                assert (cache.by_uid("uid-a"), cache.unreadable) == (known, 1)
+                assert (running.cache.by_uid("uid-a"), running.cache.unreadable) == (known, 1)
             await api.expire_history()
             await api.until(lambda: api.count(watch=False) == 2)
             await api.until(lambda: len(api.written) == 1)
-            assert (cache.by_uid("uid-a"), cache.unreadable) == (known, 1)
+            assert (running.cache.by_uid("uid-a"), running.cache.unreadable) == (known, 1)
             await api.remove("uid-a")
             assert (await running.next()) == (known, None)
-            assert cache.unreadable == 0
+            assert running.cache.unreadable == 0
     ((method, path, body),) = api.written
     assert (method, path) == ("POST", "/api/v1/namespaces/default/events")
     assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Pod", "namespace": "default", "name": "a", "uid": "uid-a"}
@@ -138,11 +135,10 @@ async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: Fake
 async def test_a_pod_that_can_be_read_again_is_used(api: FakeApiServer, start: Start) -> None:
     await api.put(broken("a"))
     async with start() as running:
-        cache = await running.synced()
-        assert (list(cache.all()), cache.unreadable) == ([], 1)
+        assert (list(running.cache.all()), running.cache.unreadable) == ([], 1)
         await api.put(pod("a", "uid-a"))
-        assert (await running.next())[1] == cache.by_uid("uid-a")
-        assert cache.unreadable == 0
+        assert (await running.next())[1] == running.cache.by_uid("uid-a")
+        assert running.cache.unreadable == 0
 
 
 async def test_a_list_that_fails_leaves_no_annotations(api: FakeApiServer, start: Start) -> None:
@@ -151,24 +147,22 @@ async def test_a_list_that_fails_leaves_no_annotations(api: FakeApiServer, start
     api.lists.append(raw(first.replace('"5"}', '"5", "continue": "more"}').encode()))
     api.lists.append(raw(b"<html>"))
     async with start() as running:
-        cache = await running.synced()
-        assert list(cache.all()) == []
-        assert cache.annotations("uid-gone") == {}
+        assert list(running.cache.all()) == []
+        assert running.cache.annotations("uid-gone") == {}
 
 
 async def test_annotations_follow_their_pod_without_a_call_of_the_listeners(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "1", "other": "x"}))
     async with start() as running:
-        cache = await running.synced()
         await running.next()
-        assert cache.annotations("uid-a") == {"gpumgr.io/allocations": "1"}
+        assert running.cache.annotations("uid-a") == {"gpumgr.io/allocations": "1"}
         await api.put(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "2"}))
         await api.put(pod("b", "uid-b"))
-        assert (await running.next())[1] == cache.by_uid("uid-b")
-        assert cache.annotations("uid-a") == {"gpumgr.io/allocations": "2"}
+        assert (await running.next())[1] == running.cache.by_uid("uid-b")
+        assert running.cache.annotations("uid-a") == {"gpumgr.io/allocations": "2"}
         await api.put(pod("a", "uid-a", phase="Succeeded"))
         await running.next()
-        assert cache.annotations("uid-a") == {}
+        assert running.cache.annotations("uid-a") == {}
 
 
 # -- scheduler, claims, simulate ---------------------------------------------------------------------------------------------
@@ -253,7 +247,6 @@ async def test_a_snapshot_of_a_cluster_has_the_other_objects(api: FakeApiServer,
 async def test_an_event_of_a_watch_without_a_uid_lists_again(api: FakeApiServer, start: Start) -> None:
     api.watches.append(raw(event("ADDED", {"metadata": {}})))
     async with start() as running:
-        await running.synced()
         await api.put(pod("a", "uid-a"))
         await api.until(lambda: api.count(watch=False) == 2)
         assert (await running.next())[1] is not None

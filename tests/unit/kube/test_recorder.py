@@ -14,12 +14,17 @@ class Recorder:
         event = Event(about=about, reason=reason, message=message, warning=warning, allocations=("a1",))
         return self._recorder.record(event, self.now, 1_800_000_000 + self.now)
 
+    def made(self, message: str, uid: str = "uid", reason: str = "R", warning: bool = True) -> EventSeries:
+        """The series of an event that is not dropped."""
+        series = self.record(message, uid, reason, warning)
+        assert series is not None
+        return series
+
 
 def test_the_same_message_is_one_series_and_another_pod_reason_type_or_message_is_another() -> None:
     recorder = Recorder()
-    first = recorder.record("m")
+    first = recorder.made("m")
     assert recorder.record("m") is first
-    assert first is not None
     assert (first.count, first.first_at, first.text) == (2, 1_800_000_000, "m [allocation a1]")
     others = [
         recorder.record("n"),
@@ -34,21 +39,15 @@ def test_the_tenth_different_message_within_ten_minutes_is_combined_until_ten_mi
     recorder = Recorder()
     texts = []
     for number in range(12):
-        series = recorder.record(f"m{number}")
-        assert series is not None
+        series = recorder.made(f"m{number}")
         texts.append(series.text)
         recorder.now += 500  # 500 s between events do not end the interval
     assert texts[:9] == [f"m{number} [allocation a1]" for number in range(9)]
     assert texts[9:] == [f"{AGGREGATE_PREFIX}m{number} [allocation a1]" for number in (9, 10, 11)]
-    assert series is not None
     assert (series.count, series.event.allocations) == (3, ())
-    other = recorder.record("m", reason="S")
-    assert other is not None
-    assert not other.text.startswith(AGGREGATE_PREFIX)
+    assert not recorder.made("m", reason="S").text.startswith(AGGREGATE_PREFIX)
     recorder.now += 101
-    later = recorder.record("m12")
-    assert later is not None
-    assert later.text == "m12 [allocation a1]"
+    assert recorder.made("m12").text == "m12 [allocation a1]"
 
 
 def test_twenty_five_writes_about_an_object_and_then_one_every_five_minutes() -> None:
@@ -56,9 +55,7 @@ def test_twenty_five_writes_about_an_object_and_then_one_every_five_minutes() ->
     assert [recorder.record("m") is None for _ in range(27)] == [False] * 25 + [True] * 2
     assert recorder.record("m", "another pod") is not None
     recorder.now += 300
-    series = recorder.record("m")
-    assert series is not None
-    assert series.count == 28
+    assert recorder.made("m").count == 28
     assert recorder.record("m") is None
 
 

@@ -42,6 +42,13 @@ def migrate(*arguments: str | Path) -> Result:
     return result
 
 
+def planned(node: Path) -> dict[str, Any]:
+    """What is printed for this node's files."""
+    flags = f"--share-mode --checkpoint-path={node} --device-plugin-path={node}"
+    document: dict[str, Any] = json.loads(migrate("gpu-manager", "--flags", flags, "--output", "json").stdout)
+    return document
+
+
 @pytest.fixture
 def node(folder: Path) -> Path:
     """What gpu-manager and the kubelet leave on a node."""
@@ -131,8 +138,7 @@ def test_what_is_no_nodes_name_is_refused(source: tuple[str, ...], name: str) ->
 def test_a_kubelet_without_device_entries_has_no_running_pods_of_gpu_manager(node: Path) -> None:
     empty = {"Data": {"PodDeviceEntries": [], "RegisteredDevices": {"tencent.com/vcuda-core": ["a"]}}}
     (node / "kubelet_internal_checkpoint").write_text(json.dumps(empty))
-    flags = f"--share-mode --checkpoint-path={node} --device-plugin-path={node}"
-    document = json.loads(migrate("gpu-manager", "--flags", flags, "--output", "json").stdout)
+    document = planned(node)
     assert [line.partition(" keeps")[0] for line in document["pods"]] == ["pod uid u1 (main):", "pod uid u2 (main):"]
     assert "names no pod" in document["warnings"][0]
 
@@ -142,9 +148,7 @@ def test_a_kubelet_checkpoint_of_another_format_counts_as_unreadable(node: Path,
     (node / "kubelet_internal_checkpoint").write_text(
         json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": registered}})
     )
-    flags = f"--share-mode --checkpoint-path={node} --device-plugin-path={node}"
-    document = json.loads(migrate("gpu-manager", "--flags", flags, "--output", "json").stdout)
-    assert "the kubelet's checkpoint cannot be read" in document["warnings"][0]
+    assert "the kubelet's checkpoint cannot be read" in planned(node)["warnings"][0]
 
 
 @pytest.mark.parametrize("output", ["text", "json"])

@@ -11,6 +11,7 @@ import pytest
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 from tests.background import background, until
@@ -43,52 +44,60 @@ async def watched(api: SimApiServer, folder: Path) -> AsyncIterator[Watched]:
     await server.close()
 
 
-async def test_a_pod_is_listed_with_all_that_the_allocator_needs(tmp_path: Path) -> None:
-    containers = (
-        SimContainer(name="fetch", kind="init", cores=10, memory_blocks=1),
-        SimContainer(name="proxy", kind="sidecar"),
-        SimContainer(name="main", cores=30, memory_blocks=4),
-    )
-    async with SimApiServer("node-1") as api:
-        refused = PodStatus(phase="Failed", reason="UnexpectedAdmissionError", message="no room")
-        api.put(pod("a", "", *containers), refused, controlled=True)
-        async with watched(api, tmp_path) as seen:
-            view = seen.cache.by_uid("uid-a")
-            assert view is not None
-            assert (view.key, view.phase, view.reason, view.controlled) == (("team", "a"), "Failed", refused.reason, True)
-            assert [(c.name, c.kind, c.cores, c.memory_blocks) for c in view.containers] == [
-                ("fetch", "init", 10, 1),
-                ("proxy", "sidecar", 0, 0),
-                ("main", "app", 30, 4),
-            ]
-            assert view.created_at > 0
+@pytest.fixture
+async def seen(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Watched]:
+    async with watched(sim, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(sim: SimApiServer) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(sim.url) as made:
+        yield made
+
+
+async def test_a_pod_is_listed_with_all_that_the_allocator_needs(sim: SimApiServer, seen: Watched) -> None:
+    kinds: list[ContainerKind] = ["init", "sidecar", "app"]
+    containers = [
+        SimContainer(name=f"an-{kind}", kind=kind, cores=10 * n, memory_blocks=n) for n, kind in enumerate(kinds, start=1)
+    ]
+    refused = PodStatus(phase="Failed", reason="UnexpectedAdmissionError", message="no room")
+    sim.put(pod("a", "", *containers), refused, controlled=True)
+    await seen.until({"a"})
+    view = seen.cache.by_uid("uid-a")
+    assert view is not None
+    assert (view.key, view.phase, view.reason, view.controlled) == (("team", "a"), "Failed", refused.reason, True)
+    assert [(c.name, c.kind, c.cores, c.memory_blocks) for c in view.containers] == [
+        (c.name, c.kind, c.cores, c.memory_blocks) for c in containers
+    ]
+    assert view.created_at > 0
 
 
 @pytest.mark.parametrize("expired", [False, True])
-async def test_an_outage_loses_nothing_and_an_expired_resource_version_causes_a_new_list(tmp_path: Path, expired: bool) -> None:
-    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
-        api.put(pod("a"))
-        await seen.until({"a"})
-        url = api.url
-        await api.stop()
-        api.remove("uid-a")
-        api.put(pod("b"))
-        if expired:
-            api.forget()
-        await api.start()
-        assert api.url == url
-        await seen.until({"b"})
-        assert not expired or api.requests.count("list") == 2
+async def test_an_outage_loses_nothing_and_an_expired_resource_version_causes_a_new_list(
+    expired: bool, sim: SimApiServer, seen: Watched
+) -> None:
+    sim.put(pod("a"))
+    await seen.until({"a"})
+    url = sim.url
+    await sim.stop()
+    sim.remove("uid-a")
+    sim.put(pod("b"))
+    if expired:
+        sim.forget()
+    await sim.start()
+    assert sim.url == url
+    await seen.until({"b"})
+    assert not expired or sim.requests.count("list") == 2
 
 
-async def test_a_watch_ends_with_a_bookmark() -> None:
-    async with SimApiServer("node-1") as api, aiohttp.ClientSession() as client:
-        api.put(pod("a"))
-        query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": "1", "timeoutSeconds": "0"}
-        async with client.get(f"{api.url}/api/v1/pods", params=query) as answer:
-            lines = [line async for line in answer.content]
-        assert b'"BOOKMARK"' in lines[-1]
-        assert b'"resourceVersion": "2"' in lines[-1]
+async def test_a_watch_ends_with_a_bookmark(sim: SimApiServer, client: aiohttp.ClientSession) -> None:
+    sim.put(pod("a"))
+    query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": "1", "timeoutSeconds": "0"}
+    async with client.get("/api/v1/pods", params=query) as answer:
+        lines = [line async for line in answer.content]
+    assert b'"BOOKMARK"' in lines[-1]
+    assert b'"resourceVersion": "2"' in lines[-1]
 
 
 @pytest.mark.parametrize(("uid", "gone"), [("uid-1", True), ("uid-0", False)])
@@ -107,10 +116,6 @@ async def test_only_the_pod_with_the_given_uid_is_deleted(tmp_path: Path, uid: s
 
 MERGE = {"Content-Type": "application/merge-patch+json"}
 STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
-
-
-def asked(api: SimApiServer) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(api.url)
 
 
 async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int:
@@ -132,64 +137,66 @@ async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]
         ({"metadata": {"labels": {"c": "-"}}}, 422),
     ],
 )
-async def test_a_patch_of_a_pod_is_taken_or_refused_as_a_whole(patch: dict[str, object], status: int, tmp_path: Path) -> None:
-    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen, asked(api) as client:
-        api.put(pod("a"))
-        await seen.until({"a"})
-        assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=patch, headers=MERGE)) == status
-        assert bool(api.annotations("uid-a")) == (status == 200)
-        api.put(pod("a"), PodStatus(phase="Running"))
-        assert bool(api.annotations("uid-a")) == (status == 200)
+async def test_a_patch_of_a_pod_is_taken_or_refused_as_a_whole(
+    patch: dict[str, object], status: int, sim: SimApiServer, seen: Watched, client: aiohttp.ClientSession
+) -> None:
+    sim.put(pod("a"))
+    await seen.until({"a"})
+    assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=patch, headers=MERGE)) == status
+    assert bool(sim.annotations("uid-a")) == (status == 200)
+    sim.put(pod("a"), PodStatus(phase="Running"))
+    assert bool(sim.annotations("uid-a")) == (status == 200)
 
 
-async def test_patches_of_pods_that_are_not_there_not_allowed_or_of_another_kind() -> None:
-    async with SimApiServer("node-1") as api, asked(api) as client:
-        api.put(pod("a"))
-        for path, headers, status in (("b", MERGE, 404), ("a", STRATEGIC, 415)):
-            assert await status_of(client.patch(f"/api/v1/namespaces/team/pods/{path}", json={}, headers=headers)) == status
-        api.forbidden.add(("patch", "pods"))
-        assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json={}, headers=MERGE)) == 403
-        assert api.requests == ["pod"] * 3
+async def test_patches_of_pods_that_are_not_there_not_allowed_or_of_another_kind(
+    sim: SimApiServer, client: aiohttp.ClientSession
+) -> None:
+    sim.put(pod("a"))
+    for path, headers, status in (("b", MERGE, 404), ("a", STRATEGIC, 415)):
+        assert await status_of(client.patch(f"/api/v1/namespaces/team/pods/{path}", json={}, headers=headers)) == status
+    sim.forbidden.add(("patch", "pods"))
+    assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json={}, headers=MERGE)) == 403
+    assert sim.requests == ["pod"] * 3
 
 
-async def test_a_patched_pod_is_watched_with_what_was_written(tmp_path: Path) -> None:
-    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen, asked(api) as client:
-        api.put(pod("a"))
-        await seen.until({"a"})
-        body = {"metadata": {"annotations": {"gpumgr.io/allocations": "[]", "theirs": "1"}}}
-        assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=body, headers=MERGE)) == 200
-        assert api.annotations("uid-a")
-        await until(lambda: bool(seen.cache.annotations("uid-a")))
-        assert seen.cache.annotations("uid-a") == {"gpumgr.io/allocations": "[]"}
-        api.remove("uid-a")
-        await seen.until(set())
-        assert seen.cache.annotations("uid-a") == {}
+async def test_a_patched_pod_is_watched_with_what_was_written(
+    sim: SimApiServer, seen: Watched, client: aiohttp.ClientSession
+) -> None:
+    sim.put(pod("a"))
+    await seen.until({"a"})
+    body = {"metadata": {"annotations": {"gpumgr.io/allocations": "[]", "theirs": "1"}}}
+    assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=body, headers=MERGE)) == 200
+    assert sim.annotations("uid-a")
+    await until(lambda: bool(seen.cache.annotations("uid-a")))
+    assert seen.cache.annotations("uid-a") == {"gpumgr.io/allocations": "[]"}
+    sim.remove("uid-a")
+    await seen.until(set())
+    assert seen.cache.annotations("uid-a") == {}
 
 
-async def test_of_conditions_the_one_of_the_same_type_is_replaced() -> None:
-    async with SimApiServer("node-1") as api, asked(api) as client:
-        for condition in ({"type": "Ready", "status": "True"}, {"type": "A", "status": "True"}, {"type": "A", "status": "False"}):
-            body = {"status": {"conditions": [condition]}}
-            assert await status_of(client.patch("/api/v1/nodes/node-1/status", json=body, headers=STRATEGIC)) == 200
-        async with client.get("/api/v1/nodes/node-1") as answer:
-            node = await answer.json()
-        assert node["status"]["conditions"] == [{"type": "Ready", "status": "True"}, {"type": "A", "status": "False"}]
-        assert await status_of(client.patch("/api/v1/nodes/node-1/status", json={}, headers=MERGE)) == 415
-        assert await status_of(client.get("/api/v1/nodes/node-2")) == 404
+async def test_of_conditions_the_one_of_the_same_type_is_replaced(client: aiohttp.ClientSession) -> None:
+    for condition in ({"type": "Ready", "status": "True"}, {"type": "A", "status": "True"}, {"type": "A", "status": "False"}):
+        body = {"status": {"conditions": [condition]}}
+        assert await status_of(client.patch("/api/v1/nodes/node-1/status", json=body, headers=STRATEGIC)) == 200
+    async with client.get("/api/v1/nodes/node-1") as answer:
+        node = await answer.json()
+    assert node["status"]["conditions"] == [{"type": "Ready", "status": "True"}, {"type": "A", "status": "False"}]
+    assert await status_of(client.patch("/api/v1/nodes/node-1/status", json={}, headers=MERGE)) == 415
+    assert await status_of(client.get("/api/v1/nodes/node-2")) == 404
 
 
-async def test_a_node_with_labels_that_are_none_stays_as_it_was() -> None:
-    async with SimApiServer("node-1") as api, asked(api) as client:
-        for value, status in (("good", 200), ("no good", 422)):
-            body = {"metadata": {"labels": {"a": value}, "annotations": {"of": value}}}
-            assert await status_of(client.patch("/api/v1/nodes/node-1", json=body, headers=MERGE)) == status
-        assert (api.written.labels, api.written.annotations) == ({"a": "good"}, {"of": "good"})
+async def test_a_node_with_labels_that_are_none_stays_as_it_was(sim: SimApiServer, client: aiohttp.ClientSession) -> None:
+    for value, status in (("good", 200), ("no good", 422)):
+        body = {"metadata": {"labels": {"a": value}, "annotations": {"of": value}}}
+        assert await status_of(client.patch("/api/v1/nodes/node-1", json=body, headers=MERGE)) == status
+    assert (sim.written.labels, sim.written.annotations) == ({"a": "good"}, {"of": "good"})
 
 
 @pytest.mark.parametrize(
     ("namespace", "about", "status"), [("default", {}, 201), ("team", {}, 422), ("default", {"namespace": "team"}, 422)]
 )
-async def test_an_event_lies_where_its_subject_does(namespace: str, about: dict[str, str], status: int) -> None:
-    async with SimApiServer("node-1") as api, asked(api) as client:
-        event = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Node", "name": "node-1", **about}}
-        assert await status_of(client.post(f"/api/v1/namespaces/{namespace}/events", json=event)) == status
+async def test_an_event_lies_where_its_subject_does(
+    namespace: str, about: dict[str, str], status: int, client: aiohttp.ClientSession
+) -> None:
+    event = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Node", "name": "node-1", **about}}
+    assert await status_of(client.post(f"/api/v1/namespaces/{namespace}/events", json=event)) == status

@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.rpc import wire
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from tests.component.compat.gpu_manager.vcuda.harness import Node, api, register, run, stub
+from gpumgr.ledger.usage.node_use import Container
+from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, register, run, stub
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
@@ -51,11 +52,14 @@ async def test_fifty_at_once(node: Node, client: Path) -> None:
     assert node.looks <= 50
 
 
-async def gated(client: Path, node: Node) -> asyncio.subprocess.Process:
-    """A client with a pid that is known before it calls: it calls after a line on its stdin."""
+async def register_from(container: Container | None, client: Path, node: Node) -> Ended:
+    """A client whose process is in this container: it calls when that is known."""
     script = f'read go; exec "{client}" --addr "{node.socket}" --pod-uid u --cont-name main'
     pipe = subprocess.PIPE
-    return await asyncio.create_subprocess_exec("sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe)
+    node.places[process.pid] = container
+    out, error = await process.communicate(b"go\n")
+    return Ended(process.returncode or 0, out.decode(), error.decode(), process.pid)
 
 
 async def test_a_peer_of_another_container_is_refused(node: Node, backend: VcudaBackend, client: Path) -> None:
@@ -63,14 +67,14 @@ async def test_a_peer_of_another_container_is_refused(node: Node, backend: Vcuda
     with capture_logs() as lines:
         for mounted in (set[str](), {ALLOCATION}):  # a container can get at another's folder by a mount of the host's own folders
             node.mounted = mounted
-            thief = await gated(client, node)
-            node.places[thief.pid] = OTHER
-            _, error = await thief.communicate(b"go\n")
-            assert thief.returncode == 255
-            assert error.decode().splitlines() == [
-                f"gpu-client: not registered at {node.socket}: the agent refused (gRPC status 7): process {thief.pid} is in demo/thief "
-                "(main), and this socket belongs to demo/resnet (main)"
-            ]
+            thief = await register_from(OTHER, client, node)
+            assert (thief.status, thief.stderr.splitlines()) == (
+                255,
+                [
+                    f"gpu-client: not registered at {node.socket}: the agent refused (gRPC status 7): process {thief.pid} is in "
+                    "demo/thief (main), and this socket belongs to demo/resnet (main)"
+                ],
+            )
     assert node.listed() == before
     assert backend.registrations == {"permission_denied": 2}
     assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["registration_refused"]
@@ -81,16 +85,11 @@ async def test_every_container_that_uses_a_claim_registers(node: Node, backend: 
     await backend.start(replace(TENANT, claim=True))
     node.pids, node.inside = {70001}, {OTHER.id: {70002}}
     first = await register(client, node.socket)
-    thief = await gated(client, node)
-    node.places[thief.pid] = OTHER
-    _, error = await thief.communicate(b"go\n")
-    assert "this socket belongs to demo/resnet (main), and does not have its folder mounted" in error.decode()
+    thief = await register_from(OTHER, client, node)
+    assert "this socket belongs to demo/resnet (main), and does not have its folder mounted" in thief.stderr
     node.mounted.add(ALLOCATION)
-    second = await gated(client, node)
-    node.places[second.pid] = OTHER
-    await second.communicate(b"go\n")
-    assert second.returncode == 0
-    assert first.status == 0
+    second = await register_from(OTHER, client, node)
+    assert (first.status, second.status) == (0, 0)
     assert {70001, 70002, second.pid} <= set(node.listed())
     running = RunningContainer(tenant=replace(TENANT, claim=True), container=CONTAINER, others=(OTHER,), pids=(70001, 70002))
     await backend.adjust([running])
@@ -99,11 +98,9 @@ async def test_every_container_that_uses_a_claim_registers(node: Node, backend: 
 
 @pytest.mark.usefixtures("backend")
 async def test_a_process_in_no_container_is_refused(node: Node, client: Path) -> None:
-    outsider = await gated(client, node)
-    node.places[outsider.pid] = None
-    _, error = await outsider.communicate(b"go\n")
-    assert outsider.returncode == 255
-    assert f"process {outsider.pid} is in no container" in error.decode()
+    outsider = await register_from(None, client, node)
+    assert outsider.status == 255
+    assert f"process {outsider.pid} is in no container" in outsider.stderr
 
 
 async def test_names_in_the_message_do_not_change_the_registered_container(node: Node, backend: VcudaBackend) -> None:

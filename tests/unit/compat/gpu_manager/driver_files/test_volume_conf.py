@@ -1,13 +1,10 @@
 """gpu-manager's volume.conf."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gpumgr.common.errors import SettingsError
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import built_in, load, parse
@@ -85,21 +82,6 @@ def test_an_absolute_path_is_a_base(base: str) -> None:
 def test_what_is_not_json(content: bytes) -> None:
     with pytest.raises(SettingsError, match=r"allowed: gpu-manager's volume\.conf"):
         parse(content, PATH, BASE)
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner)
-        | st.dictionaries(st.sampled_from(["volume", "name", "base", "components", "binaries", "libraries"]), inner)
-    ),
-)
-
-
-@given(_JSON)
-def test_any_document_is_understood_or_refused(content: object) -> None:
-    with suppress(SettingsError):
-        assert parse(json.dumps(content).encode(), PATH, BASE).volumes
 
 
 def test_without_a_file_the_built_in_lists_hold(tmp_path: Path) -> None:
