@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from gpumgr.kube.publisher.events import Event, node_ref, pod_ref
+from gpumgr.kube.publisher.events import Event, pod_ref
 from gpumgr.kube.publisher.objects import Condition
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import Document
@@ -55,16 +55,6 @@ async def test_an_event_is_what_kubectl_describe_pod_shows(sim: SimApiServer, st
         "lastTimestamp": "2027-01-15T08:00:00Z",
         "count": 1,
     }
-
-
-async def test_an_event_of_the_node_is_what_kubectl_describe_node_shows(sim: SimApiServer, stage: Stage) -> None:
-    stage.publisher.record(Event(about=node_ref("node-1"), reason="GpuLost", message="GPU3: XID 79", warning=True))
-    await stage.written()
-    (((namespace, _), event),) = sim.written.events.items()
-    assert namespace == "default"
-    assert event["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "node-1", "uid": "node-1"}
-    assert (event["type"], event["message"]) == ("Warning", "GPU3: XID 79")
-    assert "annotations" not in event["metadata"]
 
 
 async def test_repeated_events_are_one_object_with_a_count(sim: SimApiServer, stage: Stage) -> None:

@@ -41,6 +41,12 @@ def test_names_of_253_characters_give_valid_names_of_events(name: str) -> None:
     assert made["involvedObject"]["name"] == name
 
 
+def test_an_event_of_the_node_is_about_the_node_alone() -> None:
+    made = body(node_ref("node-1"))
+    assert made["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "node-1", "uid": "node-1"}
+    assert (made["metadata"]["namespace"], "annotations" in made["metadata"]) == ("default", False)
+
+
 def test_the_name_depends_on_all_that_distinguishes_events() -> None:
     bodies = [
         *(body(), body(ids=("0123",)), body(message="n"), body(reason="S"), body(warning=False)),

@@ -31,26 +31,10 @@ class _Resource:
         self.hold: asyncio.Event | None = None
         self.allocating = asyncio.Event()
 
-    def mapping(self) -> dict[str, Any]:
-        unary = grpc.unary_unary_rpc_method_handler
-        return {
-            "GetDevicePluginOptions": unary(self._options, pb.Empty.FromString, pb.DevicePluginOptions.SerializeToString),
-            "ListAndWatch": grpc.unary_stream_rpc_method_handler(
-                self._watch, pb.Empty.FromString, pb.ListAndWatchResponse.SerializeToString
-            ),
-            "GetPreferredAllocation": unary(
-                self._prefer, pb.PreferredAllocationRequest.FromString, pb.PreferredAllocationResponse.SerializeToString
-            ),
-            "Allocate": unary(self._allocate, pb.AllocateRequest.FromString, pb.AllocateResponse.SerializeToString),
-            "PreStartContainer": unary(
-                self._pre_start, pb.PreStartContainerRequest.FromString, pb.PreStartContainerResponse.SerializeToString
-            ),
-        }
-
-    async def _options(self, _request: Any, _context: Any) -> Any:
+    async def GetDevicePluginOptions(self, _request: Any, _context: Any) -> Any:  # noqa: N802
         return pb.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
-    async def _watch(self, _request: Any, _context: Any) -> AsyncIterator[Any]:
+    async def ListAndWatch(self, _request: Any, _context: Any) -> AsyncIterator[Any]:  # noqa: N802
         while True:
             message = pb.ListAndWatchResponse()
             for device_id, node in self.devices.items():
@@ -61,12 +45,12 @@ class _Resource:
             await self.changed.wait()
             self.changed.clear()
 
-    async def _prefer(self, request: Any, _context: Any) -> Any:
+    async def GetPreferredAllocation(self, request: Any, _context: Any) -> Any:  # noqa: N802
         [wanted] = request.container_requests
         ids = self.prefer(list(wanted.available_deviceIDs), list(wanted.must_include_deviceIDs), wanted.allocation_size)
         return pb.PreferredAllocationResponse(container_responses=[pb.ContainerPreferredAllocationResponse(deviceIDs=ids)])
 
-    async def _allocate(self, request: Any, context: Any) -> Any:
+    async def Allocate(self, request: Any, context: Any) -> Any:  # noqa: N802
         [wanted] = request.container_requests
         self.allocating.set()
         if self.hold is not None:
@@ -77,7 +61,7 @@ class _Resource:
         cdi_devices = [pb.CDIDevice(name=self.cdi_device)] if self.cdi_device is not None else []
         return pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse(envs=envs, cdi_devices=cdi_devices)])
 
-    async def _pre_start(self, _request: Any, _context: Any) -> Any:
+    async def PreStartContainer(self, _request: Any, _context: Any) -> Any:  # noqa: N802
         return pb.PreStartContainerResponse()
 
 
@@ -109,8 +93,7 @@ class GooglePlugin:
             path = self._kubelet.plugin_folder / f"{resource.name.rpartition('/')[2]}.sock"
             path.unlink(missing_ok=True)
             server = grpc.aio.server()
-            service = grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", resource.mapping())
-            server.add_generic_rpc_handlers((service,))
+            deviceplugin_services.add_DevicePluginServicer_to_server(resource, server)
             server.add_insecure_port(f"unix:{path}")
             await server.start()
             self._servers.append(server)

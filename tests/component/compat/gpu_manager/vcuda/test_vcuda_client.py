@@ -211,6 +211,12 @@ async def test_wrong_arguments(client: Path, arguments: list[str], sentence: str
     assert (ended.status, ended.stdout, ended.stderr) == (255, "", f"gpu-client: {sentence}\n")
 
 
+@pytest.fixture(scope="session")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The client with a short deadline."""
+    return compile_c(files._SOURCE, tmp_path_factory.mktemp("hasty") / "hasty", "-DDEADLINE_MS=120")
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -218,15 +224,13 @@ async def test_wrong_arguments(client: Path, arguments: list[str], sentence: str
         (lambda path: path.touch(), "can't connect: Connection refused"),
     ],
 )
-async def test_a_deadline_ends_the_wait(node: Node, make: Callable[[Path], None], sentence: str) -> None:
-    hasty = compile_c(files._SOURCE, node.folder / "hasty", "-DDEADLINE_MS=120")
+async def test_a_deadline_ends_the_wait(hasty: Path, node: Node, make: Callable[[Path], None], sentence: str) -> None:
     make(node.folder / "s")
     ended = await run(hasty, "--addr", node.folder / "s", *NAMES)
     assert (ended.status, ended.stderr) == (255, f"gpu-client: not registered at {node.folder}/s: {sentence}\n")
 
 
-async def test_a_silent_agent_is_given_up(node: Node) -> None:
-    hasty = compile_c(files._SOURCE, node.folder / "hasty", "-DDEADLINE_MS=120")
+async def test_a_silent_agent_is_given_up(hasty: Path, node: Node) -> None:
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
