@@ -210,7 +210,7 @@ async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Sta
 
 async def test_waits_for_a_pod_that_has_not_ended(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
-        cache = await running.synced()
+        cache = running.cache
         await api.put(pod("a", "uid-a", phase="Failed"))
         assert await cache.wait_for(("default", "a"), 5, uid="uid-a") is not None
         assert await cache.wait_for(("default", "a"), 0.01) is None

@@ -108,21 +108,17 @@ def complete(*images: Image) -> set[str]:
     return {LIBRARY} | {f"{each.sha256}{name}" for each in images for name in ("", f"/{LIBRARY}", "/version")}
 
 
-def test_the_agent_finds_what_was_installed(image: Image, node: Path) -> None:
-    before = os.umask(0o077)
+def test_the_agent_finds_what_was_installed_and_done_again_nothing_changes(image: Image, node: Path) -> None:
+    mask = os.umask(0o077)
     try:
         done = image.run(node)
     finally:
-        os.umask(before)
+        os.umask(mask)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"installed {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n", "")
     assert selected(node) == image.sha256
     assert names(node) == complete(image)
     assert stat.S_IMODE((node / LIBRARY).stat().st_mode) == stat.S_IMODE((node / image.sha256).stat().st_mode) == 0o755
     assert (node / image.sha256 / "version").read_text() == f"{VERSION}\n"
-
-
-def test_done_again_nothing_changes(image: Image, node: Path) -> None:
-    image.run(node)
     before = identities(node)
     done = image.run(node)
     assert (done.returncode, done.stdout) == (0, f"unchanged {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n")

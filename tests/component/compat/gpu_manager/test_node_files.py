@@ -79,6 +79,9 @@ async def test_without_a_toolkit_the_driver_is_mirrored_and_mounted(host: Host) 
     said = [each for each in logs if each["event"].startswith("driver_files")]
     assert [(each["event"], each.get("way")) for each in said] == [("driver_files", "mounts"), ("driver_files_mirrored", None)]
     assert not (host.whole.parent / "nvidia").exists()
+    host.whole.unlink()
+    await agent.update(DRIVER)
+    assert host.mounted() == CUDA, "a mirror that was removed is made again"
 
 
 async def test_with_the_toolkit_as_default_runtime_nothing_is_copied(host: Host) -> None:
@@ -131,13 +134,6 @@ async def test_a_driver_without_files_is_reported_until_they_are_there(host: Hos
     driver.install(host.root, NEXT_DRIVER)
     await agent.update(NEXT_DRIVER)
     assert (host.mounted(), agent.trouble()) == (NEXT_CUDA, None)
-
-
-async def test_a_mirror_that_was_removed_is_made_again(host: Host) -> None:
-    agent = await host.updated()
-    host.whole.unlink()
-    await agent.update(DRIVER)
-    assert host.mounted() == CUDA
 
 
 async def test_the_operators_folder_is_mounted_as_it_is(host: Host) -> None:

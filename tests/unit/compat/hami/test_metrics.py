@@ -4,10 +4,11 @@ import pytest
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.unit.ledger.usage.samples import container, sample, used
 from tests.unit.web.metrics.pages import families, full_picture, metrics_of
-from tests.unit.web.metrics.pictures import BLOCKS, allocation, sample_of, uuid_of, view_of, whole
+from tests.unit.web.metrics.pictures import BLOCKS, allocation, sample_of, uuid_of, view_of
 
 WEB, TRAIN = ("team", "web"), ("team", "train")
 _IN_CONTAINER = "namespace pod container vdevice_index device_uuid"
@@ -91,11 +92,7 @@ def test_ratios_are_percentages() -> None:
 
 
 def test_a_container_with_whole_gpus_has_each_ones_memory_as_its_limit() -> None:
-    first, second = whole("t", TRAIN, 0), whole("t", TRAIN, 1)
-    both = allocation(
-        "t", TRAIN, cores={0: first.held("core")[next(iter(first.gpus))], 1: second.held("core")[next(iter(second.gpus))]}
-    )
-    view = view_of(both)
+    view = view_of(allocation("t", TRAIN, cores={0: ALL_CORES, 1: ALL_CORES}))
     owners = {11: container("t", TRAIN)}
     report = NodeReport(view=view, nvml_up=True, use=used(view.ledger, sample({11: 5}, {}), owners))
     limits = samples_of(report, "hami_vgpu_memory_limit_bytes")

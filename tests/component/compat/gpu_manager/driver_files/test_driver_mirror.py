@@ -44,29 +44,22 @@ def write_conf(tmp_path: Path, *libraries: str, **more: Any) -> None:
     (tmp_path / "volume.conf").write_text(json.dumps({"volume": volumes}))
 
 
-async def test_a_share_loads_the_shim_and_the_shim_finds_the_driver(mirror: Mirror, tmp_path: Path) -> None:
+async def test_a_share_loads_the_shim_which_finds_the_driver_and_a_whole_gpu_gets_the_driver_unmodified(
+    mirror: Mirror, tmp_path: Path, root: Path
+) -> None:
     files = await mirror().ensure()
     assert (files.driver_version, files.share_error, files.problems) == (DRIVER, None, ())
-    assert (files.share_dir, files.whole_dir) == (tmp_path / "vdriver" / "nvidia", tmp_path / "vdriver" / "origin")
+    share, whole = tmp_path / "vdriver" / "nvidia", tmp_path / "vdriver" / "origin"
+    assert (files.share_dir, files.whole_dir) == (share, whole)
     names = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1", f"libcuda.so.{DRIVER}", f"libnvidia-ml.so.{DRIVER}")
-    assert call_who(share_of(files) / "lib64", *names, "libnvidia-ptxjitcompiler.so.1") == [SHIM, SHIM, SHIM, CUDA, ML, PTX]
-    client = share_of(files) / "bin" / "gpu-client"
-    assert stat.S_IMODE(client.stat().st_mode) == 0o755
-
-
-async def test_a_whole_gpu_gets_the_driver_unmodified(mirror: Mirror, root: Path) -> None:
-    files = await mirror().ensure()
-    assert files.whole_dir is not None
-    assert call_who(files.whole_dir / "lib64", "libcuda.so.1", "libcuda.so", "libnvidia-ml.so") == [CUDA, CUDA, ML]
-    assert sorted(os.listdir(files.whole_dir / "bin")) == ["nvidia-debugdump", "nvidia-smi"]
-    assert (files.whole_dir / "lib64" / f"libcuda.so.{DRIVER}").samefile(root / "usr" / "lib64" / f"libcuda.so.{DRIVER}")
-
-
-async def test_what_is_current_is_not_touched(mirror: Mirror, tmp_path: Path) -> None:
-    first = await mirror().ensure()
+    assert call_who(share / "lib64", *names, "libnvidia-ptxjitcompiler.so.1") == [SHIM, SHIM, SHIM, CUDA, ML, PTX]
+    assert stat.S_IMODE((share / "bin" / "gpu-client").stat().st_mode) == 0o755
+    assert call_who(whole / "lib64", "libcuda.so.1", "libcuda.so", "libnvidia-ml.so") == [CUDA, CUDA, ML]
+    assert sorted(os.listdir(whole / "bin")) == ["nvidia-debugdump", "nvidia-smi"]
+    assert (whole / "lib64" / f"libcuda.so.{DRIVER}").samefile(root / "usr" / "lib64" / f"libcuda.so.{DRIVER}")
     before = tree(tmp_path / "vdriver")
-    assert await mirror().ensure() == first
-    assert tree(tmp_path / "vdriver") == before
+    assert await mirror().ensure() == files
+    assert tree(tmp_path / "vdriver") == before, "what is current is not touched"
 
 
 async def test_a_new_shim_is_a_new_share_volume_and_the_same_whole_one(mirror: Mirror, driver: Driver) -> None:

@@ -182,13 +182,9 @@ def test_a_file_that_changes_while_it_is_mirrored_stops_the_build(tmp_path: Path
     assert os.listdir(tmp_path / "base" / ".versions") == []
 
 
-def test_a_mirror_that_was_never_made_has_nothing_to_prune(tmp_path: Path) -> None:
+def test_half_removed_versions_are_removed_and_a_mirror_that_was_never_made_has_none(tmp_path: Path) -> None:
     assert prune(tmp_path / "none", (), grace_seconds=0, now_seconds=0) == ()
-
-
-def test_half_removed_versions_are_removed(tmp_path: Path) -> None:
-    half = tmp_path / ".versions" / ".removing-abc" / "origin"
-    half.mkdir(parents=True)
+    (tmp_path / ".versions" / ".removing-abc" / "origin").mkdir(parents=True)
     prune(tmp_path, (), grace_seconds=1e12, now_seconds=0)
     assert os.listdir(tmp_path / ".versions") == []
 

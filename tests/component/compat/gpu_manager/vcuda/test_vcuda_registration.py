@@ -53,7 +53,7 @@ async def test_fifty_at_once(node: Node, client: Path) -> None:
 
 
 async def register_from(container: Container | None, client: Path, node: Node) -> Ended:
-    """A client whose process is in this container: it calls when that is known."""
+    """A client that calls as a process in this container."""
     script = f'read go; exec "{client}" --addr "{node.socket}" --pod-uid u --cont-name main'
     pipe = subprocess.PIPE
     process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe)

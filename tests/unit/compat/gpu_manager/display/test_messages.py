@@ -70,17 +70,14 @@ def test_graph_and_version() -> None:
     assert graph_message("") == version_message("") == golden("nothing")
 
 
-def test_without_any_use() -> None:
-    assert usage_message(busy(), pods(SHARE_VIEW)) == golden("nothing")
-
-
-def test_before_the_first_sample_and_without_a_driver_the_message_is_empty() -> None:
-    assert usage_message(NodeReport(view=view_of(SHARED), nvml_up=True), pods(SHARE_VIEW)) == golden("nothing")
-    assert usage_message(replace(busy(SHARED), nvml_up=False), pods(SHARE_VIEW)) == golden("nothing")
-
-
-def test_containers_freed_since_the_sample_are_left_out() -> None:
-    assert usage_message(replace(busy(SHARED, WHOLE), view=view_of(count=3)), pods()) == golden("nothing")
+def test_without_use_sample_or_driver_and_of_freed_containers_the_message_is_empty() -> None:
+    for report in (
+        busy(),
+        NodeReport(view=view_of(SHARED), nvml_up=True),
+        replace(busy(SHARED), nvml_up=False),
+        replace(busy(SHARED, WHOLE), view=view_of(count=3)),
+    ):
+        assert usage_message(report, pods(SHARE_VIEW)) == golden("nothing")
 
 
 def test_without_the_api_server_it_is_what_was_granted() -> None:
