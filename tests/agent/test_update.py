@@ -16,8 +16,6 @@ from gpumgr.sim.kubelet_pods import V1_20, V1_25, V1_35, V1_37, KubeletVersion
 
 from .stage import SIM, app, stage
 
-WAITS = "waiting_for_other_agent"
-
 
 @contextlib.asynccontextmanager
 async def updating(folder: Path, **options: Any) -> AsyncIterator[SimulatedNode]:

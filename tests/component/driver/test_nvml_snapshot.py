@@ -15,7 +15,6 @@ from gpumgr.placement.topology.devices import Level, NodeSnapshot
 from .conftest import Prepare, give_up_after, opened
 
 MIB = 1024 * 1024
-HANGS = "the driver does not answer calls about this GPU"
 
 
 async def look(prepare_node: Prepare, name: str) -> NodeSnapshot:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -78,18 +79,16 @@ def test_each_trouble_names_its_gpu_the_most_severe_first() -> None:
     assert node.condition(cordons={}, view=view_of()) == HEALTHY
 
 
-def test_a_gpu_that_the_driver_does_not_show_is_trouble() -> None:
-    condition = Node(up(view=view_of(shown=1))).condition()
-    assert condition.message == "GPU 00000001: the driver does not list it"
-
-
-def test_a_gpu_that_was_never_readable_is_trouble() -> None:
-    condition = Node(up(view=view_of(broken=[1], known=[0]))).condition()
-    assert (condition.trouble, condition.reason, condition.message) == (
-        True,
-        "GpuUnhealthy",
-        "GPU1 can't be described: GPU is lost",
-    )
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ({"shown": 1}, "GPU 00000001: the driver does not list it"),
+        ({"broken": [1], "known": [0]}, "GPU1 can't be described: GPU is lost"),
+    ],
+)
+def test_a_gpu_that_is_not_listed_or_was_never_readable_is_trouble(gpus: dict[str, Any], message: str) -> None:
+    expected = Condition(trouble=True, reason="GpuUnhealthy", message=message)
+    assert Node(up(view=view_of(**gpus))).condition() == expected
 
 
 def test_quarantine_and_cordons_by_the_operator_are_no_trouble() -> None:

@@ -8,7 +8,6 @@ import sqlite3
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -177,10 +176,6 @@ async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> No
         assert await held
 
 
-def explains(settings: Settings, path: str, text: str) -> bool:
-    return text in answer(settings, path)[1]
-
-
 async def test_in_mode_plugin_the_second_agent_is_ready_and_names_the_agent_that_it_waits_for(folder: Path) -> None:
     settings = settings_of(folder, mode="plugin")
     first = lock_node(settings.process.lock_path)
@@ -206,7 +201,7 @@ async def test_an_agent_without_driver_is_not_ready_so_that_the_former_one_stays
         async with second(settings, (stop := asyncio.Event()), node) as (_driver, held):
             await when(lambda: status(settings, "/healthz") == 200)
             for path in ("/readyz", "/readyz?only=driver"):
-                await when(partial(explains, settings, path, "driver is not loaded"))
+                await when(lambda path=path: "driver is not loaded" in answer(settings, path)[1])  # type: ignore[misc]
                 assert await asyncio.to_thread(status, settings, path) == 503
             node.control.load_driver()
             await when(lambda: status(settings, "/readyz") == 200)

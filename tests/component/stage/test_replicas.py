@@ -16,9 +16,6 @@ from gpumgr.sim.kubelet import SimContainer
 
 from .stage import HAMI, WITHOUT_MIG, Stage, app, snapshot, stage
 
-#: Memory of each simulated GPU.
-MEBIBYTES = 16 * 256
-
 
 def hami(gpus: int = 1, name: str = "main", kind: Literal["app", "init", "sidecar"] = "app", **amounts: int) -> SimContainer:
     """`amounts`: gpumem, gpumem_percentage, gpucores."""

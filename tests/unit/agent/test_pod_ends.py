@@ -132,13 +132,6 @@ async def test_a_late_watch_is_waited_for_and_a_pod_that_runs_only_once() -> Non
 # -- whole admissions ------------------------------------------------------------------------------------------------------
 
 
-async def full(*, known: bool | str = True) -> tuple[World, SimPod]:
-    """A node with one GPU, which a pod has."""
-    world = await World.made(snapshot(1, 16), known=known)
-    pod = await world.run(world.pod("first", WHOLE))
-    return world, pod
-
-
 async def test_ids_that_the_kubelet_forgot_before_any_list_stay_until_no_listed_pod_lacks_ids() -> None:
     """Aligned ids come without a preference, and the cache has the pod after its admission: the allocation has no name."""
     world = await World.made(snapshot(2, 16, numa=True), known="late", numa_aligned=True)
@@ -156,7 +149,8 @@ async def test_ids_that_the_kubelet_forgot_before_any_list_stay_until_no_listed_
 
 
 async def test_the_ids_of_an_ended_pod_are_granted_during_an_outage_of_the_api_server() -> None:
-    world, first = await full()
+    world = await World.made(snapshot(1, 16))
+    first = await world.run(world.pod("first", WHOLE))
     world.pods.down = True
     world.end(first)
     await world.run(world.pod("second", WHOLE))

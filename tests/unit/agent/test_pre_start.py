@@ -15,9 +15,13 @@ from tests.component.stage.stage import app
 from tests.unit.agent.world import World
 
 
-async def test_the_folders_of_all_containers_that_share_ids_are_created() -> None:
+@pytest.fixture
+async def world() -> World:
+    return await World.made()
+
+
+async def test_the_folders_of_all_containers_that_share_ids_are_created(world: World) -> None:
     """The init container and the app container have the same ids, and each mounts a folder of its own."""
-    world = await World.made()
     containers = [SimContainer(name=f"init-{n}", cores=20, memory_blocks=2, kind="init") for n in range(2)]
     pod = world.pod("a", *containers, app(20, 2))
     await world.admit(pod)
@@ -37,8 +41,7 @@ async def test_an_unknown_container_is_looked_up_and_recorded() -> None:
     assert world.lists == looks
 
 
-async def test_ids_missing_in_the_ledger_are_adopted_if_the_kubelet_lists_them() -> None:
-    world = await World.made()
+async def test_ids_missing_in_the_ledger_are_adopted_if_the_kubelet_lists_them(world: World) -> None:
     pod = await world.run(world.pod("a", app(20, 2)))
     await world.agent_state.commit(world.ledger.free(world.ledger.allocations))
     await world.start(pod)
@@ -54,8 +57,7 @@ async def test_a_request_without_a_spec_at_admission_is_checked_at_the_start(cor
         await world.start(pod)
 
 
-async def test_a_folder_that_can_not_be_created_is_reported() -> None:
-    world = await World.made()
+async def test_a_folder_that_can_not_be_created_is_reported(world: World) -> None:
     pod = world.pod("a", app(20, 2))
     await world.admit(pod)
     world.host_error = OSError(28, "No space left on device")
@@ -87,8 +89,7 @@ async def test_a_share_is_refused_with_share_mode_off() -> None:
 
 @pytest.mark.parametrize("cores", [20, 100])
 @pytest.mark.parametrize("how", ["lost", "missing"])
-async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(how: str, cores: int) -> None:
-    world = await World.made()
+async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(world: World, how: str, cores: int) -> None:
     pod, other = await world.run(world.pod("a", app(cores, 2))), await world.run(world.pod("b", app(200, 4)))
     (mine,) = world.ledger.of(("team", "a"))
     gpu = world.ledger.gpu_registry.by_name[next(iter(mine.gpus))]
@@ -111,9 +112,8 @@ async def test_a_container_does_not_restart_on_a_gpu_that_is_gone(how: str, core
     await world.start(pod)
 
 
-async def test_a_container_restarts_on_a_gpu_that_may_still_be_there() -> None:
+async def test_a_container_restarts_on_a_gpu_that_may_still_be_there(world: World) -> None:
     """It has another fault, the driver can't describe it, or does not answer (since the agent's start, or any more)."""
-    world = await World.made()
     pod = await world.run(world.pod("a", app(400, 4)))
     uuids = [gpu.uuid for gpu in world.node.gpus]
     await world.agent_state.set_health(
@@ -130,8 +130,7 @@ async def test_a_container_restarts_on_a_gpu_that_may_still_be_there() -> None:
         await world.start(pod)
 
 
-async def test_a_share_starts_only_once_its_memory_is_free() -> None:
-    world = await World.made()
+async def test_a_share_starts_only_once_its_memory_is_free(world: World) -> None:
     pod = world.pod("a", app(20, 2))
     await world.admit(pod)
     world.no_room = Refusal("conflict", "another container holds its memory")

@@ -8,7 +8,6 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent import reconciler
 from gpumgr.agent.reconciler import GAP_SECONDS, INCOMPLETE_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
-from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, migrate
 from gpumgr.ledger.sweep import sweep
 from gpumgr.sim.kubelet_pods import SimPod
@@ -32,8 +31,12 @@ async def deleted(world: World) -> SimPod:
     return pod
 
 
-async def test_no_list_call_is_made_during_an_allocate() -> None:
-    world = await settled()
+@pytest.fixture
+async def world() -> World:
+    return await settled()
+
+
+async def test_no_list_call_is_made_during_an_allocate(world: World) -> None:
     ids = list(world.kubelet.healthy["tencent.com/vcuda-core"])
     pod = world.pod("a", app(20, 2))
     world.update_cache(pod)
@@ -47,8 +50,7 @@ async def test_no_list_call_is_made_during_an_allocate() -> None:
     assert await world.reconciler.sweep()
 
 
-async def test_a_start_waits_for_an_allocate_that_began_while_it_waited_for_the_lock() -> None:
-    world = await settled()
+async def test_a_start_waits_for_an_allocate_that_began_while_it_waited_for_the_lock(world: World) -> None:
     async with world.agent_state.lock:
         learning = asyncio.create_task(world.reconciler.learn())
         await asyncio.sleep(0.01)
@@ -61,8 +63,7 @@ async def test_a_start_waits_for_an_allocate_that_began_while_it_waited_for_the_
     assert world.lists == 1
 
 
-async def test_no_list_call_is_made_right_after_an_allocate() -> None:
-    world = await settled()
+async def test_no_list_call_is_made_right_after_an_allocate(world: World) -> None:
     await world.admit(world.pod("a", app(20, 2)))
     looks = world.lists
     assert not await world.reconciler.sweep()
@@ -71,8 +72,7 @@ async def test_no_list_call_is_made_right_after_an_allocate() -> None:
     assert world.lists == looks + 1
 
 
-async def test_one_list_call_proves_no_absence() -> None:
-    world = await settled()
+async def test_one_list_call_proves_no_absence(world: World) -> None:
     await deleted(world)
     for _ in range(PATIENCE - 1):
         await world.sweep()
@@ -82,8 +82,7 @@ async def test_one_list_call_proves_no_absence() -> None:
     assert world.drift.seen["freed"] == 1
 
 
-async def test_absence_of_a_pod_that_the_api_server_has_proves_nothing() -> None:
-    world = await settled()
+async def test_absence_of_a_pod_that_the_api_server_has_proves_nothing(world: World) -> None:
     pod = await world.run(world.pod("a", app(20, 2)))
     del world.active[pod.uid]
     for _ in range(10):
@@ -129,9 +128,8 @@ async def test_after_a_kubelet_restart_absence_takes_longer_unless_the_api_serve
     assert pod.uid not in world.active
 
 
-async def test_what_only_an_incomplete_list_lacks_is_kept() -> None:
+async def test_what_only_an_incomplete_list_lacks_is_kept(world: World) -> None:
     """Neither the API server nor the container runtime answers, and the kubelet's sources take long to be ready."""
-    world = await settled()
     pods = [await world.run(world.pod(f"p{n}", app(20, 2))) for n in range(3)]
     world.pods.down, world.runtime.error, world.sources_ready = True, "no socket", False
     world.reconciler.kubelet_restarted()
@@ -146,8 +144,7 @@ async def test_what_only_an_incomplete_list_lacks_is_kept() -> None:
     assert {a.uid for a in world.ledger.allocations.values()} == {pod.uid for pod in pods[1:]}
 
 
-async def test_unavailable_podresources_free_nothing() -> None:
-    world = await settled()
+async def test_unavailable_podresources_free_nothing(world: World) -> None:
     await deleted(world)
     world.away = True
     for _ in range(10):
@@ -155,8 +152,7 @@ async def test_unavailable_podresources_free_nothing() -> None:
     assert world.ledger.allocations
 
 
-async def test_the_daemon_sweeps_on_request_and_survives_a_full_disk() -> None:
-    world = await settled()
+async def test_the_daemon_sweeps_on_request_and_survives_a_full_disk(world: World) -> None:
     pod = await world.run(world.pod("a", app(20, 2)))
     world.clock.now += LONG
     world.end(pod)
@@ -179,26 +175,18 @@ async def test_the_daemon_sweeps_on_request_and_survives_a_full_disk() -> None:
 # -- what the kubelet remembers and the ledger does not --------------------------------------------------------------------
 
 
-def standing(ledger: Ledger) -> set[object]:
-    """Who holds what, without the allocations' random names."""
-    every = ledger.allocations.values()
-    return {(a.pod, a.container, a.init, frozenset(a.held("core").items()), frozenset(a.held("memory").items())) for a in every}
-
-
-async def test_a_start_with_a_complete_ledger_offers_without_waiting_for_the_kubelets_list() -> None:
-    world = await settled()
+async def test_a_start_with_a_complete_ledger_offers_without_waiting_for_the_kubelets_list(world: World) -> None:
     await world.run(world.pod("a", app(20, 2)))
-    before = standing(world.ledger)
+    before = world.ledger
     world.away = True
     with capture_logs() as logs:
         rebuilt = await world.restart()
     assert not [line for line in logs if line["event"] == "pod_resources_unavailable"]
     assert not rebuilt.added
-    assert standing(world.ledger) == before
+    assert world.ledger == before
 
 
-async def test_what_contradicts_the_ledger_is_logged_and_skipped() -> None:
-    world = await settled()
+async def test_what_contradicts_the_ledger_is_logged_and_skipped(world: World) -> None:
     await world.run(world.pod("a", app(20, 2)))
     (held,) = world.ledger.allocations.values()
     ids = tuple(world.ledger.gpu_registry.format("core", held.held("core")))

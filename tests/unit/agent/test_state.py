@@ -25,6 +25,11 @@ def with_memory(node: NodeSnapshot, index: int, blocks: int) -> NodeSnapshot:
 # -- GPUs that come and change -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+async def world() -> World:
+    return await World.made(snapshot(1, 16))
+
+
 async def test_new_gpus_on_a_full_disk_are_offered_once_they_can_be_saved() -> None:
     world = await World.made(snapshot(2, 16))
     await world.run(world.pod("first", app(50, 8)))
@@ -41,9 +46,8 @@ async def test_new_gpus_on_a_full_disk_are_offered_once_they_can_be_saved() -> N
     world.check_names()
 
 
-async def test_a_gpu_that_has_less_memory_now_keeps_its_ids_and_offers_what_it_has() -> None:
+async def test_a_gpu_that_has_less_memory_now_keeps_its_ids_and_offers_what_it_has(world: World) -> None:
     """ECC was turned on. Blocks in use stay Healthy: the kubelet would fail their pod's restart."""
-    world = await World.made(snapshot(1, 16))
     pod = await world.run(world.pod("first", app(50, 4)))
     await world.agent_state.set_snapshot(with_memory(snapshot(1, 16), 0, 2))
     await world.sweep(2)
@@ -53,8 +57,7 @@ async def test_a_gpu_that_has_less_memory_now_keeps_its_ids_and_offers_what_it_h
     assert world.kubelet.healthy[MEMORY_RESOURCE] == world.held(pod, "main", "memory")
 
 
-async def test_a_gpu_that_has_more_memory_now_offers_more_ids() -> None:
-    world = await World.made(snapshot(1, 16))
+async def test_a_gpu_that_has_more_memory_now_offers_more_ids(world: World) -> None:
     await world.run(world.pod("first", app(50, 4)))
     await world.agent_state.set_snapshot(snapshot(1, 20))
     world.clock.now += 2
@@ -138,8 +141,7 @@ async def left_behind(world: World) -> None:
     assert not world.ledger.allocations
 
 
-async def test_a_sample_without_news_keeps_what_was_computed_of_the_inventory() -> None:
-    world = await World.made(snapshot(1, 16))
+async def test_a_sample_without_news_keeps_what_was_computed_of_the_inventory(world: World) -> None:
     await sample(world, 3)
     before = world.agent_state.inventory
     await sample(world, 3)
@@ -149,8 +151,7 @@ async def test_a_sample_without_news_keeps_what_was_computed_of_the_inventory() 
 
 
 @pytest.mark.peer_bug("B1: it resets a GPU after its pod, and loses it if that fails")
-async def test_a_gpu_with_an_ended_pods_process_waits_for_its_end() -> None:
-    world = await World.made(snapshot(1, 16))
+async def test_a_gpu_with_an_ended_pods_process_waits_for_its_end(world: World) -> None:
     await left_behind(world)
     reason = "in quarantine: processes of an ended pod still run there (pid 7)"
     assert list(world.agent.view().node.unschedulable.values()) == [reason]
@@ -161,9 +162,8 @@ async def test_a_gpu_with_an_ended_pods_process_waits_for_its_end() -> None:
     await world.run(world.pod("next", app(10, 1)))
 
 
-async def test_an_ordinary_end_holds_the_gpu_back_without_a_warning() -> None:
+async def test_an_ordinary_end_holds_the_gpu_back_without_a_warning(world: World) -> None:
     """On an H200 a container with 35 GiB leaves the driver's list half a second after its pod's end."""
-    world = await World.made(snapshot(1, 16))
     with capture_logs() as logs:
         await left_behind(world)
         assert world.agent.view().node.unschedulable
@@ -173,8 +173,7 @@ async def test_an_ordinary_end_holds_the_gpu_back_without_a_warning() -> None:
     assert not [entry for entry in logs if entry["event"] in ("gpu_quarantined", "gpu_released")]
 
 
-async def test_a_process_that_stays_is_reported_once_and_so_is_its_end() -> None:
-    world = await World.made(snapshot(1, 16))
+async def test_a_process_that_stays_is_reported_once_and_so_is_its_end(world: World) -> None:
     with capture_logs() as logs:
         await left_behind(world)
         for _ in range(3):
@@ -185,8 +184,7 @@ async def test_a_process_that_stays_is_reported_once_and_so_is_its_end() -> None
     assert quarantine == [("gpu_quarantined", "warning"), ("gpu_released", "info")]
 
 
-async def test_the_next_quarantine_of_a_gpu_is_expected_again() -> None:
-    world = await World.made(snapshot(1, 16))
+async def test_the_next_quarantine_of_a_gpu_is_expected_again(world: World) -> None:
     await left_behind(world)
     world.clock.now += EXPECTED_SECONDS / 2
     await sample(world, 3)
@@ -198,8 +196,7 @@ async def test_the_next_quarantine_of_a_gpu_is_expected_again() -> None:
     assert not [entry for entry in logs if entry["event"] == "gpu_quarantined"]
 
 
-async def test_the_quarantine_survives_a_restart() -> None:
-    world = await World.made(snapshot(1, 16))
+async def test_the_quarantine_survives_a_restart(world: World) -> None:
     await left_behind(world)
     await world.agent_state.note_quarantine()
     await world.restart()
@@ -212,9 +209,8 @@ async def test_the_quarantine_survives_a_restart() -> None:
     assert '"held":{}' in world.checkpoint.notes[QUARANTINE_NOTE]
 
 
-async def test_an_unattributed_process_is_still_unattributed_after_a_restart() -> None:
+async def test_an_unattributed_process_is_still_unattributed_after_a_restart(world: World) -> None:
     """A display server runs on the GPU for ever. It must not look like a tenant to an agent that starts beside a running pod."""
-    world = await World.made(snapshot(1, 16))
     await sample(world, 3)
     await world.agent_state.note_quarantine()
     pod = await world.run(world.pod("tenant", app(100, 16)))

@@ -19,6 +19,13 @@ def threads() -> Threads:
     return lambda: {thread for thread in threading.enumerate() if thread.name == "nvml"} - before
 
 
+@pytest.fixture
+def worker() -> Iterator[NvmlWorker]:
+    made = NvmlWorker()
+    yield made
+    made.close()
+
+
 async def until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not reached():  # noqa: ASYNC110 (it is another thread)
@@ -35,8 +42,7 @@ def blocked() -> Iterator[threading.Event]:
         release.set()
 
 
-async def test_calls_about_the_driver_run_on_daemon_threads_in_order() -> None:
-    worker = NvmlWorker()
+async def test_calls_about_the_driver_run_on_daemon_threads_in_order(worker: NvmlWorker) -> None:
     done: list[int] = []
 
     def work(number: int) -> threading.Thread:
@@ -44,22 +50,18 @@ async def test_calls_about_the_driver_run_on_daemon_threads_in_order() -> None:
         return threading.current_thread()
 
     used = await asyncio.gather(*(worker.call(partial(work, number), timeout_seconds=5) for number in range(20)))
-    worker.close()
     assert done == list(range(20))
     assert all(thread.daemon for thread in used)
 
 
-async def test_one_thread_serves_all_gpus_that_answer(threads: Threads) -> None:
-    worker = NvmlWorker()
+async def test_one_thread_serves_all_gpus_that_answer(worker: NvmlWorker, threads: Threads) -> None:
     for _ in range(10):
         calls: dict[int | None, Callable[[], int]] = {gpu: partial(int, gpu) for gpu in range(16)}
         assert await worker.each(calls, timeout_seconds=5) == {gpu: gpu for gpu in range(16)}
     await until(lambda: len(threads()) == 1)
-    worker.close()
 
 
-async def test_gpus_that_hang_cost_a_thread_each_and_the_others_nothing(threads: Threads) -> None:
-    worker = NvmlWorker()
+async def test_gpus_that_hang_cost_a_thread_each_and_the_others_nothing(worker: NvmlWorker, threads: Threads) -> None:
     with blocked() as release:
         calls: dict[int | None, Callable[[], object]] = {gpu: partial(int, gpu) for gpu in range(16)}
         calls |= {3: release.wait, 0: release.wait}
@@ -79,11 +81,9 @@ async def test_gpus_that_hang_cost_a_thread_each_and_the_others_nothing(threads:
     await until(lambda: not worker.stuck)
     assert await worker.call(lambda: 3, timeout_seconds=5, gpu=3) == 3
     await until(lambda: len(threads()) == 1)
-    worker.close()
 
 
-async def test_the_time_limit_of_a_call_begins_when_the_earlier_one_about_its_gpu_has_ended() -> None:
-    worker = NvmlWorker()
+async def test_the_time_limit_of_a_call_begins_when_the_earlier_one_about_its_gpu_has_ended(worker: NvmlWorker) -> None:
     order: list[str] = []
     with blocked() as release:
         slow = asyncio.create_task(worker.call(lambda: order.append(str(release.wait())), timeout_seconds=60, gpu=1))
@@ -95,11 +95,9 @@ async def test_the_time_limit_of_a_call_begins_when_the_earlier_one_about_its_gp
     await slow
     await next_one
     assert order == ["True", "next"]
-    worker.close()
 
 
-async def test_a_call_that_may_not_wait_long_for_an_earlier_one_about_its_gpu_does_not_begin() -> None:
-    worker = NvmlWorker()
+async def test_a_call_that_may_not_wait_long_for_an_earlier_one_about_its_gpu_does_not_begin(worker: NvmlWorker) -> None:
     begun: list[int | None] = []
     with blocked() as release:
         slow = asyncio.create_task(worker.call(release.wait, timeout_seconds=60, gpu=0))
@@ -112,11 +110,9 @@ async def test_a_call_that_may_not_wait_long_for_an_earlier_one_about_its_gpu_do
     await slow
     assert await worker.call(lambda: 7, timeout_seconds=20, gpu=0) == 7
     assert begun == [1, None]
-    worker.close()
 
 
-async def test_the_end_of_all_calls_is_awaited_also_of_cancelled_ones() -> None:
-    worker = NvmlWorker()
+async def test_the_end_of_all_calls_is_awaited_also_of_cancelled_ones(worker: NvmlWorker) -> None:
     with blocked() as release:
         running = threading.Event()
 
@@ -134,21 +130,17 @@ async def test_the_end_of_all_calls_is_awaited_also_of_cancelled_ones() -> None:
         end = asyncio.create_task(worker.finish(timeout_seconds=60))
     await end
     assert await worker.call(lambda: 3, timeout_seconds=5, gpu=2) == 3
-    worker.close()
 
 
-async def test_errors_reach_the_caller_and_the_thread_continues() -> None:
-    worker = NvmlWorker()
+async def test_errors_reach_the_caller_and_the_thread_continues(worker: NvmlWorker) -> None:
     with pytest.raises(ZeroDivisionError):
         await worker.call(lambda: 1 // 0, timeout_seconds=5)
     with pytest.raises(SystemExit):
         await worker.call(lambda: exit(3), timeout_seconds=5)
     assert await worker.call(lambda: 7, timeout_seconds=5) == 7
-    worker.close()
 
 
-async def test_a_cancelled_call_is_not_started() -> None:
-    worker = NvmlWorker()
+async def test_a_cancelled_call_is_not_started(worker: NvmlWorker) -> None:
     begun: list[str] = []
     with blocked() as release:
         first = asyncio.create_task(worker.call(release.wait, timeout_seconds=5))
@@ -159,12 +151,10 @@ async def test_a_cancelled_call_is_not_started() -> None:
             await second
     await first
     await worker.call(lambda: begun.append("third"), timeout_seconds=5)
-    worker.close()
     assert begun == ["third"]
 
 
-def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served(threads: Threads) -> None:
-    worker = NvmlWorker()
+def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served(worker: NvmlWorker, threads: Threads) -> None:
     with blocked() as release:
 
         async def give_up() -> None:
@@ -183,8 +173,7 @@ def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served(thre
     worker.close()
 
 
-async def test_close_can_be_repeated_and_work_begins_anew_after_it() -> None:
-    worker = NvmlWorker()
+async def test_close_can_be_repeated_and_work_begins_anew_after_it(worker: NvmlWorker) -> None:
     worker.close()
     assert await worker.call(lambda: 5, timeout_seconds=5) == 5
     worker.close()

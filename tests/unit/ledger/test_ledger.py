@@ -115,11 +115,6 @@ def test_a_change_is_what_a_store_must_write() -> None:
     assert after.with_gpu_registry(after.gpu_registry) is after
 
 
-def test_freeing_nothing_is_no_change() -> None:
-    ledger = ledger_of(held("a", {ONE: 1}))
-    assert ledger.free([]) is ledger
-
-
 def test_holders_are_sorted_oldest_first() -> None:
     young = held("a", {ONE: 1})
     old = allocated(id="b", blocks={ONE: 1}, gpus=(ONE,), granted_at=-1.0)
