@@ -68,8 +68,10 @@ class ContainerEvents:
 
     def pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
         """Name and UID of the allocation's pod, from the ledger, else from the container runtime; None if unknown."""
-        holder = self._records.ledger.allocations.get(allocation)
-        container = next(iter(self._containers().get(allocation, ())), None)
+        holder, containers = self._records.ledger.allocations.get(allocation), self._containers().get(allocation, ())
+        if holder and holder.claim and containers and holder.uid not in {each.pod_uid for each in containers}:
+            holder = None  # the ledger has the claim's first user, which has ended
+        container = next(iter(containers), None)
         pod = (holder.pod if holder else None) or (container.pod if container else None)
         uid = (holder.uid if holder else None) or (container.pod_uid if container else None)
         return (pod, uid) if pod and uid else None

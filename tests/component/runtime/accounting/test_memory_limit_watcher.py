@@ -249,6 +249,17 @@ async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() 
     assert evicted.why == "the pod is evicted: container main stayed over its GPU memory"
 
 
+async def test_a_user_of_a_claim_whose_first_user_has_ended_is_evicted() -> None:
+    node = Node(replace(share(), claim=ClaimRequest(uid="u", namespace="team", name="c", request="gpu")), evict=True)
+    uses = (ClaimUse(container="main", claim="c"),)
+    node.pods.views[TRAIN] = PodView(namespace="team", name="train", uid="uid-t", claims=uses)
+    node.runs(container("t", TRAIN), 20, 21)
+    for _ in range(4):
+        await node.sampled(sample({21: 2 * LIMIT}, {}))
+    assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(TRAIN, "uid-t")]
+    assert {(entry.pod, entry.pod_uid) for entry in node.told} == {(TRAIN, "uid-t")}
+
+
 async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() -> None:
     node = Node(share(), share("b", TRAIN), evict=True)
     node.runs(container("a", WEB), 11)
