@@ -173,7 +173,7 @@ class ContainerStarts:
     def _check_exemption(self, allocation: Allocation) -> None:
         """The operator's exemption applies only to the pods that it names; a later `List` call may have corrected the pod of a grant."""
         exemption = allocation.exemption
-        if exemption is None:
+        if exemption is None or allocation.claim is not None:  # the pods of a claim are certain, and the first one may have ended
             return
         view = find_pod(self.pods, allocation.pod, allocation.uid)
         if allocation.pod is None or ("/" in exemption and view is None):

@@ -130,11 +130,11 @@ class Clock:
         return self.now + (0.0 if self._started is None else time.monotonic() - self._started)
 
 
-def unlimited(cdi_dir: Path = Path("/nonexistent")) -> Enforcer:
+def unlimited(cdi_dir: Path = Path("/nonexistent"), overrides: tuple[str, ...] = ()) -> Enforcer:
     """A node without enforcement."""
     return Enforcer(
         [Unlimited(lambda _tenant, _message: None)],
-        EnforcementSettings(backend="none", cdi_dir=cdi_dir, orphan_grace_seconds=0),
+        EnforcementSettings(backend="none", overrides=overrides, cdi_dir=cdi_dir, orphan_grace_seconds=0),
         clock=Clock(),
     )
 

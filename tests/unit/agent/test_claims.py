@@ -17,6 +17,7 @@ from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import Device
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.container_starts import report_two_limits
 from gpumgr.common.errors import Refusal
+from gpumgr.common.files import names_in
 from gpumgr.common.units import Amounts, Resource
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.cdi import device_name as cdi_name
@@ -460,6 +461,21 @@ async def test_a_claim_that_is_being_prepared_during_a_look_stays(node: Node) ->
     go_on.set()
     await preparing
     assert held(node) == {"a"}
+
+
+async def test_the_exemption_of_a_claim_outlasts_the_pod_for_which_it_was_prepared(tmp_path: Path) -> None:
+    limits = unlimited(tmp_path, overrides=("team/default=none",))
+    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    ref = node.claim("a", node.share(0, 30, 512))
+    await node.prepare(ref)
+    (allocation,) = node.world.ledger.of_claim(ref.uid)
+    assert allocation.exemption == "team/default"
+    node.use_next(ref)
+    del node.world.pods.views["team", "a"]
+    (spec,) = names_in(tmp_path)
+    (tmp_path / spec).unlink()
+    await node.claims.restore()
+    assert names_in(tmp_path) == [spec]
 
 
 def limited(folder: Path, running: Collection[str] = ()) -> Enforcer:
