@@ -1,7 +1,7 @@
 """Decides which pods the quotas of their namespaces allow. Pure.
 
 The gate is the pod's scheduling gate gpumgr.io/quota. A claim is allocated some time after its pod's gate is removed. Until then it
-counts for each kind of GPU that its pod may get, so that no limit is exceeded wherever it is allocated.
+counts within each limit, so that no limit is exceeded wherever it is allocated.
 """
 
 from collections import defaultdict
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import msgspec
 
 from gpumgr.cluster.claims.objects import UnboundPod
-from gpumgr.cluster.core.quota import NONE_HELD, GpuKind, Held, Quotas, on_equal_gpus
+from gpumgr.cluster.core.quota import NONE_HELD, GpuKind, Held, Limit, Quotas, on_equal_gpus
 from gpumgr.cluster.core.request import ContainerRequest
 
 #: Kinds of GPUs with their memory in MiB.
@@ -46,9 +46,9 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand],
     are not allocated yet, of pods without gates."""
     decision, first = Decision(), dict[str, UnboundPod]()
     #: `granted`: the flights and the allowed pods. `reserved`: waiting pods, too. `unused`: the same quotas with nothing in use.
-    granted, reserved, unused = _Sums(flights), _Sums(flights), Quotas(quotas.limits)
+    granted, reserved, unused = _Sums(quotas, flights), _Sums(quotas, flights), Quotas(quotas.limits)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
-        if text := _refusal(demand, unused, _Sums()):
+        if text := _refusal(demand, unused, _Sums(unused)):
             remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""
             decision.refused.append((pod, f"{text}; even the unused quota does not allow it{remedy}"))
         elif text := _refusal(demand, quotas, granted):
@@ -66,29 +66,52 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand],
 
 
 class _Sums:
-    """The sums of demands, for each namespace and kind of GPU. A claim counts once for each kind."""
+    """What the claims of demands may hold within each limit. A claim counts as on the kind of GPU where it holds most."""
 
-    def __init__(self, demands: Iterable[Demand] = ()) -> None:
-        self.held: defaultdict[tuple[str, GpuKind, int], Held] = defaultdict(lambda: NONE_HELD)
-        self._counted: set[tuple[str, GpuKind, int]] = set()
+    def __init__(self, quotas: Quotas, demands: Iterable[Demand] = ()) -> None:
+        self._quotas = quotas
+        self.held: defaultdict[tuple[str, Limit], Held] = defaultdict(lambda: NONE_HELD)
+        self._claims: defaultdict[tuple[str, Limit], Held] = defaultdict(lambda: NONE_HELD)
         for demand in demands:
             self.add(demand)
 
     def add(self, demand: Demand) -> None:
-        for kind, memory in demand.kinds:
-            place = demand.namespace, kind, memory
-            self.held[place] = self.held[place].plus(self.more(demand, kind, memory).get(kind, NONE_HELD))
-            self._counted.update((uid, kind, memory) for uid in demand.claims)
+        for limit in _limits(demand, self._quotas):
+            for uid, containers in demand.claims.items():
+                before = self._claims[uid, limit]
+                for kind in demand.kinds:
+                    self._claims[uid, limit] = self._claims[uid, limit].most(_within(limit, kind, containers))
+                held = self.held[demand.namespace, limit]
+                self.held[demand.namespace, limit] = held.plus(self._claims[uid, limit]).plus(before, -1)
 
-    def more(self, demand: Demand, kind: GpuKind, memory: int) -> Mapping[GpuKind, Held]:
-        """What the demand adds to the sums: its claims that are not counted yet."""
-        uncounted = [each for uid, each in demand.claims.items() if (uid, kind, memory) not in self._counted]
-        return on_equal_gpus((kind, memory, None), tuple(one for each in uncounted for one in each))
+    def more(self, demand: Demand, kind: tuple[GpuKind, int], limit: Limit) -> Held:
+        """What the demand adds on GPUs of this kind: what its claims hold, unless it is counted already."""
+        total = NONE_HELD
+        for uid, containers in demand.claims.items():
+            before = self._claims[uid, limit]
+            total = total.plus(_within(limit, kind, containers).most(before)).plus(before, -1)
+        return total
+
+
+def _limits(demand: Demand, quotas: Quotas) -> Iterable[Limit]:
+    quota = quotas.limits.get(demand.namespace)
+    return dict.fromkeys(quota.limits) if quota is not None else ()
+
+
+def _within(limit: Limit, kind: tuple[GpuKind, int], containers: tuple[ContainerRequest, ...]) -> Held:
+    held = on_equal_gpus((*kind, None), containers)
+    return held.get(kind[0], NONE_HELD) if limit.covers(kind[0]) else NONE_HELD
 
 
 def _refusal(demand: Demand, quotas: Quotas, sums: _Sums) -> str | None:
-    for kind, memory in sorted(demand.kinds, key=repr):
-        used_too = NONE_HELD.plus(sums.held[demand.namespace, kind, memory], -1)
-        if text := quotas.refusal(demand.namespace, sums.more(demand, kind, memory), {kind: used_too}):
-            return text
+    quota = quotas.limits.get(demand.namespace)
+    if quota is None or not any(demand.claims.values()):
+        return None
+    for kind in sorted(demand.kinds, key=repr):
+        if (text := quota.forbidden(kind[0])) is not None:
+            return f"namespace {demand.namespace} {text}"
+        for limit in _limits(demand, quotas):
+            used = quotas.used(demand.namespace, limit).plus(sums.held[demand.namespace, limit])
+            if text := limit.exceeded(used, sums.more(demand, kind, limit)):
+                return f"namespace {demand.namespace} uses {text}"
     return None

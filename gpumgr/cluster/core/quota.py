@@ -289,6 +289,10 @@ class Quotas:
         known = self._class_of.get(node.name)
         return known.gpus if known is not None else frozenset(gpus_of(node))
 
+    def used(self, namespace: str, limit: Limit) -> Held:
+        """What the pods of the namespace hold within this limit."""
+        return _sum(self._used.get(namespace, {}), limit)
+
     def held(self, uid: str) -> tuple[str, Holding]:
         """The namespace of a placed pod, and what the pod holds."""
         return self._pods.get(uid, ("", NO_HOLDING))

@@ -103,7 +103,7 @@ def test_a_shared_claim_that_is_on_its_way_counts_once_beside_a_pod_that_waits_w
     flights = [demand(share(50), claim="shared", kinds=BOTH), demand(share(20))]
     large = Demand("team", {"shared": (share(50),), "own": (share(60),)}, BOTH)
     waiting = [(pod("large", "1"), large), (pod("small", "2"), demand(share(30), kinds=frozenset({V100})))]
-    limits = Limit(cores=120, label="A100"), Limit(cores=150)
+    limits = Limit(cores=120, label="A100"), Limit(cores=160)
     allowed, refused = names(decide(waiting, flights, quotas(*limits)))
     assert (allowed, list(refused)) == (["small"], ["large"])
 
@@ -132,6 +132,15 @@ def test_limits_of_other_gpus_hold_no_pod_back() -> None:
     second = (pod("v", "2", model="V100"), demand(share(50), kinds=frozenset({V100})))
     flying = demand(share(20))
     assert names(decide([first, second], [flying], quotas(*limits)))[0] == ["v"]
+
+
+def test_a_limit_of_several_kinds_counts_pods_that_get_different_kinds() -> None:
+    first, on_v100 = (pod("a", "1", model="A100"), demand(share(50))), demand(share(50), kinds=frozenset({V100}))
+    second = (pod("v", "2", model="V100"), on_v100)
+    allowed, refused = names(decide([first, second], [], quotas(Limit(cores=60))))
+    assert (allowed, list(refused)) == (["a"], ["v"])
+    assert names(decide([first], [on_v100], quotas(Limit(cores=60))))[0] == []
+    assert names(decide([first], [on_v100], quotas(Limit(cores=100))))[0] == ["a"]
 
 
 def test_without_a_selector_each_kind_must_have_room() -> None:
