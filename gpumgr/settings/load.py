@@ -26,8 +26,9 @@ _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
 #: The length of the longest name of gpumgr's sockets in the device plugin folder, and of the slash before it.
 _OUR_SOCKET_BYTES: Final = 24
-#: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr". They are not settings.
-_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+#: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr", as NAME=value. They are not
+#: settings.
+_SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=.*|PORT=(tcp|udp|sctp)://.*)")
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +193,8 @@ def _from_environment(environ: Mapping[str, str], problems: list[Problem]) -> It
         yield _Given("node.name", environ["NODE_NAME"], "environment variable NODE_NAME", text=True)
     variables = {_PREFIX + name.replace(".", "_").upper(): name for name in _dotted()}
     for variable, text in environ.items():
+        if _SERVICE_LINK.fullmatch(f"{variable}={text}"):
+            continue
         name = variables.get(variable)
         if name is not None:
             yield _Given(name, text, f"environment variable {variable}", text=True)
@@ -204,7 +207,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[Problem]) -> It
 def _meant_for_us(variable: str) -> bool:
     """Whether an unknown variable is probably a mistyped key: it begins with the name of one of the sections."""
     known = tuple(f"{_PREFIX}{section.upper()}_" for section in sections())
-    return variable.startswith(known) and not _SERVICE_LINK.search(variable)
+    return variable.startswith(known)
 
 
 def _dotted() -> list[str]:

@@ -142,7 +142,7 @@ def _version(flag: str, text: str) -> GpuManagerFlags:
 def _verbosity(flag: str, text: str) -> GpuManagerFlags:
     if not text.isascii() or not text.isdigit():
         raise SettingsError(f"{flag}={text} is not allowed; allowed: a whole number from 0")
-    return GpuManagerFlags(overrides={"log.level": "debug" if int(text) >= 4 else "info"})
+    return GpuManagerFlags(overrides={"log.level": "debug" if int(text[:9]) >= 4 else "info"})
 
 
 def _legacy_checkpoint(_: str, text: str) -> GpuManagerFlags:

@@ -216,7 +216,7 @@ def _policy(objects: Sequence[Object]) -> str | None:
 def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[str]:
     text = plugin.get("DP_DISABLE_HEALTHCHECKS", "")
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if numbers := [int(word) for word in words if word.isdecimal()]:
+    if numbers := [int(word) for word in words if word.isdecimal() and len(word) <= 18]:
         settings["nvml.ignored_xids"] = sorted({*Settings().nvml.ignored_xids, *numbers})
     if {"all", "xids"} & set(words):
         yield f"DP_DISABLE_HEALTHCHECKS={text} has no counterpart: nvml.ignored_xids lists single XIDs to ignore"

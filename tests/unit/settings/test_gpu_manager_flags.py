@@ -35,6 +35,7 @@ SETS: list[tuple[str, str, object]] = [
     ("--share-mode=true", "placement.share_mode", True),
     ("--share-mode=false", "placement.share_mode", False),
     ("--v=4", "log.level", "debug"),
+    (f"--v={'9' * 5000}", "log.level", "debug"),
     ("--v=2", "log.level", "info"),
     ("-v=5", "log.level", "debug"),
     ("-v5", "log.level", "debug"),

@@ -228,6 +228,8 @@ def test_all_mistakes_of_all_layers_come_at_once(tmp_path: Path) -> None:
 def test_what_kubernetes_sets_for_a_service_of_our_name_is_not_ours() -> None:
     environ = {
         "GPUMGR_PORT": "tcp://10.0.0.1:80",
+        "GPUMGR_SCHEDULER_PORT": "tcp://10.0.0.1:80",
+        "GPUMGR_HTTP_PORT": "tcp://10.0.0.1:80",
         "GPUMGR_SERVICE_HOST": "10.0.0.1",
         "GPUMGR_HTTP_SERVICE_PORT_METRICS": "80",
         "GPUMGR_HTTP_PORT_80_TCP_ADDR": "10.0.0.1",
