@@ -148,27 +148,28 @@ def report_unavailable(reason: str) -> None:
 
 def read_state(document: Any) -> NodeState:
     """Raises GpumgrError, like the functions below, if the document does not fit the schema."""
-    return _convert(cleaned(document), NodeState)
+    return converted(cleaned(document), NodeState)
 
 
 def read_pod(document: Any) -> PodDetails:
-    return _convert(cleaned(document), PodDetails)
+    return converted(cleaned(document), PodDetails)
 
 
 def read_pods(documents: Any) -> frozenset[PodKey]:
     """The names are not made printable, since they become part of later requests."""
-    return frozenset((each.namespace, each.pod) for each in _convert(documents, list[PodRef]))
+    return frozenset((each.namespace, each.pod) for each in converted(documents, list[PodRef]))
 
 
 def read_entries(documents: Sequence[Any]) -> list[HistoryEntry]:
-    return _convert(cleaned(documents), list[HistoryEntry])
+    return converted(cleaned(documents), list[HistoryEntry])
 
 
 def read_result(document: Any) -> MaintenanceResult:
-    return _convert(cleaned(document), MaintenanceResult)
+    return converted(cleaned(document), MaintenanceResult)
 
 
-def _convert(document: Any, kind: type[T]) -> T:
+def converted(document: Any, kind: type[T]) -> T:
+    """Raises GpumgrError if the document is not of this kind."""
     try:
         return convert(document, kind)
     except UnreadableText as error:

@@ -13,7 +13,7 @@ import click
 
 from gpumgr.agent.api import ContainerRow, MaintenanceResult, NodeState
 from gpumgr.agent.cordons import REASON_CHARACTERS
-from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, read_result, read_state, report_unavailable
+from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, converted, read_result, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, agent_options, output_option, sendable
 from gpumgr.common.errors import GpumgrError
@@ -195,8 +195,7 @@ async def request_maintenance(
 ) -> dict[str, Any]:
     """The agent's response as JSON data. Raises as AgentClient does."""
     path = f"/api/gpus/{quote(gpu, safe='')}/{action}"
-    document: dict[str, Any] = await agent.post(path, {"reason": reason, "evict": evict}, timeout_seconds=RESPONSE_SECONDS)
-    return document
+    return converted(await agent.post(path, {"reason": reason, "evict": evict}, timeout_seconds=RESPONSE_SECONDS), dict[str, Any])
 
 
 async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float | None) -> dict[str, Any]:

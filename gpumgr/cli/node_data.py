@@ -18,7 +18,7 @@ from gpumgr.agent.cordons import Cordon, decode_cordons
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.cli.agent_client import PODS, STATE, AgentClient, read_pods
+from gpumgr.cli.agent_client import PODS, STATE, AgentClient, converted, read_pods
 from gpumgr.cli.formats import clock_time, printable
 from gpumgr.cli.options import AgentLocation, PodName
 from gpumgr.common.errors import CheckpointError, GpumgrError, InputError
@@ -42,8 +42,7 @@ class AgentData:
 
     async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
         """The newest history entries with their candidates, oldest first."""
-        documents: list[Document] = await self._agent.get(f"/api/history?limit={newest}")
-        return documents[::-1]
+        return converted(await self._agent.get(f"/api/history?limit={newest}"), list[Document])[::-1]
 
     async def pods(self) -> frozenset[PodKey]:
         """The pods about which something is known."""

@@ -11,7 +11,9 @@ from aiohttp import web
 
 from gpumgr.cli.agent_client import AgentClient, AgentUnavailable
 from gpumgr.common.errors import GpumgrError, InputError
+from tests.unit.cli.node_story import state
 
+from .conftest import Gpumgr
 from .peer import Handler, listening
 
 #: The whole message: details of a library about transfer encodings do not help the user.
@@ -49,6 +51,15 @@ async def test_an_answer_of_another_server_is_reported(tmp_path: Path, text: str
         await asked(tmp_path, answering(text, status=status))
     with pytest.raises(GpumgrError, match="not a gpumgr agent: its response is not JSON"):
         await asked(tmp_path, answering("<html>"))
+
+
+@pytest.mark.parametrize("command", [("history",), ("gpu", "drain", "3")])
+async def test_json_of_another_structure_is_reported(command: tuple[str, ...], socket: Path, gpumgr_command: Gpumgr) -> None:
+    handlers = {("GET", "/api/state"): answering(json.dumps(state())), ("*", "/{path:.*}"): answering("null")}
+    async with listening(socket, handlers):
+        ended = await gpumgr_command(*command)
+    assert (ended.code, ended.out) == (1, "")
+    assert "the agent's response can't be decoded: Expected " in ended.err
 
 
 async def test_an_agent_that_does_not_run_is_reported_with_its_socket(tmp_path: Path) -> None:
