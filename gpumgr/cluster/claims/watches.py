@@ -94,7 +94,7 @@ class ClaimWatches(ClusterWatches):
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
         """The pods with gates that have all their claims, each with its demand; and the demands of unallocated claims of other pods."""
-        nodes = filter(None, map(self._index.node, self.nodes))
+        nodes = filter(None, map(self._index.node, self._slices))  # claims get no GPUs of nodes in mode plugin
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         waiting: list[tuple[UnboundPod, Demand]] = []
         users: dict[str, list[UnboundPod]] = defaultdict(list)

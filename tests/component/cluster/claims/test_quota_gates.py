@@ -49,6 +49,21 @@ async def test_pods_of_plugin_mode_count(stage: Stage) -> None:
     await until(lambda: not stage.gated("new"))
 
 
+async def test_limits_of_gpus_in_plugin_mode_hold_no_claim_back(dra: DraObjects, tmp_path: Path) -> None:
+    dra.sim.put_configmap({**quota(0), "data": {"quota.yaml": "team: [{cores: 0, model: H100}]"}})
+    dra.sim.put_node(plugin.node("plugin", 1, plugin.inventory("plugin", 1, model="NVIDIA H100")))
+    dra.sim.put_node(plugin.node("dra", 0, None))
+    device = {
+        "name": "gpu-0",
+        "attributes": {"productName": {"string": "NVIDIA A100"}},
+        "capacity": {"memory": {"value": "40Gi"}},
+    }
+    dra.put("resourceslices", {"metadata": {"name": "dra", "uid": "dra"}, "spec": {"nodeName": "dra", "devices": [device]}})
+    async with running(dra, tmp_path) as stage:
+        stage.gated_pod("one", 10)
+        await until(lambda: not stage.gated("one"))
+
+
 async def test_a_pod_waits_for_its_claims(stage: Stage) -> None:
     """Its own template may ask for anything; kube-controller-manager creates the claim."""
     stage.sim.put_document(pod("early", "mine", gates=[GATE]))
