@@ -4,11 +4,11 @@ rights of `gpumgr claims`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict
 
 from gpumgr.cli.examination.examine import CheckResult, error, ok, skipped, warning
 from gpumgr.cluster.claims.shapes import DEVICE_CLASS
-from gpumgr.common.foreign_text import UnreadableText, decode_yaml
+from gpumgr.common.foreign_text import UnreadableText, convert, decode_yaml
 from gpumgr.common.units import CORE_RESOURCE, DRA_DRIVER, MEMORY_RESOURCE
 from gpumgr.kube.client import ApiServer, Right, items_of
 from gpumgr.settings.hami_resources import ReplicaResources
@@ -16,6 +16,21 @@ from gpumgr.settings.hami_resources import ReplicaResources
 _MAX_BYTES: Final = 1 << 20
 _HAMI: Final = ReplicaResources()
 _VERBS: Final = {"filterVerb": "filter", "bindVerb": "bind", "preemptVerb": "preempt"}
+
+
+class _Managed(TypedDict):
+    name: str
+
+
+class _Extender(TypedDict, total=False):
+    managedResources: list[_Managed] | None
+    tlsConfig: dict[str, Any] | None
+
+
+class _Config(TypedDict, total=False):
+    profiles: list[dict[str, Any]] | None
+    extenders: list[_Extender] | None
+    podMaxBackoffSeconds: int | None
 
 
 def parse_config(text: str) -> Mapping[str, Any]:
@@ -27,26 +42,24 @@ def parse_config(text: str) -> Mapping[str, Any]:
     config = documents[0] if len(documents) == 1 else None
     if not isinstance(config, dict) or config.get("kind") != "KubeSchedulerConfiguration":
         raise ValueError("it is no KubeSchedulerConfiguration")
+    convert(config, _Config)
     return config
 
 
 def profiles_of(config: Mapping[str, Any]) -> list[str]:
-    """The names of the profiles, which pods have in spec.schedulerName. Raises AttributeError or TypeError for another structure."""
+    """The names of the profiles, which pods have in spec.schedulerName."""
     return [str(each.get("schedulerName", "default-scheduler")) for each in config.get("profiles") or [{}]]
 
 
 def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yields (severe, what is wrong). `severe`: pods would be placed wrongly or not at all.
-
-    Raises AttributeError or TypeError for another structure.
-    """
+    """Yields (severe, what is wrong). `severe`: pods would be placed wrongly or not at all."""
     managed = {CORE_RESOURCE, MEMORY_RESOURCE}
     ours = [each for each in config.get("extenders") or () if managed & _managed(each).keys()]
     if len(ours) != 1:
         yield True, f"{len(ours)} extenders have {CORE_RESOURCE} or {MEMORY_RESOURCE} in managedResources; exactly one must"
         return
     yield from _extender_problems(ours[0], managed)
-    if float(config.get("podMaxBackoffSeconds") or 10) > 2:
+    if (config.get("podMaxBackoffSeconds") or 10) > 2:
         yield False, "podMaxBackoffSeconds is above 2; after an outage of the extender pods wait for up to that time"
     common = config.get("percentageOfNodesToScore")
     for profile in config.get("profiles") or [{}]:
@@ -56,7 +69,7 @@ def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def manages_hami(config: Mapping[str, Any]) -> bool:
-    """Whether the extender gets pods with HAMi's resources. Raises AttributeError or TypeError for another structure."""
+    """Whether the extender gets pods with HAMi's resources."""
     return any(_HAMI.count_resource in _managed(each) for each in config.get("extenders") or ())
 
 

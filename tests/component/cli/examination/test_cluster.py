@@ -225,6 +225,8 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("configuration", "skipped", "no ConfigMap of the chart", replaced("/api/v1/configmaps", [])),
     ("configuration", "error", "the ConfigMap: it is no KubeSchedulerConfiguration",
      replaced("/api/v1/configmaps", [{"data": {"kube-scheduler.yaml": "a"}}])),
+    ("configuration", "error", "the ConfigMap: Expected `int | null`, got `str` - at `$.podMaxBackoffSeconds`",
+     replaced("/api/v1/configmaps", [{"data": {"kube-scheduler.yaml": "{kind: KubeSchedulerConfiguration, podMaxBackoffSeconds: x}"}}])),
     ("inventories", "error", "an object has an unexpected structure: KeyError", replaced("/api/v1/nodes", [{}])),
     ("device-class", "error", "no DeviceClass gpu.gpumgr.io: pods that claim GPUs stay Pending", dropped(CLASS)),
     ("claims-policy", "warning", "no validating policy *-claims-requests is in force", unbound("gpumgr-claims-requests")),
