@@ -142,20 +142,6 @@ async def test_a_gpu_that_is_unhealthy_from_the_start_is_reported_when_its_uuid_
     assert node.told == [("unhealthy", ("00000000",), "XID 79")]
 
 
-async def test_a_missing_device_node_is_reported_too(tmp_path: Path) -> None:
-    for gpu in NODE.gpus:
-        (tmp_path / f"nvidia{gpu.minor}").touch()
-    node = await started(tmp_path)
-    (tmp_path / "nvidia1").unlink()
-    await node.hardware_events.sample_taken(NodeSample())
-    ((code, gpus, why),) = node.told
-    assert (code, gpus) == ("unhealthy", ("00000001",))
-    assert "nvidia1 is missing" in why
-    (tmp_path / "nvidia1").touch()
-    await node.hardware_events.sample_taken(NodeSample())
-    assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
-
-
 async def test_an_unknown_gpu_that_can_not_be_described_is_reported_once() -> None:
     hole = with_hole(snapshot(2, 16), 1)
     node = EventNode()

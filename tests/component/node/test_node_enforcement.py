@@ -34,6 +34,12 @@ async def world() -> World:
     return await World.made(snapshot(1, 16))
 
 
+def tenant_on(world: World) -> GpuShare:
+    card = world.ledger.gpu_registry.gpus[0]
+    shared = SharedGpu(name=card.name, uuid=card.uuid, cores=30)
+    return GpuShare(allocation="a", gpus=(shared,), pod=("team", "web"), container="main")
+
+
 class RecordedNode:
     """In the place of the publisher and its node."""
 
@@ -68,10 +74,7 @@ async def enforcement(world: World, published: RecordedNode, tmp_path: Path) -> 
 async def test_an_installed_library_is_given_to_new_containers_without_a_restart(
     world: World, enforcement: NodeEnforcement, tmp_path: Path
 ) -> None:
-    card = world.ledger.gpu_registry.gpus[0]
-    tenant = GpuShare(
-        allocation="a", gpus=(SharedGpu(name=card.name, uuid=card.uuid, cores=30),), pod=("team", "web"), container="main"
-    )
+    tenant = tenant_on(world)
     hami_core = enforcement.limits.backends["hami-core"]
 
     def mounted() -> str:
@@ -91,10 +94,7 @@ async def test_an_installed_library_is_given_to_new_containers_without_a_restart
 
 async def test_a_container_without_limits_is_reported_once_for_all_its_starts(world: World, enforcement: NodeEnforcement) -> None:
     world.pods.views["team", "web"] = PodView(namespace="team", name="web", uid="uid-7")
-    card = world.ledger.gpu_registry.gpus[0]
-    tenant = GpuShare(
-        allocation="a", gpus=(SharedGpu(name=card.name, uuid=card.uuid, cores=30),), pod=("team", "web"), container="main"
-    )
+    tenant = tenant_on(world)
     for _ in range(3):
         await enforcement.limits.backends["none"].start(tenant)
     (told,) = world.agent_state.history.entries()
@@ -110,10 +110,8 @@ async def test_a_share_of_mps_on_a_gpu_older_than_volta_is_reported(
     node = snapshot(1, 16)
     (gpu,) = node.gpus
     await enforcement.choose(replace(node, gpus=(replace(gpu, model=model),)))
-    card = world.ledger.gpu_registry.gpus[0]
-    shared = SharedGpu(name=card.name, uuid=gpu.uuid, cores=30)
     for _ in range(2):
-        enforcement._on_start(GpuShare(allocation="a", gpus=(shared,), container="main"), ("mps",))
+        enforcement._on_start(tenant_on(world), ("mps",))
     told = world.agent_state.history.entries()
     assert [(each.code, f"mps can't limit GPU {model}" in each.why) for each in told] == [("GpuLimitNotEnforced", True)] * events
 

@@ -41,18 +41,6 @@ async def test_a_hami_pod_and_a_vcuda_pod_share_a_gpu(folder: Path) -> None:
         await node.kubelet.until(lambda: node.kubelet.node_status()[MEMORY_RESOURCE].allocatable == 12)
 
 
-async def test_memory_without_cores_is_limited_and_several_gpus_are_different_ones(folder: Path) -> None:
-    async with stage(folder, kinds=WITHOUT_MIG) as node:
-        pair = node.pod("pair", hami(2, gpumem=2500))
-        await node.run_all(pair, node.pod("third", hami(2, gpumem=2500)))
-        node.check_agreement(pair)
-        places = [gpu for pod in ("pair", "third") for gpus in granted(node, pod) for gpu in gpus]
-        assert len({*places}) == 4
-        status = await node.run(node.pod("late", hami(gpumem=1597)))
-        assert status.phase == "Failed"
-        assert "has 100 cores and 1596 MiB left, and 0 cores and 1597 MiB are needed" in (status.message or "")
-
-
 async def test_a_gpu_is_never_granted_beyond_its_size(folder: Path) -> None:
     """Pods of both kinds in random order; the kubelet's ids, the ledger and the amounts agree after each."""
     random = Random(5)
