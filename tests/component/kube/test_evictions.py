@@ -39,21 +39,6 @@ async def test_one_incarnation_of_a_pod_is_evicted_once(tmp_path: Path) -> None:
     assert stage.publisher.state().eviction_retries == 0
 
 
-async def test_a_repeated_drain_requests_a_refused_eviction_again_at_once(sim: SimApiServer, stage: Stage) -> None:
-    put_pod(sim, POD, "uid-0")
-    sim.forbidden.add(("create", "pods/eviction"))
-    wanted = [Eviction(uid="uid-0", pod=POD, reason="GPU0 is drained")]
-    stage.publisher.evict("drain", wanted, immediately=True)
-    await stage.written()
-    sim.forbidden.clear()
-    stage.publisher.evict("drain", wanted)
-    await stage.written()
-    assert sim.requests == ["evict"]
-    stage.publisher.evict("drain", wanted, immediately=True)
-    await stage.written()
-    assert sim.requests == ["evict"] * 2
-
-
 async def test_a_deleted_pod_is_not_evicted_again_while_its_requester_still_wants_it(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "uid-0")
     wanted = [Eviction(uid="uid-0", pod=POD, reason="over its limit")]
@@ -152,13 +137,14 @@ async def test_a_pod_stays_only_when_no_requester_wants_it_evicted(sim: SimApiSe
     assert [line["reason"] for line in logs if line["event"] == "pod_evicted"] == ["over its limit again"]
 
 
-async def test_an_eviction_that_is_refused_is_reported_and_requested_again_with_the_next_resync(
+async def test_an_eviction_that_is_refused_is_reported_and_requested_again_with_the_next_resync_or_by_a_repeated_drain(
     sim: SimApiServer, stage: Stage
 ) -> None:
     put_pod(sim, POD, "uid-0")
     sim.forbidden.add(("create", "pods/eviction"))
+    wanted = [Eviction(uid="uid-0", pod=POD, reason="GPU0 is drained")]
     for _ in range(3):
-        stage.evict(POD, "uid-0", "GPU0 is drained")
+        stage.publisher.evict("drain", wanted)
         await stage.written()
     ((eviction, why),) = stage.publisher.take_refused_evictions()
     assert (eviction.pod, eviction.uid, eviction.reason) == (POD, "uid-0", "GPU0 is drained")
@@ -167,7 +153,14 @@ async def test_an_eviction_that_is_refused_is_reported_and_requested_again_with_
     assert not stage.publisher.take_refused_evictions()
     assert sim.requests == ["evict"]
     stage.time.now += 600
-    stage.evict(POD, "uid-0", "GPU0 is drained")
+    stage.publisher.evict("drain", wanted)
     await stage.written()
     assert sim.requests == ["evict"] * 2
     assert stage.publisher.state().eviction_retries == 1
+    sim.forbidden.clear()
+    stage.publisher.evict("drain", wanted)
+    await stage.written()
+    assert sim.requests == ["evict"] * 2
+    stage.publisher.evict("drain", wanted, immediately=True)
+    await stage.written()
+    assert sim.requests == ["evict"] * 3

@@ -125,6 +125,14 @@ class TakeoverNode:
         record = {"main": {"Devices": [f"/dev/nvidia{minor}" for minor in minors], "Cores": cores, "Memory": 4 << 28}}
         (self.folder / "gpu-manager.json").write_text(json.dumps({"PodGPUMapping": dict.fromkeys(uids, record)}))
 
+    def runs_since_gpu_manager(self, *pods: tuple[str, str], minors: tuple[int, ...] = (0,), cores: int = 30) -> None:
+        """These pods, as name and UID, have a record, ids in the kubelet's file, and run."""
+        uids = [uid for _, uid in pods]
+        self.records(*uids, minors=minors, cores=cores)
+        self.kubelets_file(*uids)
+        for name, uid in pods:
+            self.runs(name, uid)
+
     def kubelets_file(self, *uids: str, ids: tuple[str, ...] = (), ours: tuple[str, ...] = ()) -> None:
         """`ours`: pods with ids of ours on the first GPU, beside `uids`."""
         held = [(uid, ids or foreign(uid)) for uid in uids] + [(uid, tuple(f"{GPU}-c{n:02}" for n in range(50))) for uid in ours]
@@ -210,9 +218,7 @@ async def test_without_an_api_server_the_kubelet_has_time_to_show_its_pods(scene
 
 
 async def test_records_are_taken_over_and_logged_once(scene: TakeoverNode) -> None:
-    scene.records("u1")
-    scene.kubelets_file("u1")
-    scene.runs("a", "u1")
+    scene.runs_since_gpu_manager(("a", "u1"))
     with capture_logs() as logs:
         assert await scene.held_back_by() is None
     assert [line["taken"] for line in named(logs, "taken_over_from_gpu_manager")] == [1]
@@ -283,9 +289,7 @@ async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: Takeove
 
 async def with_gpu_3_late(scene: TakeoverNode, *minors: int) -> None:
     """A container runs that has the GPUs of these minors, and the driver shows three GPUs as yet."""
-    scene.records("u1", minors=minors, cores=100 * len(minors))
-    scene.kubelets_file("u1")
-    scene.runs("a", "u1")
+    scene.runs_since_gpu_manager(("a", "u1"), minors=minors, cores=100 * len(minors))
     assert await scene.held_back_by(gpus=3) is None
 
 
@@ -320,10 +324,7 @@ async def test_a_late_gpu_that_could_not_be_remembered_at_once_has_its_holder_wh
 
 
 async def test_a_record_without_room_holds_everything_back_and_is_tried_again_when_something_changes(scene: TakeoverNode) -> None:
-    scene.records("u1", "u2", cores=100)
-    scene.kubelets_file("u1", "u2")
-    scene.runs("a", "u1")
-    scene.runs("b", "u2")
+    scene.runs_since_gpu_manager(("a", "u1"), ("b", "u2"), cores=100)
     take_over = scene.take_over()
     with capture_logs() as logs:
         await scene.show_gpus()
