@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from gpumgr.agent.ports import Eviction
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
 from gpumgr.placement.pods import PodKey, PodView
@@ -194,6 +195,20 @@ async def test_other_events_of_pods(cluster: Cluster) -> None:
         ("GpuMemoryOverLimit", "Warning", pod.uid),
         ("GpuLimitBroken", "Warning", pod.uid),
     ]
+
+
+async def test_an_eviction_that_is_refused_is_in_the_history_and_the_pods_events(cluster: Cluster) -> None:
+    pod = await cluster.shown(cluster.world.pod("web", app()))
+    cluster.api.forbidden.add(("create", "pods/eviction"))
+    for number in range(2):
+        cluster.publisher.evict(f"drain {number}", [Eviction(uid=pod.uid, pod=("team", "web"), reason="GPU0 is drained")])
+        await cluster.written()
+        await cluster.look()
+    (entry,) = cluster.history.entries()
+    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), pod.uid)
+    assert entry.why.startswith("the pod is not evicted (GPU0 is drained): HTTP 403: ")
+    assert entry.why.endswith("create on pods/eviction")
+    assert [(event["reason"], event["type"]) for event in cluster.events] == [("GpuPodNotEvicted", "Warning")]
 
 
 async def test_events_of_a_static_pod_refer_to_its_mirror_pod(cluster: Cluster) -> None:
