@@ -127,6 +127,13 @@ def test_a_checkpoint_that_is_named_must_be_there(node: Path) -> None:
             migrate("gpu-manager", "--flags", "--share-mode", "--checkpoint", wrong)
 
 
+def test_pods_without_a_record_cause_a_warning(node: Path) -> None:
+    """As an agent that starts then would find them."""
+    (node / "gpumanager_internal_checkpoint").unlink()
+    (said,) = planned(node)["warnings"]
+    assert said.startswith("pod uid u1 (main) hold GPUs from gpu-manager, according to the kubelet, and ")
+
+
 @pytest.mark.parametrize("name", ["--all", "a b", "GPU-7", "-", "x" * 254])
 @pytest.mark.parametrize("source", [("gpu-manager", "--flags", "--share-mode"), ("hami", "--pods", "all.json")])
 def test_what_is_no_nodes_name_is_refused(source: tuple[str, ...], name: str) -> None:

@@ -33,3 +33,8 @@ def requested(limits: dict[str, Any], names: ReplicaResources) -> ReplicaRequest
 )
 def test_requests_are_read_as_hami_reads_them(limits: dict[str, Any], request_: ReplicaRequest | None) -> None:
     assert requested({f"nvidia.com/{key}": value for key, value in limits.items()}, ReplicaResources()) == request_
+
+
+def test_resources_have_the_names_of_the_configuration() -> None:
+    names = ReplicaResources(count_resource="x.io/vgpu", memory_resource="x.io/mem")
+    assert requested({"x.io/vgpu": "1", "x.io/mem": "256"}, names) == ReplicaRequest(count=1, memory_mebibytes=256)
