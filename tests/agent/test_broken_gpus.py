@@ -13,6 +13,7 @@ from tests.component.driver.smi import install_smi
 from .stage import HASTY, SIM, app, asked, condition, events, running, stage, until_sampled
 
 FOUR_GPUS = Path(SIM).read_text()
+LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
 
 
 async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_broken(folder: Path) -> None:
@@ -111,3 +112,18 @@ async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_re
         await until(offered)
         codes = [entry["code"] for entry in (await asked(node, "/api/state"))["history"]]
     assert codes == ["uncordoned", "reset", "not_readable", "cordoned"]
+
+
+async def test_a_gpu_that_is_broken_at_the_first_start_is_reported_everywhere_until_it_is_healthy(folder: Path) -> None:
+    async with stage(folder) as node:
+        node.control.lose_gpu(1)
+        await node.start_agent()
+        await until(lambda: condition(node).get("message") == LOST)
+        assert (condition(node)["status"], condition(node)["reason"]) == ("True", "GpuUnhealthy")
+        await until(lambda: events(node, "GpuNotReadable") == [LOST])
+        state = await asked(node, "/api/state")
+        assert [(entry["code"], entry["why"]) for entry in state["history"]] == [("not_readable", LOST)]
+        assert "gpumgr_gpus_not_readable 1\n" in await asked(node, "/metrics")
+        node.control.restore_gpu(1)
+        await until(lambda: condition(node)["status"] == "False")
+        assert "gpumgr_gpus_not_readable 0\n" in await asked(node, "/metrics")

@@ -115,3 +115,12 @@ async def test_with_single_all_mig_devices_are_one_resource(folder: Path) -> Non
         assert len(set().union(*(node.kubelet.held(pod.uid, "main", REPLICA_RESOURCE) for pod in pods))) == 4
         node.control.lose_gpu(0)
         await until_offered(node, {REPLICA_RESOURCE: 2})
+
+
+async def test_with_single_unequal_mig_devices_are_not_offered(folder: Path) -> None:
+    async with started(folder, SINGLE, node_of(folder, ["3g.20gb", "2g.10gb"])) as node:
+        await node.agent.while_running(node.agent_log.until("mig_devices_not_offered"))
+        await node.agent.while_running(node.agent_log.until("registered"))
+        (line,) = node.agent_log.find("mig_devices_not_offered")
+        assert "have 2g.10gb, 3g.20gb: set node.mig_strategy to mixed" in str(line["reason"])
+        assert offered(node) == {}

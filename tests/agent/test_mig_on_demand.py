@@ -129,3 +129,15 @@ async def test_devices_of_containers_that_a_rebuilt_ledger_lacks_are_kept(folder
         await asyncio.sleep(2.5)  # two rounds of the destruction of devices without containers
         assert [each.uuid for each in node.control.mig_instances(0).values()] == [each.uuid for each in held.mig_devices]
         assert not node.agent_log.find("mig_device_destroyed")
+
+
+async def test_a_mode_that_needs_a_reset_is_reported_and_used_after_it(folder: Path) -> None:
+    async with started(folder, {}, node_of(folder)) as node:
+        node.control.require_reset_for_mig(0)
+        await node.agent.kill()
+        await node.start_agent(ON_DEMAND)
+        await node.agent.while_running(node.agent_log.until("mig_mode_not_enabled"))
+        assert "gpumgr gpu reset" in str(node.agent_log.find("mig_mode_not_enabled")[0]["reason"])
+        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 10))
+        node.control.restore_gpu(0)
+        await node.agent.while_running(node.kubelet.until(lambda: allocatable(node) == 17))

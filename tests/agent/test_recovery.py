@@ -11,11 +11,11 @@ import pytest
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.ledger.checkpoint.files import NAME
 from gpumgr.sim.demo.node import SimulatedNode
-from gpumgr.sim.kubelet import SimPod
+from gpumgr.sim.kubelet import SimKubeletError, SimPod
 from tests.component.cli.examination.conftest import listening
 from tests.component.sim.kubelet.plugin import GooglePlugin
 
-from .stage import HASTY, RUNNER, app, essence, init, probe, running, stage
+from .stage import BLOCKS, HASTY, RUNNER, app, essence, init, probe, running, stage
 
 
 async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(folder: Path) -> None:
@@ -159,3 +159,28 @@ async def test_a_wall_clock_that_is_set_back_has_no_effect(folder: Path) -> None
         assert node.ledger() == before
         for pod in list(node.pods.values()):
             await node.kubelet.start_container(pod, "main")
+
+
+async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
+    async with running(folder) as node:
+        await node.run(node.pod("a", app(30, 4)))
+        before = node.ledger()
+        await node.agent.kill()
+        with closing(sqlite3.connect(folder / "checkpoint" / NAME, isolation_level=None)) as connection:
+            connection.execute("UPDATE history SET record = CAST(x'fffe' AS TEXT)")
+        await node.start_agent()
+        assert node.ledger() == before
+        assert node.agent_log.find("checkpoint_set_aside") == []
+        assert node.agent_log.find("history_damaged")
+        assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
+
+
+async def test_an_id_that_was_never_offered_is_refused_at_the_containers_start(folder: Path) -> None:
+    async with stage(folder) as node:
+        unoffered = node.pod("unoffered", app(100, BLOCKS))
+        cores, blocks = ({f"0badc0de-{letter}{n:02}": None for n in range(100)} for letter in "cm")
+        async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
+            assert (await node.run(unoffered)).phase == "Running"
+        await node.start_agent()
+        with pytest.raises(SimKubeletError, match="this node never offered"):
+            await node.kubelet.start_container(unoffered, "main")
