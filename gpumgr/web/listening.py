@@ -44,7 +44,10 @@ async def listen_tcp(host: str, port: int) -> list[socket.socket]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             port = port or (listeners[0].getsockname()[1] if listeners else 0)
-            listeners.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=_BACKLOG))
+            # "::" means all addresses, also of IPv4; a name may have addresses of both families.
+            both = address[0] == "::" and len(found) == 1 and socket.has_dualstack_ipv6()
+            place = (address[0], port, *address[2:])
+            listeners.append(socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both))
     except OSError as error:
         for listener in listeners:
             listener.close()

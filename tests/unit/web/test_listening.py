@@ -1,6 +1,8 @@
+import socket
+
 import pytest
 
-from gpumgr.web.listening import needs_loopback
+from gpumgr.web.listening import listen_tcp, needs_loopback
 
 
 @pytest.mark.parametrize(
@@ -17,3 +19,11 @@ from gpumgr.web.listening import needs_loopback
 )
 def test_a_pods_own_address_is_not_all(addresses: list[str], needed: bool) -> None:
     assert needs_loopback(addresses) == needed
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+async def test_the_unspecified_address_of_ipv6_accepts_ipv4_too() -> None:
+    (listening,) = await listen_tcp("::", 0)
+    with listening:
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, listening.getsockname()[1])).close()

@@ -1,6 +1,7 @@
 """Metrics of GPUs: absent values, holders, health, and impossible samples."""
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
@@ -81,7 +82,7 @@ def test_a_whole_gpu_counts_with_all_its_memory_and_no_sharers() -> None:
 
 def test_ids_that_an_app_container_took_over_count_once() -> None:
     prepare = allocation("a", SHARED, container="prepare", init=True, cores={0: 0b11}, blocks={0: 0b1})
-    main = allocation("b", SHARED, cores={0: 0b11}, blocks={0: 0b1})
+    main = replace(allocation("b", SHARED, cores={0: 0b11}, blocks={0: 0b1}), uid=prepare.uid)
     alone, both = NodeReport(view=view_of(prepare)), NodeReport(view=view_of(prepare, main))
     for report in (alone, both):
         assert ours(report, "gpu_core_allocated_ratio")[FIRST] == 0.02
