@@ -27,7 +27,8 @@ _EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malf
 def command(source: NodeSource, output: str) -> None:
     """Show how the GPUs are connected.
 
-    The tree has a line NAME:free GPUs:access cost for each group and GPU; the matrix has NVn+LEVEL where n NVLinks join two GPUs.
+    The tree has a line `NAME:FREE:COST` for each group and GPU: the number of free GPUs, and the place of the GPU's group in the order in
+    which groups are used up (0 for a group). The matrix has NVn+LEVEL where n NVLinks join two GPUs.
     Without --topology or --sim, this machine's driver is asked.
     """
     shown = source.read()

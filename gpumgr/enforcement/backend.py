@@ -33,9 +33,9 @@ BackendName = Literal[schema.BackendName, "mps-open"]
 
 
 class Backend:
-    """One mechanism. A subclass overrides the methods that it needs; others call `unavailable` and `start`, which turn the errors of
-    `check_node` and `put_limits` into texts and refusals. No method blocks the event loop for longer than reading or writing a small file
-    takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what the
+    """One mechanism. A subclass overrides the methods that it needs. Callers use `unavailable` and `start` instead of `check_node` and
+    `put_limits`, and get their errors as texts and refusals. No method blocks the event loop for longer than reading or writing a small
+    file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what the
     mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `adjustable`: `observe` or `adjust` can
     change the limits of a running container. `running_keep_limits`: programs that run keep their limits, and new ones get the changed
     limits."""
@@ -96,7 +96,7 @@ class Backend:
         return {}
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
-        """How the containers of this backend used their turns; empty for a mechanism without turns."""
+        """How the containers of this backend used their turns (see TurnUse); empty for a mechanism without turns."""
         return {}
 
     def remains(self) -> Collection[AllocationId]:
@@ -110,8 +110,8 @@ class Backend:
         """Takes over the state of these containers after a start of the agent. All of them have this backend."""
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:  # noqa: ARG002
-        """Ends what no container needs. Called after each end of a container, and when the returned time has passed. `known` returns the
-        allocations that exist at present. Returns the seconds until it must be called again, None if nothing waits."""
+        """Ends daemons that no container needs. Called after each end of a container, and when the returned time has passed. `known`
+        returns the allocations that exist at present. Returns the seconds until it must be called again, None if nothing waits."""
         return None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:  # noqa: ARG002

@@ -208,15 +208,16 @@ class Enforcer:
         return obstacles
 
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
-        """Every backend with its containers, also a backend without containers: it may have something to end."""
+        """Every backend with its containers; also a backend without containers, which may have daemons to check or records to drop."""
         return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
-        """How containers used their turns, as of the last `observe`."""
+        """How containers used their turns (see TurnUse), as of the last `observe`."""
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
-        """The highest memory limit that a running program keeps from before a change, as of the last `adjust`."""
+        """For containers with programs that still have a memory limit from before a change: the highest such limit, as of the last
+        `adjust`."""
         return {name: size for backend in self.backends.values() for name, size in backend.kept_bytes().items()}
 
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
@@ -261,8 +262,8 @@ class Enforcer:
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends what no allocation needs. After the grace period, removes the files of allocations that no longer exist, unless a process
-        has the files mounted. `known` returns the allocations that exist at present.
+        """Ends daemons that no allocation needs. After the grace period, removes the files of allocations that no longer exist, unless a
+        process has the files mounted. `known` returns the allocations that exist at present.
 
         Returns the seconds until the next call is due; None if nothing waits.
         """

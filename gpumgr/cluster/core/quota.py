@@ -60,7 +60,8 @@ Trial = tuple[frozenset[tuple[GpuKind, Held]], frozenset[GpuKind]]
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """What a namespace may hold of the GPUs that match all given texts. An amount that is None is not limited.
 
-    `model` is a part of the name that the driver or the node's label has, in any case. `label` is the node's whole label; None: any.
+    `model` is a part of the name that the driver or the node's label has; upper and lower case do not matter. `label` is the node's whole
+    label; None: any.
     """
 
     cores: int | None = None
@@ -112,7 +113,7 @@ class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-#: What limits count of a GPU: its kind, its memory in MiB, and its scaling (see GpuState.scaling).
+#: The values of a GPU that matter for limits: its kind, its memory in MiB, and its scaling (see GpuState.scaling).
 CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
@@ -132,7 +133,7 @@ class Quotas:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
         self.problem: str | None = None
         self._used: dict[str, dict[GpuKind, Held]] = {}
-        #: Namespace with limits -> how often what one of its pods held was subtracted.
+        #: Namespace with limits -> how many times the amounts of one of its pods were subtracted.
         self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
         #: The pods in _pods with amounts that their node's agent reports: they may have been resized to more than they request.
@@ -155,7 +156,7 @@ class Quotas:
             self._count(*known, -1)
 
     def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
-        """A node without GPUs has been removed, perhaps for a moment: what its pods hold there still counts."""
+        """If `node` has no GPUs (it was removed, perhaps for a moment), what its pods hold there still counts."""
         gpus = frozenset(gpus_of(node))
         found = self._classes.setdefault(gpus, _Class(gpus, next(iter(gpus)) if len(gpus) == 1 else None))
         before = self._class_of.get(node.name)

@@ -97,7 +97,8 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def without_cpu(self) -> "PodRequest":
-        """The request for the question whether a node fits: kube-scheduler checks the CPU. Here CPU only decides which node is the best."""
+        """The request that decides whether a node fits: without CPU, which kube-scheduler checks. Here CPU only decides which node is the
+        best."""
         return replace(self, cpu_milli=0) if self.cpu_milli else self
 
     @cached_property

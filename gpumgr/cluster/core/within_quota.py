@@ -26,7 +26,7 @@ from gpumgr.common.units import Amounts
 _MAX_REJECTIONS: Final = 12_000
 #: The most times that nodes are examined in steps, if nodes change in the meantime.
 _MAX_ROUNDS: Final = 8
-#: The number of best nodes that are tried before all nodes are.
+#: This many of the best nodes are tried first; all nodes only if the quota denies too many of them.
 _FIRST_NODES: Final = 32
 #: The most requests for which the denied nodes are kept, about 1 MB each at 5,000 nodes with different GPUs.
 _MAX_DENIED: Final = 16
@@ -146,7 +146,8 @@ class RankWithinQuota:
         return self.namespace if self._limited else None, self.request.gpu_digest, self.policy
 
     def _state(self, nodes: NodeSet) -> Hashable:
-        """All that an answer about these nodes depends on, besides `_key` and `most`. If what a namespace holds changes, the index does."""
+        """All that an answer about these nodes depends on, besides `_key` and `most`. A change of what a namespace holds also changes the
+        version of the index."""
         return self.index.version, self.quotas.limits.get(self.namespace), nodes
 
     def _known(self, offered: NodeSet) -> Rejection | None:

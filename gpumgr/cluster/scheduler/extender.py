@@ -132,7 +132,7 @@ class Extender:
         return result
 
     def filter(self, pod: WatchedPod, names: Sequence[str], offered: NodeSet) -> FilterResult:
-        """Returns the best nodes among `names`, which are `offered`, or the reasons why no node fits.
+        """Returns the best nodes among `names` (`offered` is the set of the same nodes), or the reasons why no node fits.
 
         The setting `candidates` limits the number of nodes. If it is 1, the GPUs of the node are assumed for the pod from now on.
         """

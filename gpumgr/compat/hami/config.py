@@ -68,8 +68,9 @@ _NO_DEFAULT: Final = "has no counterpart: with gpumgr's admission, a container w
 #: The names that the setting hami.mig_profiles accepts.
 _PROFILE: Final = re.compile(r"[1-9]g\.[1-9][0-9]*gb")
 _DEFAULTS: Final = (
-    "no ConfigMap with HAMi's device-config.yaml was given, so HAMi's defaults are assumed; give its objects: "
-    "`kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml` and again with `--manifest hami.yaml`"
+    "no ConfigMap with HAMi's device-config.yaml was given, so HAMi's defaults are assumed; run "
+    "`kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml`, then this command with "
+    "`--manifest hami.yaml`"
 )
 _FLAGS: Final = (
     "the flags of HAMi's device plugin are not converted: --mig-strategy is node.mig_strategy here, --nvidia-driver-root "
@@ -120,7 +121,8 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     policy = _policy(objects)
     if policy is None:
         notes.append(
-            "HAMi spreads shares over GPUs unless it is set to binpack, gpumgr packs them: placement.policy: spread keeps HAMi's order"
+            "HAMi spreads shares over GPUs unless it is set to binpack, gpumgr packs them; "
+            "the setting `placement.policy: spread` keeps HAMi's order"
         )
     elif policy != "binpack":
         settings["placement.policy"] = "spread"

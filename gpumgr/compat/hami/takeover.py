@@ -104,13 +104,13 @@ def _rollback(config: Config, node: str) -> Iterator[str]:
 
 def _remove_folders(found: HamiState) -> Iterator[str]:
     for folder in found.folders:
-        yield f"rm -r {quote(str(folder))}    # when this node has no pod of HAMi's plugin any longer"
+        yield f"rm -r {quote(str(folder))}    # when no pod that got its GPUs from HAMi's plugin runs here any longer"
 
 
 def _notes(found: HamiState) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
     if '"mode":"mig"' in (found.annotations or {}).get(REGISTER, "").replace(" ", ""):
-        yield "GPUs are in HAMi's dynamic MIG: hami.operating_mode: mig continues it; static MIG devices need node.mig_strategy"
+        yield "GPUs are in HAMi's dynamic MIG: the setting `hami.operating_mode: mig` continues it. Static devices need node.mig_strategy"
     odd = [each for each in _cordoned(found) if not _UUID.fullmatch(each)]
     if odd:
         yield f"{DEVICE_CORDON} contains texts that are no GPU's UUID, which are ignored: {', '.join(odd)}"
@@ -238,7 +238,7 @@ def _misplaced(running: Sequence[Allocation], registered: Mapping[str, Registere
             has = f"{gpu.memory_mebibytes} MiB, {gpu.cores} cores, {gpu.count} containers"
             yield (
                 f"{uuid}: its pods have {amounts.memory_mebibytes} MiB, {amounts.cores} cores, {amounts.replicas} containers, and HAMi "
-                f"registered {has}; delete one of them first, or the agent does not adopt it"
+                f"registered {has}; delete one of the pods first, or the agent does not adopt all of them"
             )
 
 

@@ -37,7 +37,7 @@ from gpumgr.settings.schema import MpsSettings
 
 #: A process without MPS is reported after this many further checks, since a client that has just started is not listed yet.
 _CHECKS: Final = 2
-#: The user is read for this many processes of a container: the driver does not list a process that waits for MPS.
+#: The driver does not list a process that waits for MPS, so the users of a container's processes are read; at most this many.
 _USERS_OF: Final = 16
 #: The longest wait for a trial. The kubelet ends PreStartContainer after 30 s.
 _SETTLE_SECONDS: Final = 15.0
@@ -342,8 +342,8 @@ class Mps(Backend):
         )
 
     def _suspects(self, allocations: Collection[AllocationId], tampering: findings.Tampering) -> list[GpuShare]:
-        """The containers on a GPU that may have tampered: all with processes or, if only root can do it, with processes of the host's
-        root."""
+        """The containers on a GPU that may have tampered: all that have processes. If only root can tamper, only those with a process of
+        the host's root."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 

@@ -11,7 +11,7 @@ from gpumgr.ledger.ledger import Allocation
 PLACED: Final = "GpuPlaced"
 REFUSED: Final = "GpuRefused"
 
-#: Mechanisms that enforce nothing (gpumgr.enforcement: nothing, mps.exempt).
+#: Mechanisms that enforce nothing (the backends Unlimited and UnlimitedMps).
 _UNLIMITED: Final = frozenset({"none", "mps-open"})
 
 #: Code of a GPU's entry -> the event's reason, and whether it is a warning. The reasons of other codes are derived from the code.
@@ -47,7 +47,7 @@ def refusal(about: ObjectRef, entry: HistoryEntry) -> Event:
 
 
 def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
-    """The event of an entry of the kind "event": a warning, except about what was demanded."""
+    """The event of an entry of the kind "event": a warning, except about what the pod itself demanded (DEMANDED)."""
     warning = entry.code not in DEMANDED
     return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=warning, allocations=_ids(entry))
 

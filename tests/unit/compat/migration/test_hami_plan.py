@@ -2,13 +2,14 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpumgr.common.errors import InputError
-from gpumgr.compat.hami.config import Config, read_config
+from gpumgr.compat.hami.config import read_config
 from gpumgr.compat.hami.takeover import HamiState, plan_take_over
 from gpumgr.compat.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.compat.plan import Plan, differing
@@ -51,13 +52,9 @@ def workload(kind: str, container: dict[str, Any], **spec: Any) -> dict[str, Any
     return {"kind": kind, "metadata": {}, "spec": {"template": {"spec": {"containers": [container], **spec}}}}
 
 
-def config_of(*documents: dict[str, Any]) -> Config:
-    return read_config([parse_object(each, "a test") for each in documents], "gpu-7")
-
-
 def plan(*documents: dict[str, Any], **found: Any) -> Plan:
     objects = [parse_object(each, "a test") for each in documents]
-    return plan_take_over(config_of(*documents), HamiState(node="gpu-7", objects=objects, **found), to=TO)
+    return plan_take_over(read_config(objects, "gpu-7"), HamiState(node="gpu-7", objects=objects, **found), to=TO)
 
 
 def commands(lines: tuple[str, ...]) -> list[str]:
@@ -130,7 +127,8 @@ KEYS: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_of_hamis_configuration_is_a_setting_or_is_named(key: str) -> None:
     value, result = KEYS[key]
-    config = config_of(config_map("device-config.yaml", json.dumps({"nvidia": {key: value}})))
+    objects = [parse_object(config_map("device-config.yaml", json.dumps({"nvidia": {key: value}})), "a test")]
+    config = read_config(objects, "gpu-7")
     found = {**config.settings, **config.replica_settings}
     if result in found:
         assert differing({result: found[result], "node.profile": "both"}) == {
@@ -146,17 +144,17 @@ def test_profiles_of_dynamic_mig_are_those_of_all_models() -> None:
     device = config_map("device-config.yaml", json.dumps({"nvidia": {"migProfileAllowlist": profiles}}))
     override = config_map("config.json", json.dumps({"nodeconfig": [{"name": "gpu-7", "operatingmode": "mig"}]}))
 
-    assert config_of(device, override).replica_settings == {
-        "hami.operating_mode": "mig",
-        "hami.mig_profiles": ["1g.10gb", "1g.6gb", "2g.20gb"],
-    }
-    assert config_of(device).replica_settings == {}
+    def settings(*documents: dict[str, Any]) -> Mapping[str, object]:
+        return read_config([parse_object(each, "a test") for each in documents], "gpu-7").replica_settings
+
+    assert settings(device, override) == {"hami.operating_mode": "mig", "hami.mig_profiles": ["1g.10gb", "1g.6gb", "2g.20gb"]}
+    assert settings(device) == {}
     wrong = config_map(
         "device-config.yaml", '{"nvidia": {"migProfileAllowlist": [3, {"profiles": null}], "operatingmode": "mig"}}'
     )
-    assert config_of(wrong).replica_settings == {"hami.operating_mode": "mig"}
+    assert settings(wrong) == {"hami.operating_mode": "mig"}
     mig = {**NODE, "metadata": {"name": "gpu-7", "annotations": {REGISTER: '[{"id":"GPU-a","mode":"mig"}]'}}}
-    assert any("hami.operating_mode: mig continues it" in note for note in plan(mig).notes)
+    assert any("`hami.operating_mode: mig` continues it" in note for note in plan(mig).notes)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,7 @@ def test_profiles_of_dynamic_mig_are_those_of_all_models() -> None:
 )
 def test_what_is_no_profile_is_named_and_prevents_nothing(profiles: object, names: list[str], odd: str | None) -> None:
     block = {"operatingMode": "mig", "migProfileAllowlist": [{"models": ["H100"], "profiles": profiles}], "memoryFactor": 0}
-    config = config_of(config_map("device-config.yaml", json.dumps({"nvidia": block})))
+    config = read_config([parse_object(config_map("device-config.yaml", json.dumps({"nvidia": block})), "a test")], "gpu-7")
     made = differing({**config.replica_settings, "node.profile": "both"})
     assert (made.get("hami.mig_profiles", []), made.get("hami.memory_factor", 1)) == (names, 1)
     assert [note.split(" is no name")[0] for note in config.notes if "migProfileAllowlist" in note] == (
@@ -180,7 +178,10 @@ def test_what_is_no_profile_is_named_and_prevents_nothing(profiles: object, name
 
 def test_without_hamis_config_map_it_is_said_that_its_defaults_are_assumed_and_how_to_give_it() -> None:
     assert "HAMi's defaults are assumed" in plan(NODE).notes[0]
-    assert "-l app.kubernetes.io/name=hami -o yaml > hami.yaml` and again with `--manifest hami.yaml`" in plan(NODE).notes[0]
+    assert (
+        "-l app.kubernetes.io/name=hami -o yaml > hami.yaml`, then this command with `--manifest hami.yaml`"
+        in plan(NODE).notes[0]
+    )
     assert not any("are assumed" in note for note in plan(NODE, config_map("device-config.yaml", "nvidia: {}")).notes)
 
 
@@ -212,7 +213,8 @@ def test_xids_that_it_passed_over() -> None:
 
 def test_names_of_resources_are_read() -> None:
     names = config_map("device-config.yaml", "nvidia: {resourceCountName: x.io/g, resourceMemoryName: x.io/m}")
-    assert config_of(names).resources == ReplicaResources(count_resource="x.io/g", memory_resource="x.io/m")
+    config = read_config([parse_object(names, "a test")], "gpu-7")
+    assert config.resources == ReplicaResources(count_resource="x.io/g", memory_resource="x.io/m")
 
 
 def test_its_library_can_stay() -> None:
