@@ -132,7 +132,8 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
 
 async def _look_at_user() -> CheckResult:
     return warning(
-        f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets that the agent can use may be reported",
+        f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets may be reported as unusable "
+        "although the agent can use them",
         "run this as root, like the agent",
     )
 

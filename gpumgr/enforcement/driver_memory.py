@@ -277,7 +277,10 @@ _NOT_LISTED: Final = (
 
 
 def _retried(reason: str) -> str:
-    return f"{reason}; this is retried with each sample, and until then it may use all free memory of the GPU: restart it if this persists"
+    return (
+        f"{reason}; this is retried with each sample, and until it succeeds the container may use all free memory of the GPU: restart the "
+        "container if this persists"
+    )
 
 
 def _limited(tenant: GpuShare) -> Sequence[SharedGpu]:

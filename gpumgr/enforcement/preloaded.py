@@ -27,8 +27,9 @@ _INSTALLING: Final = threading.Lock()
 
 
 class Monitor:
-    """Checks the files of one start of a container. `files` and `file`: how messages name these files, and new ones. `obstacle`: why the
-    limits of the last check or repair are not in force; None: they are. Any thread may call the methods. `close` may be called again."""
+    """Checks the files of one start of a container. `files`: the name of these files in messages. `file`: the name of what the next start
+    gets. `obstacle`: why the limits of the last check or repair are not in force; None: they are. Any thread may call the methods. `close`
+    may be called again."""
 
     def __init__(self, files: str, file: str) -> None:
         self._names = files, file

@@ -113,7 +113,7 @@ class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
     """`watch_seconds`: the shortest and the longest requested duration of a watch. `silence_seconds`: how much later the watch may end.
 
     `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
-    `pause_seconds`; Retry-After is kept to up to two minutes.
+    `pause_seconds`; a Retry-After is obeyed for up to two minutes.
 
     `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long, nor ended a watch in time.
     `outdated_seconds`: the copy is outdated if the server has done none of these for so long, and a list has failed, too.

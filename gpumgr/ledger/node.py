@@ -158,6 +158,6 @@ def blocks_with_ids(node: NodeView, ledger: Ledger, gpu: GpuName) -> int:
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:
-    """The ids in `healthy` without `claimed` of the free ones: allocations without ids hold these amounts."""
+    """`healthy` without `claimed` of its free ids, since allocations without ids hold these amounts."""
     free = healthy & ~held
     return healthy & held | lowest(free, max(0, free.bit_count() - claimed))

@@ -222,7 +222,10 @@ async def _leader(cluster: Cluster) -> CheckResult:
         str(each["metadata"]["name"]) for each in await cluster.items(path, labelSelector="gpumgr.io/scheduler-leader=true")
     ]
     if len(labelled) != 1:
-        return error(f"{len(labelled)} pods have the label gpumgr.io/scheduler-leader, which the Service selects; one must", look)
+        return error(
+            f"{len(labelled)} pods have the label gpumgr.io/scheduler-leader, by which the Service selects; exactly one must have it",
+            look,
+        )
     return ok(f"{labelled[0]} holds the Lease")
 
 

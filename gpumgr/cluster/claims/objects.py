@@ -140,7 +140,7 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
 
 def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
     """What the requests ask for; for alternatives, the largest. kube-scheduler allocates no claim with more than MAX_DEVICES devices, so a
-    higher count is lowered to one more."""
+    higher count is lowered to MAX_DEVICES + 1."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [

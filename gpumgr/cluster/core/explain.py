@@ -59,7 +59,7 @@ def _reason(misfit: Misfit) -> str:
     gpus, constraints = container.gpus, misfit.constraints
     numa = " on one NUMA node" if constraints.same_numa_node and gpus > 1 else ""
     if misfit.agent_chooses:
-        return f"a Topology Manager policy and GPUs besides the ones{constraints.text}{numa}"
+        return f"a Topology Manager policy and not only GPUs{constraints.text}{numa}"
     if misfit.none_allowed:
         return f"no GPU{constraints.text}{' with a known NUMA node' if numa else ''}"
     if container.replica is not None:

@@ -333,7 +333,8 @@ class ClusterIndex:
 
     @property
     def version(self) -> int:
-        """Differs after every change of nodes or of pods with GPUs. CPU that a pod without GPUs takes or frees lets no request fit."""
+        """Differs after every change of nodes or of pods with GPUs. The CPU of pods without GPUs does not count: it decides for no request
+        whether a node fits."""
         return self._version
 
     @property

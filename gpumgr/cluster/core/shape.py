@@ -234,8 +234,8 @@ class Shape:
         return self._profiles.there(offered, idle=self._whole)
 
     def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
-        """The profiles that a rejection gives the reasons of, with all that were examined before; and the other profiles, which have less
-        free."""
+        """The profiles for which a rejection gives the reason, among them all that were examined before; and the other profiles, which
+        have less free."""
         profiles = self._there(offered)
         if len(profiles) <= self._enough:
             return profiles, []

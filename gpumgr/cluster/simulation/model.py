@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 GPU_MILLI: Final = 1000
-#: A policy keeps the state of all nodes only for the last requests, at most so many: a trace with many different requests would fill the
+#: A policy keeps the state of all nodes for at most this many requests, the last ones: a trace with many different requests would fill the
 #: memory.
 MAX_SHAPES: Final = 512
 

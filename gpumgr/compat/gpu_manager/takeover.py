@@ -196,10 +196,10 @@ def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: 
     if "http.address" in settings:
         notes.append("http.address: other hosts get only probes and metrics, unless http.token_file is set")
     notes.append(
-        f"gpumgr's DaemonSet runs on every node with GPUs: first label the nodes that gpu-manager serves {NODE_LABEL}=disable"
+        f"gpumgr's DaemonSet runs on every node with GPUs: first set the label {NODE_LABEL}=disable on the nodes that gpu-manager serves"
     )
     notes.append(
-        "gpu-admission is no longer needed: remove its extender out of kube-scheduler's configuration after the last node"
+        "gpu-admission is no longer needed once the last node has moved: then remove its extender from kube-scheduler's configuration"
     )
     return Plan(
         settings=settings,
@@ -239,7 +239,7 @@ def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[st
         yield f"gpu-manager answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
     for resource, number in sorted(found.registered.items()):
         if found.answering or command.pid is not None:
-            yield f"the kubelet has {number} ids of {resource} from it"
+            yield f"the kubelet has {number} ids of {resource} from gpu-manager"
     recorded = {(record.uid, record.container) for record in found.records if record.minors}
     if left := [f"{_name(found, uid)} ({container})" for uid, container in sorted(found.holders.keys() - recorded)]:
         yield (
@@ -263,7 +263,7 @@ def _stop(command: GpuManagerCommand, node: str) -> Iterator[str]:
         yield f"{label_command(node, daemon_set.selector, remove=True)}    # {whose} leaves this node, and only this one"
     else:
         patch = '{"spec":{"template":{"spec":{"nodeSelector":{"gpumgr.io/gpu-manager":"stays"}}}}}'
-        yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # it has no nodeSelector: all but {quote(node)}"
+        yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # the DaemonSet has no nodeSelector: all but {quote(node)}"
         yield f"kubectl -n {quote(daemon_set.namespace)} patch daemonset {quote(daemon_set.name)} -p '{patch}'"
 
 
@@ -286,4 +286,4 @@ def _rollback(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[st
         yield "systemctl enable --now gpu-manager    # or, if a DaemonSet runs it:"
         daemon_set = DaemonSet()
     labels = daemon_set.selector or {"gpumgr.io/gpu-manager": "stays"}
-    yield f"{label_command(found.node, labels)}    # it reads {found.checkpoint} again, as it left it"
+    yield f"{label_command(found.node, labels)}    # gpu-manager reads {found.checkpoint} again, which gpumgr has not changed"

@@ -42,7 +42,9 @@ def limits(gpus: Sequence[SharedGpu]) -> RegionLimits:
     if len(gpus) > layout.DEVICES:
         raise ValueError(f"it shares {len(gpus)} GPUs: at most {layout.DEVICES} are valid")
     if len(gpus) > 1 and (unknown := [gpu.name for gpu in gpus if gpu.bus_id is None]):
-        raise ValueError(f"the driver does not show the PCI bus id of GPU {unknown[0]}, which its place among several depends on")
+        raise ValueError(
+            f"the driver does not show the PCI bus id of GPU {unknown[0]}, and the order of several GPUs depends on it"
+        )
     for gpu in gpus:
         if len(gpus) == 1 or not gpu.whole:
             _check(gpu)

@@ -160,7 +160,7 @@ class PageMonitor(Monitor):
         """The limits to write, in the order of the pages. A GPU that is no longer granted keeps its limits, and a known size of a context
         is kept."""
         granted = {pages.uuid_bytes(limit.uuid): limit for limit in limits}
-        # The count has what a suspended container will have again, so the driver's figure can't be compared with it.
+        # The count of a suspended container includes the memory that it gets back at its resume; the driver's figure does not.
         gpus = () if files.suspended else running.tenant.gpus
         used = {pages.uuid_bytes(gpu.uuid): running.memory_bytes.get(gpu.name) for gpu in gpus}
         for page, (before, count) in enumerate(zip(files.written, files.counts(), strict=True)):
@@ -181,8 +181,8 @@ class PageMonitor(Monitor):
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
         """The memory that the driver uses for the container beyond the library's count. The driver's figure is older than this count and
-        newer than the one before. So the former result falls only to the larger difference, and rises only to the smallest recent one:
-        otherwise freed memory would count as used."""
+        newer than the count before, so it is compared with both. The result falls at most to the larger difference, and rises at most to
+        the smallest of the recent differences: otherwise freed memory would count as used."""
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:
             return former_bytes

@@ -85,7 +85,8 @@ class ControlProgram:
             raise MpsError(f"{' '.join(argv)!r} ended with status {status}: {output_text}; see {output.parent}")
 
     async def communicate(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
-        """Runs a command where the program is. Returns the exit status, and the output on stdout and stderr. Raises MpsTransientError."""
+        """Runs a command where the control program runs: on the host if `before` is set. Returns the exit status, and the output on stdout
+        and stderr. Raises MpsTransientError."""
         return await self._execute([*self._before, *argv], environment, text, subprocess.PIPE)
 
     async def _execute(self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int) -> tuple[int, str]:

@@ -1,6 +1,6 @@
 """One GPU's MPS control daemon: started at first use, adopted after a restart of the agent, restarted after a crash, and ended when idle.
 
-Callers hold `lock` around each public coroutine but `try_client`. The daemon's process is no child of the agent: it is found by its pipe
+Callers hold `lock` around each public coroutine except `try_client`. The daemon's process is no child of the agent: it is found by its pipe
 folder.
 """
 
@@ -92,7 +92,7 @@ class Daemon:
     _failures: int = 0
     _not_before: float = float("-inf")
     _settled_at: float = float("-inf")
-    #: What was set at `process`.
+    #: The limits that were set at the present process of the daemon.
     _limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:

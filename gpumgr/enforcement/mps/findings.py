@@ -70,7 +70,7 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
     for pid in sorted(lasting):
         text = (
             f"process {pid} of {who} uses GPU {gpu} outside its MPS limits (it changed CUDA_MPS_PIPE_DIRECTORY?): end it; "
-            "with mps.exclusive_process on it could not use the GPU"
+            "if mps.exclusive_process is on, such a process can't use the GPU"
         )
         yield finding(tenant, "unregistered", text)
 

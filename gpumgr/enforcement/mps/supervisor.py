@@ -104,7 +104,7 @@ class Supervisor:
         return min(due, default=None)
 
     async def _end(self, daemon: Daemon, *, known: Callable[[], Collection[AllocationId]]) -> None:
-        if _in_use(daemon, known()):  # by now
+        if _in_use(daemon, known()):  # since the caller found it idle
             return
         try:
             await daemon.stop()

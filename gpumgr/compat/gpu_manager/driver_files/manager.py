@@ -262,7 +262,7 @@ def _problems(volume: Volume, plan: VolumePlan, sources: VolumeSources, conf: Vo
     if conf.source is not None and missing:
         problems.append(f"{conf.source}: volume {volume.name!r}: nothing found below {root} for {', '.join(missing)}")
     problems += [
-        f"volume {volume.name!r}: {file} needs {name}, which no entry of its libraries begins; add it to volume.conf"
+        f"volume {volume.name!r}: {file} needs {name}, which matches no entry of the volume's libraries; add it to volume.conf"
         for name, file in sorted(plan.unmet().items())
     ]
     return problems

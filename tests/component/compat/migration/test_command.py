@@ -79,7 +79,7 @@ def test_gpu_manager_is_printed_and_nothing_is_written(node: Path) -> None:
     ]
     assert document["warnings"] == [
         f"gpu-manager answers at {node}/vcore.sock: stop it before gpumgr starts",
-        "the kubelet has 2 ids of tencent.com/vcuda-core from it",
+        "the kubelet has 2 ids of tencent.com/vcuda-core from gpu-manager",
     ]
     assert document["applied"] is None
     assert [path.name for path in sorted(node.iterdir()) if not path.is_socket()] == before

@@ -71,7 +71,7 @@ def test_a_node_without_inventory_satisfies_no_constraint(constraints: dict[str,
 
 def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constraints() -> None:
     told = expect(Misfit, chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4"))))
-    assert explain([(1, "a", told)]) == ("has a Topology Manager policy and GPUs besides the ones of model A100 or T4")
+    assert explain([(1, "a", told)]) == ("has a Topology Manager policy and not only GPUs of model A100 or T4")
     equal = node_state("a", 2, models=("T4", "T4"), numa=(0, 0), naming="none")
     assert chosen(equal, constrained(share(10, 1), use_models=("T4",))) == [[0]]
     assert chosen(equal, constrained(request(("app", 200, 0)), same_numa_node=True)) == [[0, 1]]
@@ -127,7 +127,7 @@ def test_the_constraint_is_named_and_counted() -> None:
     gpu = "GPU of model A100 and not of 2 UUIDs"
     assert explain([(1, name, each) for name, each in found if isinstance(each, Misfit)]) == (
         f"for the 4 nodes with enough in total: 2 have no {gpu}, 1 has no {gpu} with 50 free cores and 8 GiB (closest: full GPU 0, 40 "
-        "cores and 15.75 GiB), 1 has a Topology Manager policy and GPUs besides the ones of model A100 and not of 2 UUIDs"
+        "cores and 15.75 GiB), 1 has a Topology Manager policy and not only GPUs of model A100 and not of 2 UUIDs"
     )
 
 

@@ -152,7 +152,7 @@ def test_a_pod_of_the_policy_mutex_uses_gpus_without_containers_only() -> None:
     ]
     agents = replace(node_state("n", 2), naming="none")
     assert play([agents], [alone], "binpack") == [
-        "has a Topology Manager policy and GPUs besides the ones without containers",
+        "has a Topology Manager policy and not only GPUs without containers",
     ]
 
 

@@ -60,7 +60,7 @@ def test_one_that_runs_is_warned_of() -> None:
     answering = replace(NOTHING, answering=[Path("/dp/vcore.sock")], registered={"tencent.com/vcuda-core": 800})
     assert plan(found=answering).warnings == (
         "gpu-manager answers at /dp/vcore.sock: stop it before gpumgr starts",
-        "the kubelet has 800 ids of tencent.com/vcuda-core from it",
+        "the kubelet has 800 ids of tencent.com/vcuda-core from gpu-manager",
     )
     running = plan_gpu_manager(GpuManagerCommand(flags=(), pid=40), NOTHING, to=TO)
     assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both allocate the same GPUs",)
