@@ -141,7 +141,7 @@ async def test_an_incomplete_list_is_completed_with_what_the_driver_needs(mirror
     write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", "libnvidia-eglcore.so")
     problems = (await mirror().ensure()).problems
     assert [problem.partition(":")[0] for problem in problems] == ["volume 'nvidia'", "volume 'origin'"]
-    assert all(f"needs libnvidia-gpucomp.so.{DRIVER}, which no entry" in problem for problem in problems)
+    assert all(f"needs libnvidia-gpucomp.so.{DRIVER}, which matches no entry" in problem for problem in problems)
 
 
 async def test_a_list_without_the_hijacked_libraries_makes_no_share_volume(mirror: Mirror, tmp_path: Path) -> None:
