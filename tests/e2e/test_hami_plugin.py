@@ -126,7 +126,13 @@ def test_hami_pods_and_a_vcuda_pod_outlive_the_agent_and_its_ledger(both: Node) 
 def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
     """Its scheduler chose the GPUs, and the kubelet took ids of any: both are kept from others, by gpumgr's scheduler, too."""
     uuids = [gpu["uuid"] for gpu in program("checkpoint", "show")["gpus"]]
-    wait_until("what HAMi registers", lambda: len(registered(both)) == 8)
+
+    def registered_free() -> bool:
+        """Whether all GPUs are registered with all their memory: the pods of the test before have ended only just now."""
+        sizes = [gpu.get("devmem", 0) for gpu in registered(both).values()]
+        return len(sizes) == 8 and len({*sizes}) == 1
+
+    wait_until("what HAMi registers", registered_free)
     gpus = sorted(registered(both).values(), key=lambda gpu: uuids.index(gpu["id"]))
     both.agent.stop()
     register(both.cluster.api, NODE, gpus)
