@@ -65,9 +65,8 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
-        """Whether `a` ends when `g` does. Names recur: an allocation of the same name without a UID that was granted after `g` may belong
-        to a later incarnation. If it was granted before, and `List` lacks it (now, or always: see `unlisted`), it belongs to the same
-        incarnation."""
+        """Whether `a` ends when `g` does. Names recur: an allocation without a UID that was granted after `g` may be a later pod's, and
+        stays. One that was granted before `g` is of the same pod if `List` lacks it now, or always (see `unlisted`)."""
         if a.uid is None and order.index(a.id) > order.index(g.id):
             return False
         never_listed = a.uid is None and g.uid is None and unlisted(a)

@@ -69,8 +69,8 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
         if self.cores_to_place > CORES_PER_GPU and not self.whole_gpus:
             raise Refusal(
                 "invalid_request",
-                f"{container} and the containers after it need {self.cores} cores on one GPU, because the kubelet passes the ids of "
-                "an init container on to them; request no more cores for the init container than for each later container",
+                f"{container} and the containers after it need {self.cores} cores on one GPU, because the kubelet gives the ids of "
+                "an init container to later containers; give the init container at most as many cores as each later container",
             )
 
 

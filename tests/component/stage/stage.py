@@ -267,15 +267,17 @@ async def stage(
     folder: Path,
     *,
     node: NodeSnapshot | None = None,
+    known: bool = True,
     host: HostPaths | None = None,
     kinds: Sequence[Resource] = RESOURCES,
     hami: ReplicaResources = HAMI,
     mig: MemoryMig | None = None,
     mig_profiles: Sequence[str] = (),
+    enforcement: Enforcer | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
     async with SimKubelet(folder, **kubelet_options) as kubelet:
-        clock, checkpoint, pods = Clock(running=True), MemoryCheckpoint(), MemoryPods()
+        clock, checkpoint, pods = Clock(running=True), MemoryCheckpoint(), MemoryPods(synced=known)
         devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
         ids = (f"{n:016x}" for n in count(1))
         client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=30)
@@ -313,7 +315,7 @@ async def stage(
             starts=ContainerStarts(
                 agent_state=agent_state,
                 pods=pods,
-                enforcement=unlimited(),
+                enforcement=enforcement or unlimited(),
                 host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
                 make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
                 make_room=no_bursts,

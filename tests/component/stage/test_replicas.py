@@ -67,6 +67,23 @@ async def test_a_gpu_is_never_granted_beyond_its_size(folder: Path) -> None:
         assert len(running) > 5
 
 
+@pytest.mark.hami_bug("B15: sidecars count as init containers that end")
+async def test_an_init_container_and_what_follows_count_at_their_most(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
+        pod = node.pod(
+            "stages",
+            hami(name="fetch", kind="init", gpumem=1000, gpucores=50),
+            hami(name="proxy", kind="sidecar", gpumem=300, gpucores=5),
+            hami(name="prepare", kind="init", gpumem=700, gpucores=50),
+            hami(name="main", gpumem=2000, gpucores=20),
+            hami(name="side", gpumem=500, gpucores=10),
+        )
+        await node.run_all(pod)
+        node.check_agreement(pod)
+        # The second init container beside the sidecar, and the sidecar beside the apps.
+        assert node.ledger.used("00000000") == Amounts(55, 2800)
+
+
 async def test_an_init_container_is_placed_where_the_app_fits(folder: Path) -> None:
     async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         pod = node.pod("stages", hami(name="fetch", kind="init", gpumem=100, gpucores=1), hami(gpumem=3000, gpucores=1))
