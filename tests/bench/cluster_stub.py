@@ -196,6 +196,8 @@ class Server:
             if self._version > int(request.query["resourceVersion"]):
                 await response.write(bookmark.encode() + b"\n")
             await self._write_until(begun + seconds, response, events)
+        except ConnectionResetError:  # the scheduler was killed
+            pass
         finally:
             self._watches[kind].discard(events)
         return response
