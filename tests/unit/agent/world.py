@@ -266,6 +266,7 @@ class World:
             for container, resources in containers.items()
             for resource, holding in resources.items()
         ]
+        self.random.shuffle(entries)
         return await self.reconciler.adopt(entries)
 
     @classmethod

@@ -1,15 +1,16 @@
 """A ledger out of what others remember."""
 
-from itertools import count
+from itertools import count, permutations
 
 import pytest
 from msgspec.structs import replace
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts, Resource
-from gpumgr.ledger.answer import CONTROL_NODES, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
+from gpumgr.ledger.answer import CONTROL_NODES, Granted, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
+from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, Listing, PodView
 from tests.allocations import allocated, block_count
@@ -169,6 +170,43 @@ def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:
     ]
     rebuilt = adopted(ledger, *entries, views=(hami_view("a", second, memory=3000), hami_view("b", second, memory=3000)))
     assert len(rebuilt.added) == len(rebuilt.problems) == 1
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_replicas_count_as_they_were_granted_in_any_order_of_the_kubelets_checkpoint(order: tuple[int, ...]) -> None:
+    """The init container runs beside the sidecar before it, and not beside the app container."""
+    ledger, (first, _) = with_replicas()
+    kinds: list[tuple[ContainerKind, int]] = [("sidecar", 500), ("init", 3000), ("app", 2000)]
+    specs = [
+        ContainerSpec(name=kind, kind=kind, replicas=ReplicaRequest(count=1, cores=20, memory_mebibytes=size))
+        for kind, size in kinds
+    ]
+    entries = [
+        KubeletEntry(uid="uid-a", container=kind, resource="replica", device_ids=(f"{first}-{replica}",))
+        for (kind, _), replica in zip(kinds, (0, 1, 1), strict=True)
+    ]
+    rebuilt = adopted(ledger, *(entries[n] for n in order), views=(pod("a", *specs),))
+    assert not rebuilt.problems
+    assert rebuilt.ledger.used(ledger.gpu_registry.by_uuid[first].name) == Amounts(40, 3500)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+def test_an_init_container_of_an_unknown_pod_counts_before_the_others(order: tuple[int, ...]) -> None:
+    ledger, (first, _) = with_replicas()
+    gpu = ledger.gpu_registry.by_uuid[first].name
+    entries = [
+        KubeletEntry(
+            uid="uid-a",
+            container=name,
+            resource="replica",
+            device_ids=(f"{first}-0",),
+            granted=Granted(gpus={gpu: Amounts(20, 3000)}),
+        )
+        for name in ("prepare", "main")
+    ]
+    listing = Listing.of({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{first}-0"]}}})
+    rebuilt = adopted(ledger, *(entries[n] for n in order), listing=listing)
+    assert (rebuilt.problems, rebuilt.ledger.used(gpu)) == ((), Amounts(20, 3000))
 
 
 def test_a_contradiction_is_reported_and_skipped() -> None:
