@@ -36,11 +36,9 @@ class ContainerMemory(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, (self.used_bytes or 0) - self.request_bytes)
 
 
-def wanted_limits(allocation: Allocation, view: PodView | None, memory_mebibytes: Mapping[GpuName, int]) -> dict[GpuName, int]:
+def wanted_limits(allocation: Allocation, view: PodView, memory_mebibytes: Mapping[GpuName, int]) -> dict[GpuName, int]:
     """GPU -> the limit in MiB that the pod demands; empty if it demands no limit for this container. `memory_mebibytes`: the memory of
     each GPU. Raises ValueError with the reason if the limit is not possible."""
-    if view is None:
-        return {}
     if view.memory_limits_ignored is not None:
         raise ValueError(view.memory_limits_ignored)
     if (wanted := dict(view.memory_limits).get(allocation.container or "")) is None:

@@ -1,9 +1,10 @@
 """Reads the memory limits that pods demand by the annotation gpumgr.io/memory-limit, and reports each that is not used."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.pods import find_pod, users
 from gpumgr.agent.ports import Pods
@@ -32,35 +33,33 @@ class BurstDemands:
         self._pods, self._events, self._obstacle, self.allowed = pods, events, obstacle, False
         #: How much memory a pod may have above its requests, also by resizes (enforcement.max_growth_memory_mebibytes); 0: no maximum.
         self.most_mebibytes = 0
-        #: Allocation and user -> the reported reason. User None: the allocation's own container; a claim can have more users.
-        self._ignored: dict[tuple[AllocationId, User | None], str] = {}
+        #: Allocation and user -> the reported reason.
+        self._ignored: dict[tuple[AllocationId, User], str] = {}
 
     def find(
         self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Collection[AllocationId]
     ) -> tuple[dict[AllocationOnGpu, int], Collection[AllocationId]]:
         """Returns the limits above requests, in bytes, including memory lent by suspended containers; and the containers of unknown pods
-        that may have had such a limit. Reports each annotation that is not used, once."""
+        that may have had such a limit. Reports each annotation that is not used, once. Containers that use one claim together have the
+        highest limit that one of them demands."""
         sizes = {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
         limits, unknown = dict[AllocationOnGpu, int](), set[AllocationId]()
-        ignored = dict[tuple[AllocationId, User | None], str]()
+        ignored = dict[tuple[AllocationId, User], str]()
         for allocation in (ledger.allocations[name] for name in shares):
-            limits |= {
-                (allocation.id, gpu): allocation.limits_on(gpu).memory_mebibytes << 20
-                for gpu in allocation.gpus
-                if allocation.lent_on(gpu)
-            }
-            view = find_pod(self._pods, allocation.pod, allocation.uid)
-            if view is not None and not (view.memory_limits or view.memory_limits_ignored or allocation.claim):
-                continue  # most pods have no such annotation
-            if view is None and self.allowed and self.can_burst(allocation):
+            found = {gpu: allocation.limits_on(gpu).memory_mebibytes for gpu in allocation.gpus if allocation.lent_on(gpu)}
+            by_user = self._by_user(allocation)
+            if not by_user and self.allowed and self.can_burst(allocation):
                 unknown.add(allocation.id)
-            ignored |= {(allocation.id, user): why for user, why in self._of_other_users(allocation)}
-            try:
-                wanted = self._wanted(ledger, allocation, view, sizes)
-            except ValueError as error:
-                ignored[allocation.id, None] = str(error)
-            else:
-                limits |= {(allocation.id, gpu): mebibytes << 20 for gpu, mebibytes in wanted.items()}
+            for view, share in by_user:
+                if not (view.memory_limits or view.memory_limits_ignored):
+                    continue  # most pods have no such annotation
+                try:
+                    wanted = self._wanted(ledger, share, view, sizes)
+                except ValueError as error:
+                    ignored[allocation.id, (view.key, view.uid, share.container)] = str(error)
+                else:
+                    found |= {gpu: max(mebibytes, found.get(gpu, 0)) for gpu, mebibytes in wanted.items()}
+            limits |= {(allocation.id, gpu): mebibytes << 20 for gpu, mebibytes in found.items()}
         for (name, user), why in ignored.items():
             if self._ignored.get((name, user)) != why:
                 log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
@@ -73,30 +72,27 @@ class BurstDemands:
         """Whether its mechanisms can enforce a burst."""
         return self._obstacle(allocation.mechanisms, "memory") is None
 
-    def _of_other_users(self, allocation: Allocation) -> Iterator[tuple[User, str]]:
-        """The other containers with a limit that use this allocation's claim, each with the reason why its limit is not used: only the
-        first user's counts."""
-        if (claim := allocation.claim) is None:
-            return
-        first = f"container {allocation.container} of pod {'/'.join(allocation.pod or '?')}"
-        for view in self._pods.all():
-            for name in users(claim, view) if view.memory_limits else ():
-                if (name, view.uid) != (allocation.container, allocation.uid) and name in dict(view.memory_limits):
-                    yield (
-                        (view.key, view.uid, name),
-                        f"it shares ResourceClaim {claim.name} with {first}, and only the limit of that container counts",
-                    )
+    def _by_user(self, allocation: Allocation) -> Sequence[tuple[PodView, Allocation]]:
+        """The pods that use the allocation, each with the allocation as that of its container; empty while no pod is known."""
+        if allocation.claim is None:
+            view = find_pod(self._pods, allocation.pod, allocation.uid)
+            return [(view, allocation)] if view is not None else []
+        return [
+            (view, replace(allocation, pod=view.key, uid=view.uid, container=name))
+            for view in self._pods.all()
+            for name in users(allocation.claim, view)
+        ]
 
     def _wanted(
-        self, ledger: Ledger, allocation: Allocation, view: PodView | None, sizes: Mapping[GpuName, int]
+        self, ledger: Ledger, allocation: Allocation, view: PodView, sizes: Mapping[GpuName, int]
     ) -> Mapping[GpuName, int]:
-        """Like `wanted_limits` (gpumgr.ledger.burst); also raises ValueError if this allocation can't have a burst."""
-        wanted = wanted_limits(allocation, view, sizes)
-        if not wanted or view is None:
+        """Like `wanted_limits` (gpumgr.ledger.burst); also raises ValueError if this allocation can't have a burst. `view`: its pod."""
+        if not (wanted := wanted_limits(allocation, view, sizes)):
             return wanted
         if why := self._obstacle(allocation.mechanisms, "memory") if self.allowed else _OFF:
             raise ValueError(why)
-        above = above_requests(ledger.of(allocation.pod, allocation.uid), dict(view.memory_limits)).memory_mebibytes
+        others = (a for a in ledger.of(allocation.pod, allocation.uid) if a.id != allocation.id)
+        above = above_requests([allocation, *others], dict(view.memory_limits)).memory_mebibytes
         if self.most_mebibytes and above > self.most_mebibytes:
             raise ValueError(
                 f"the pod could have {above} MiB above its requests, and this node allows {self.most_mebibytes} "

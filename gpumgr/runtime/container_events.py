@@ -18,7 +18,7 @@ from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodKey
 
 #: A pod's name and UID, and one of its containers.
-User = tuple[PodKey, str, str]
+User = tuple[PodKey, str, str | None]
 
 
 class AgentRecords(Protocol):
@@ -60,7 +60,7 @@ class ContainerEvents:
         self._records.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
-        """As `add`, unless the history's newest entries have the same. `user`: this user of the allocation is meant, not the first."""
+        """As `add`, unless the history's newest entries have the same. `user`: this user of the allocation is meant, not the first one."""
         entry = self._entry(allocation, reason, message, gpus)
         if user is not None:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])

@@ -42,7 +42,6 @@ def test_a_limit_that_can_not_be(limits: dict[str, int], allocation: Allocation,
 @pytest.mark.parametrize(("limits", "wanted"), [({"main": 1024}, 1024), ({"main": 4096}, 4096), ({"other": 9}, None), ({}, None)])
 def test_a_limit_is_one_of_its_own_container(limits: dict[str, int], wanted: int | None) -> None:
     assert wanted_limits(SHARE, view(limits), {GPU: 4096}) == ({} if wanted is None else {GPU: wanted})
-    assert wanted_limits(SHARE, None, {GPU: 4096}) == {}
 
 
 def view(limits: dict[str, int]) -> PodView:

@@ -144,21 +144,25 @@ async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enfo
     await made.memory_watcher.bursts.make_room(T)  # at once
 
 
-async def test_a_limit_of_a_container_that_shares_a_claim_is_reported_unless_it_is_the_first() -> None:
-    """They have one limit together."""
-    node = bursting(replace(A, claim=ClaimRequest(uid="u", namespace="team", name="c", request="gpu")))
-    for pod, containers in ((WEB, ("main", "side")), (TRAIN, ("main", "free"))):
-        used = tuple(ClaimUse(container=name, claim="c" if name != "free" else "other") for name in containers)
-        limits_of = tuple((name, 1024) for name in containers)
-        uid = "uid-a" if pod == WEB else "uid-t"
-        node.pods.views[pod] = PodView(namespace="team", name=pod[1], uid=uid, claims=used, memory_limits=limits_of)
+async def test_containers_that_share_a_claim_have_the_highest_of_their_limits() -> None:
+    node = bursting(replace(A, claim=ClaimRequest(uid="u", namespace="team", name="c", request="gpu")), most=1024)
+    asked = {WEB: {"main": 1024, "side": 1280}, TRAIN: {"main": 2000, "free": 2048}}
+    for (namespace, name), sizes in asked.items():
+        used = tuple(ClaimUse(container=each, claim="c" if each != "free" else "other") for each in sizes)
+        uid = "uid-a" if name == "web" else "uid-t"
+        node.pods.views[namespace, name] = PodView(
+            namespace=namespace, name=name, uid=uid, claims=used, memory_limits=tuple(sizes.items())
+        )
     for _ in range(3):
         await node.sampled(uses(a=513))
-    assert limits(node) == {"a": 1024}
-    assert [(each.pod, each.pod_uid, each.container) for each in node.told] == [(WEB, "uid-a", "side"), (TRAIN, "uid-t", "main")]
-    assert {each.why.partition("the limit: ")[2] for each in node.told} == {
-        "it shares ResourceClaim c with container main of pod team/web, and only the limit of that container counts"
-    }
+    assert limits(node) == {"a": 1280}
+    (entry,) = node.told
+    assert (entry.pod, entry.pod_uid, entry.container) == (TRAIN, "uid-t", "main")
+    assert "could have 1488 MiB above its requests, and this node allows 1024" in entry.why
+    del node.pods.views[WEB]  # the first one ends
+    node.memory_watcher.apply(rule(allowed=True))
+    await node.sampled(uses(a=513))
+    assert limits(node) == {"a": 2000}
 
 
 async def test_what_a_container_holds_counts_until_its_pod_is_known() -> None:
