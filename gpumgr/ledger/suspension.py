@@ -20,7 +20,7 @@ from gpumgr.placement.pods import PodView
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
 _NEXT: Final[Mapping[State, Collection[State]]] = {
     "running": {"suspending"},
-    "suspending": {"suspended", "failed"},
+    "suspending": {"suspended", "resuming", "failed"},
     "suspended": {"resuming"},
     "resuming": {"running", "suspended", "failed"},
     "failed": (),
@@ -64,6 +64,11 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "suspended"
 
     @property
+    def needs_room(self) -> bool:
+        """Whether it needs its GPU memory again, or its memory is being moved."""
+        return self.state in IN_PROGRESS or (self.away and self.asked_at is not None)
+
+    @property
     def measured(self) -> bool:
         """Whether the driver's figures for its processes are valid: its memory is on the GPU and is not being moved."""
         return self.state in ("running", "failed")
@@ -82,9 +87,6 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
     def asked(self, now: float) -> "Suspension":
         """A copy for which a resume was requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
         return self if self.asked_at is not None else replace(self, asked_at=now)
-
-    def waiting(self, reason: str) -> "Suspension":
-        return replace(self, reason=reason)
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,9 +168,9 @@ def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) 
     return Activity(launches, now if works or before is None else before.at)
 
 
-#: What to do with a container: continue an operation of an earlier process of the agent, begin its suspension, ask for its resume, or drop
-#: a state that its pod no longer demands.
-Step = Literal["continue", "suspend", "resume", "forget"]
+#: What to do with a container: begin its suspension or its resume (or continue it, if an earlier process of the agent began it), or drop a
+#: state that its pod no longer demands.
+Step = Literal["suspend", "resume", "forget"]
 
 
 class Pause(msgspec.Struct, frozen=True):
@@ -202,7 +204,7 @@ def next_step(
     """What to do with a container, and why it is not suspended although its pod demands that. `view` None: its pod is not known. `known`:
     its state on disk. `uses`: one for each of its GPUs. `now`: in monotonic seconds. `default_seconds`: see `idle_seconds_to_suspend`."""
     if known is not None and known.state in IN_PROGRESS:
-        return "continue", None
+        return ("suspend" if known.state == "suspending" else "resume"), None
     if known is not None and known.away:
         unwanted = view is not None and (view.suspend is False or (known.demanded and not view.suspend))
         return ("resume" if known.asked_at is not None or unwanted else None), None

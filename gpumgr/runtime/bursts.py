@@ -38,7 +38,7 @@ class Bursts:
         self._free_bytes: Mapping[GpuName, int | None] = {}
         #: Suspended container -> the memory that it had on each GPU. Others may use it until the resume.
         self._away: Mapping[AllocationId, Mapping[GpuName, int]] = {}
-        #: For each container that waits to start or to be resumed: its GPUs, on which no container may take more memory now.
+        #: For each container that waits to start: its GPUs, on which no container may take more memory now.
         self._starting: dict[object, Collection[GpuName]] = {}
         #: The GPUs on which growth waits; no container may take more memory for a burst there. Each evaluation sets it anew.
         self.growing: Collection[GpuName] = ()
@@ -143,7 +143,8 @@ class Bursts:
         self._in_force = replace(self._in_force, before_sample=self._in_force.now)
 
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
-        starting = {gpu for gpus in (*self._starting.values(), self.growing) for gpu in gpus}
+        moving = [each.memory_bytes for each in self._records.suspensions.values() if each.needs_room]
+        starting = {gpu for gpus in (*self._starting.values(), self.growing, *moving) for gpu in gpus}
         now = {
             gpu: limits_now(
                 memories,

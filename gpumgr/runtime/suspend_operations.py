@@ -43,8 +43,11 @@ _LOWER_SECONDS: Final = 12.0
 _MOST_FAILURES: Final = 3
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 
-#: Called while the container's calls are held. Returns what it has on each GPU in bytes, or why it can't be suspended.
-UnderHold = Callable[[], Awaitable[Mapping[GpuName, int] | str]]
+#: What a container has on each GPU in bytes, by the last sample; or why it can't be suspended.
+Measure = Callable[[Allocation], Awaitable[Mapping[GpuName, int] | str]]
+
+
+Verb = Literal["suspend", "resume"]
 
 
 class Host(Protocol):
@@ -81,7 +84,7 @@ class LocalHost:
 class Mover(Protocol):
     """Starts the helper process (gpumgr.runtime.checkpoints.Checkpoints)."""
 
-    async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved: ...
+    async def move(self, verb: Verb, allocation: AllocationId, suspension: Suspension) -> Moved: ...
 
 
 class Pages(Protocol):
@@ -127,62 +130,69 @@ class SuspendOperations:
         parts: Parts,
         meter: SuspendMeter,
         *,
+        measure: Measure,
         clock: Callable[[], float],
     ) -> None:
-        self._records, self._events, self._bursts = records, events, bursts
-        self._host, self._mover, self._pages, self._meter = parts.host, parts.mover, parts.pages, meter
-        self._clock = clock
+        self._records, self._events, self._bursts, self._meter = records, events, bursts, meter
+        self._host, self._mover, self._pages, self._sampling_soon = parts.host, parts.mover, parts.pages, parts.sampling_soon
+        self._measure, self._clock = measure, clock
         self.pauses: dict[AllocationId, Pause] = {}
         #: Set by each change of a state.
         self.changed = asyncio.Event()
 
-    async def suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool, under_hold: UnderHold) -> None:
-        """`fresh` False: the agent began the suspension before its restart."""
+    async def run(self, verb: Verb, allocation: Allocation, suspension: Suspension) -> None:
+        """Suspends or resumes the container. `suspension`: its state, which is saved first."""
+        with self._sampling_soon():  # the sample period may be an hour
+            await (self._suspend if verb == "suspend" else self._resume)(allocation, suspension)
+
+    async def _suspend(self, allocation: Allocation, begun: Suspension) -> None:
         name, since = allocation.id, self._clock()
+        # If an earlier process of the agent began the suspension, processes may be stopped already.
+        fresh = self._records.suspensions.get(name) is not begun
         await self._save(name, begun)
         if self._pages.hold_calls(name, hold=True):
             await asyncio.sleep(HOLD_SECONDS)
-        found = await self._measured(under_hold)
+        found = await self._measured(allocation)
         if isinstance(found, str):
-            if fresh:
-                await self._give_up(allocation, begun, found)
-                return
-        else:  # what an earlier agent moved is not on the GPU
-            sizes = {gpu: max(size, 0 if fresh else begun.memory_bytes.get(gpu, 0)) for gpu, size in found.items()}
-            if sizes != begun.memory_bytes:
-                begun = replace(begun, memory_bytes={**begun.memory_bytes, **sizes})
-                await self._save(name, begun)
+            await self._give_up(allocation, begun, found, stopped=not fresh)
+            return
+        # What an earlier process of the agent moved is not on the GPU.
+        sizes = found if fresh else {gpu: max(size, begun.memory_bytes.get(gpu, 0)) for gpu, size in found.items()}
+        if sizes != begun.memory_bytes:
+            begun = replace(begun, memory_bytes={**begun.memory_bytes, **sizes})
+            await self._save(name, begun)
         moved = await self._mover.move("suspend", name, begun)
-        now = self._records.history.now()
         if moved.failed:
             await self._fail(allocation, begun, moved)
-        elif moved.error is None:
-            await self._save(name, begun.to("suspended", now))
+        elif moved.error is not None:
+            await self._give_up(allocation, begun, moved.error, stopped=bool(moved.held) and not (fresh and moved.untouched))
+        else:
+            await self._save(name, begun.to("suspended", self._records.history.now()))
             self.pauses.pop(name, None)
             self._meter.moved("suspend", self._clock() - since, begun.size_bytes)
             log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=begun.size_bytes)
             message = f"the container is suspended: {begun.size_bytes >> 20} MiB of its GPU memory are in the host's memory"
             self._events.add(name, SUSPENDED, message)
             await self._bursts.measured()  # a resume needs to know what is free now
-        elif moved.held and not (fresh and moved.untouched):  # some processes may be stopped, so a resume is tried
-            await self._save(name, begun.to("suspended", now, reason=moved.error, asked_at=now))
-        else:
-            await self._give_up(allocation, begun, moved.error or "no process of it was stopped")
 
-    async def _measured(self, under_hold: UnderHold) -> Mapping[GpuName, int] | str:
-        """Waits for a sample that was read after the calls were held, and returns what `under_hold` returns. The sample of the next
-        evaluation may be older, so the one after it counts."""
+    async def _measured(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
+        """Measures the container by a sample that was read after its calls were held. The sample of the next evaluation may be older, so
+        the one after it counts."""
         try:
             async with asyncio.timeout(_SAMPLES_SECONDS):
                 for _ in range(2):
                     await self._bursts.measured()
         except TimeoutError:
             return f"the driver did not report its memory within {_SAMPLES_SECONDS:g} s"
-        return await under_hold()
+        return await self._measure(allocation)
 
-    async def _give_up(self, allocation: Allocation, begun: Suspension, why: str) -> None:
-        """Ends a suspension that has stopped no process: the container runs on."""
+    async def _give_up(self, allocation: Allocation, begun: Suspension, why: str, *, stopped: bool) -> None:
+        """Ends a suspension. `stopped`: some processes may be stopped, so the container is resumed. Otherwise it runs on."""
         name = allocation.id
+        if stopped:
+            now = self._records.history.now()
+            await self._save(name, begun.to("resuming", now, reason=why, asked_at=now))
+            return
         self._pages.hold_calls(name, hold=False)
         self.pauses[name] = self.pauses.get(name, Pause(0.0)).failed(self._clock())
         await self._save(name, None)
@@ -190,20 +200,18 @@ class SuspendOperations:
             log.warning("suspend_failed", allocation=name, holder=allocation.describe(), reason=why)
             self._events.add_once(name, REFUSED, f"the container is not suspended: {why}; it runs on, and this is tried again")
 
-    async def resume(self, allocation: Allocation, known: Suspension) -> None:
-        """`known`: the container is suspended, or the agent began its resume before a restart."""
+    async def _resume(self, allocation: Allocation, known: Suspension) -> None:
         name = allocation.id
         await self._save(name, known)
-        failures, pause, said = 0, _RESUME_AGAIN_SECONDS, set[str]()
+        failures, pause, again_at, said = 0, _RESUME_AGAIN_SECONDS, self._clock(), set[str]()
         while True:
-            with self._bursts.kept_free([*known.memory_bytes]):
-                if known.away and not await self._wait_for_room(allocation, known, said):
-                    return  # the next evaluation forgets it
-                if known.away:
-                    known = known.to("resuming", self._records.history.now(), asked_at=known.asked_at)
-                    await self._save(name, known)
-                since = self._clock()
-                moved = await self._mover.move("resume", name, known)
+            if not await self._wait(allocation, known, again_at, said):
+                return  # the next evaluation forgets it
+            if known.away:
+                known = known.to("resuming", self._records.history.now(), asked_at=known.asked_at)
+                await self._save(name, known)
+            since = self._clock()
+            moved = await self._mover.move("resume", name, known)
             now = self._records.history.now()
             failures += moved.error is not None and bool(moved.pids) and not moved.out_of_memory
             if moved.failed or failures == _MOST_FAILURES:
@@ -212,10 +220,12 @@ class SuspendOperations:
             if moved.error is None:
                 break
             log.warning("resume_failed", allocation=name, holder=allocation.describe(), reason=moved.error)
-            known = known.to("suspended", now, reason=moved.error, asked_at=known.asked_at)
-            await self._save(name, known)
-            await self._pause(allocation, known, moved, self._clock() + pause, said)
-            pause = min(2 * pause, _MOST_RESUME_AGAIN_SECONDS)
+            if moved.out_of_memory:  # all its memory is in the host's memory again
+                known = known.to("suspended", now, reason=moved.error, asked_at=known.asked_at)
+                await self._save(name, known)
+            again_at, pause = self._clock() + pause, min(2 * pause, _MOST_RESUME_AGAIN_SECONDS)
+            await self._bursts.measured()
+            await self._say_why(allocation, known, self._why_it_failed(allocation, known, moved), said)
         self.pauses[name] = resumed(self._clock())
         self._pages.hold_calls(name, hold=False)
         await self._save(name, known.to("running", now) if known.demanded else None)
@@ -226,48 +236,44 @@ class SuspendOperations:
         log.info("container_resumed", allocation=name, holder=allocation.describe(), memory_bytes=known.size_bytes)
         self._events.add(name, RESUMED, "the container is resumed: its memory is on the GPU again")
 
-    async def _pause(self, allocation: Allocation, known: Suspension, moved: Moved, until: float, said: set[str]) -> None:
-        """Reports why a resume failed, and waits before the next try."""
-        await self._bursts.measured()
-        why = moved.error or ""
-        if moved.out_of_memory:
-            holders = (f"GPU {gpu}, used by {used_by(self._bursts.others_use(allocation, gpu))}" for gpu in known.memory_bytes)
-            why = f"the driver found too little memory on {' and '.join(holders)}"
-        await self._say_why(allocation, known, why, said)
-        while self._clock() < until and await self._runs(known):
+    async def _wait(self, allocation: Allocation, known: Suspension, again_at: float, said: set[str]) -> bool:
+        """Waits until `again_at`, and then until the container is the next one in the queue of resumes, and there is room for its memory on
+        the GPU. False: the container has ended."""
+        lowered_at = self._clock() + _LOWER_SECONDS
+        while await self._runs(known) and allocation.id in self._records.ledger.allocations:
+            if self._clock() >= again_at:
+                if (why := self._obstacle(allocation, known, lowers=self._clock() < lowered_at)) is None:
+                    return True
+                if why:
+                    await self._say_why(allocation, known, why, said)
             await self._bursts.measured()
+        return False
+
+    def _obstacle(self, allocation: Allocation, known: Suspension, *, lowers: bool) -> str | None:
+        """What the resume waits for; None: nothing. `lowers`: see Bursts.obstacle_to_resume."""
+        if not known.away:  # its processes may have their memory on the GPU already, so they can't wait for room
+            return None
+        if (before := ahead(self._records.suspensions, allocation.id)) is not None:
+            holder = self._records.ledger.allocations.get(before)
+            return f"it waits for {holder.describe() if holder else before}, which is before it"
+        return self._bursts.obstacle_to_resume(allocation, known.memory_bytes, lowers=lowers)
+
+    def _why_it_failed(self, allocation: Allocation, known: Suspension, moved: Moved) -> str:
+        if not moved.out_of_memory:
+            return moved.error or ""
+        holders = (f"GPU {gpu}, used by {used_by(self._bursts.others_use(allocation, gpu))}" for gpu in known.memory_bytes)
+        return f"the driver found too little memory on {' and '.join(holders)}"
 
     async def _runs(self, known: Suspension) -> bool:
         """Whether any of the container's processes still runs."""
         return await asyncio.to_thread(lambda: any(map(self._host.runs, known.processes)))
-
-    async def _wait_for_room(self, allocation: Allocation, known: Suspension, said: set[str]) -> bool:
-        """Returns once the container is the next one in the queue of resumes, and there is room for its memory on the GPU. False: the
-        container has ended."""
-        name, lowered_at = allocation.id, self._clock() + _LOWER_SECONDS
-        while await self._runs(known):
-            others, allocations = self._records.suspensions, self._records.ledger.allocations
-            if name not in allocations:
-                return False
-            why: str | None
-            if (before := ahead(others, name)) is not None:
-                holder = allocations.get(before)
-                why = f"it waits for {holder.describe() if holder else before}, which is before it"
-            else:
-                why = self._bursts.obstacle_to_resume(allocation, known.memory_bytes, lowers=self._clock() < lowered_at)
-            if why is None:
-                return True
-            if why:
-                await self._say_why(allocation, known, why, said)
-            await self._bursts.measured()
-        return False
 
     async def _say_why(self, allocation: Allocation, known: Suspension, why: str, said: set[str]) -> None:
         """Reports only once each reason for which a resume waits, although figures and the order of names change with every sample. `said`:
         what was reported."""
         kind, saved = _kind(why), self._records.suspensions.get(allocation.id)
         if saved is None or _kind(saved.reason) != kind:
-            await self._save(allocation.id, known.waiting(why))
+            await self._save(allocation.id, replace(known, reason=why))
         if kind in said:
             return
         said.add(kind)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from gpumgr.agent.pods import find_pod
@@ -16,7 +16,7 @@ from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
 from gpumgr.runtime.process_owners import ProcessOwnership
-from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter, SuspendOperations
+from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter, SuspendOperations, Verb
 
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
@@ -38,8 +38,8 @@ class Suspensions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._records, self._pods, self._events, self._bursts = records, pods, events, bursts
-        self._host, self._sampling_soon, self._pages, self._clock = parts.host, parts.sampling_soon, parts.pages, clock
-        self._operations = SuspendOperations(records, events, bursts, parts, meter, clock=clock)
+        self._host, self._pages, self._clock = parts.host, parts.pages, clock
+        self._operations = SuspendOperations(records, events, bursts, parts, meter, measure=self._measure, clock=clock)
         #: The setting enforcement.suspend_when_idle_seconds.
         self.when_idle_seconds = 0.0
         self._activity: dict[AllocationId, Activity] = {}
@@ -98,8 +98,9 @@ class Suspensions:
             self._operations.changed.clear()
             away = [(name, known) for name, known in self._records.suspensions.items() if known.away]
             for name, known in away:
-                if name not in self._tasks and self._pages.asks_for_resume(name):
-                    self._begin_resume(name, known)
+                allocation = self._records.ledger.allocations.get(name)
+                if allocation and name not in self._tasks and self._pages.asks_for_resume(name):
+                    self._begin_resume(allocation, known)
             await wait_at_most(self._operations.changed, POLL_SECONDS if away else None)
 
     async def close(self) -> None:
@@ -129,20 +130,16 @@ class Suspensions:
         pause = self._operations.pauses.get(name, Pause(0.0))
         uses, worked = self._uses[name], self._activity.get(name)
         step, why = next_step(view, known, uses, worked, pause, now=self._clock(), default_seconds=self.when_idle_seconds)
-        if step == "suspend":
+        if known is not None and known.state == "suspending":
+            self._start("suspend", allocation, known)
+        elif step == "suspend" and not self._one_is_suspended_now():
             assert view is not None
-            if not self._one_is_suspended_now() and (
-                found := await self._begin_suspension(allocation, demanded=bool(view.suspend))
-            ):
+            if (found := await self._begin_suspension(allocation, demanded=bool(view.suspend))) is not None:
                 why = found if view.suspend or view.suspend_when_idle_seconds is not None else why
+        elif step == "resume" and known is not None:
+            self._begin_resume(allocation, known)
         elif step == "forget":
             await self._operations.save_once(name, None)
-        elif known is not None and step == "continue" and known.state == "suspending":
-            self._start_suspension(allocation, known, fresh=False)
-        elif known is not None and step == "continue":
-            self._start(name, lambda: self._operations.resume(allocation, known))
-        elif known is not None and step == "resume":
-            self._begin_resume(name, known)
         return why
 
     def _one_is_suspended_now(self) -> bool:
@@ -152,27 +149,28 @@ class Suspensions:
 
     async def _begin_suspension(self, allocation: Allocation, *, demanded: bool) -> str | None:
         """Starts the suspension, or returns the reason why it is not possible."""
-        if (why := await self._obstacle(allocation)) is not None:
-            return why
+        if isinstance(sizes := await self._measure(allocation), str):
+            return sizes
         if not demanded and "limiter" not in allocation.mechanisms:
             return _NO_LIMITER
         started = await asyncio.to_thread(self._host.start_times, self._ownership.pids.get(allocation.id, ()))
         if not started:
             return "its processes are not known"
-        uses = self._uses[allocation.id]
+        on_gpus = {pid for use in self._uses[allocation.id] for pid in use.processes}
         begun = Suspension(
             state="suspending",
             demanded=demanded,
             processes=tuple(started.items()),
-            required=tuple(sorted({pid for use in uses for pid in use.processes} & started.keys())),
-            memory_bytes=_sizes(uses),
+            required=tuple(sorted(on_gpus & started.keys())),
+            memory_bytes=sizes,
             since=self._records.history.now(),
         )
-        self._start_suspension(allocation, begun, fresh=True)
+        self._start("suspend", allocation, begun)
         return None
 
-    async def _obstacle(self, allocation: Allocation) -> str | None:
-        """Why the container can't be suspended, by the last sample and what the host has left now; None: it can."""
+    async def _measure(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
+        """What the container has on each GPU in bytes, by the last sample; or why it can't be suspended, by that sample and what the host
+        has left now."""
         uses, containers = self._uses.get(allocation.id, ()), self._ownership.containers.get(allocation.id, ())
         why = obstacle(
             allocation,
@@ -182,35 +180,17 @@ class Suspensions:
             host=await asyncio.to_thread(self._host.memory, containers),
             pods=len({container.pod_uid for container in containers}),
         )
-        return why or self._bursts.unknown_memory([use.gpu for use in uses])
+        why = why or self._bursts.unknown_memory([use.gpu for use in uses])
+        return why or {use.gpu: use.memory_bytes for use in uses if use.memory_bytes is not None}
 
-    def _start_suspension(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:
-        async def under_hold() -> Mapping[GpuName, int] | str:
-            why = await self._obstacle(allocation) if fresh else None
-            return why or _sizes(self._uses.get(allocation.id, ()))
+    def _begin_resume(self, allocation: Allocation, known: Suspension) -> None:
+        self._start("resume", allocation, known.asked(self._records.history.now()))
 
-        def work() -> Coroutine[None, None, None]:
-            return self._operations.suspend(allocation, begun, fresh=fresh, under_hold=under_hold)
-
-        self._start(allocation.id, work, "suspend")
-
-    def _begin_resume(self, name: AllocationId, known: Suspension) -> None:
-        if allocation := self._records.ledger.allocations.get(name):
-            asked = known.asked(self._records.history.now())
-            self._start(name, lambda: self._operations.resume(allocation, asked))
-
-    def _start(self, name: AllocationId, work: Callable[[], Coroutine[None, None, None]], verb: str = "resume") -> None:
-        async def sampled() -> None:
-            with self._sampling_soon():  # the sample period may be an hour
-                await work()
-
-        self._tasks[name] = asyncio.create_task(sampled(), name=verb)
+    def _start(self, verb: Verb, allocation: Allocation, suspension: Suspension) -> None:
+        work = self._operations.run(verb, allocation, suspension)
+        self._tasks[allocation.id] = asyncio.create_task(work, name=verb)
 
 
 def _uses(share: GpuShare, use: NodeUse) -> Sequence[ContainerUse]:
     places = ((share.allocation, gpu.name) for gpu in share.gpus)
     return [use.containers[place] for place in places if place in use.containers]
-
-
-def _sizes(uses: Sequence[ContainerUse]) -> Mapping[GpuName, int]:
-    return {use.gpu: use.memory_bytes or 0 for use in uses}

@@ -118,18 +118,25 @@ class Gpu:
         processes = tuple(
             GpuProcess(pid=each.pid, memory_bytes=each.used * MIB, utilization_ratio=0.0)
             for each in self.tenants.values()
-            if each.limit is not None and not each.suspended
+            if each.limit is not None and (each.used or not each.suspended)
         )
         used = sum(each.used for each in self.tenants.values()) * MIB
         return NodeSample(gpus={UUID: GpuSample(uuid=UUID, memory_used_bytes=used, processes=processes)})
 
-    def finish(self, name: str, *, works: bool) -> None:
-        """The driver ends its operation. Not `works`: it refuses a suspension."""
+    def finish(self, name: str, *, works: bool, killed: bool = False) -> None:
+        """The driver ends its operation. Not `works`: it refuses a suspension. `killed`: the helper is, after it has stopped the processes;
+        not `works`: before it has moved any memory."""
         operation = self.operations.pop(name)
         tenant = self.tenants.get(name)
-        moved = (
-            Moved(error="no process uses CUDA", untouched=True) if tenant is None else self._moved(tenant, operation, works=works)
-        )
+        if tenant is None:
+            moved = Moved(error="no process uses CUDA", untouched=True)
+        elif killed:
+            if works:
+                self._moved(tenant, operation, works=True)
+            tenant.suspended = True
+            moved = Moved(held=[tenant.pid], error="the helper was killed")
+        else:
+            moved = self._moved(tenant, operation, works=works)
         if not operation.answer.done():
             operation.answer.set_result(moved)
 

@@ -184,9 +184,11 @@ class Shares(RuleBasedStateMachine):
         self.do(asyncio.sleep(0))
 
     @precondition(lambda self: self.gpu.operations)
-    @rule(choice=st.integers(0, 5), works=st.sampled_from([True, True, True, False]))
-    def finish(self, choice: int, *, works: bool) -> None:
-        self.gpu.finish(_pick([*self.gpu.operations], choice), works=works)
+    @rule(
+        choice=st.integers(0, 5), works=st.sampled_from([True, True, True, False]), killed=st.sampled_from([False, False, True])
+    )
+    def finish(self, choice: int, *, works: bool, killed: bool = False) -> None:
+        self.gpu.finish(_pick([*self.gpu.operations], choice), works=works, killed=killed)
         self.do(asyncio.sleep(0))
 
     # -- tenants and their owners ------------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ WORKED = Activity(1, 100.0)
 @pytest.mark.parametrize(
     ("fields", "known", "pause", "step", "why"),
     [
-        ({}, Suspension(state="resuming"), Pause(0.0), "continue", None),
+        ({}, Suspension(state="suspending"), Pause(0.0), "suspend", None),
+        ({"suspend": True}, Suspension(state="resuming"), Pause(0.0), "resume", None),
         ({"suspend": True}, AWAY, Pause(0.0), None, None),
         ({}, AWAY, Pause(0.0), "resume", None),
         ({"suspend": True}, AWAY.asked(5.0), Pause(0.0), "resume", None),

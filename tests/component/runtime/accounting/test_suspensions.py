@@ -257,6 +257,28 @@ async def test_a_suspension_that_an_earlier_agent_began_counts_what_was_allocate
     assert node.mover.last.memory_bytes == {GPU: expected * MIB}
 
 
+async def test_a_suspension_that_an_earlier_agent_began_is_undone_if_the_host_has_no_room() -> None:
+    """The earlier agent was killed before it had compared what the host has left; it may have stopped processes."""
+    node = running(suspend=True)
+    known = Suspension(state="suspending", processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB})
+    node.agent_state.suspensions, node.host.left = {"a": known}, HostMemory(node_bytes=700 * MIB)
+    await sampled(node)
+    await sampled(node)
+    assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
+
+
+@pytest.mark.parametrize("began", ["suspending", "resuming"])
+async def test_no_burst_takes_memory_that_an_operation_of_an_earlier_agent_moves(began: State) -> None:
+    """The container had a burst itself, so the memory that it needs is more than its request."""
+    node = two(memory_limits=(("main", 2048),))
+    known = Suspension(state=began, processes=((PIDS["a"], 110),), memory_bytes={GPU: 900 * MIB})
+    node.agent_state.suspensions = {"a": known}
+    node.mover.answers = [None]
+    await node.sampled(uses(a=0, t=1100))
+    assert limits(node)["t"] == 1100
+    await node.memory_watcher.close()
+
+
 @pytest.mark.parametrize(("began", "verb", "ends"), [("suspending", "suspend", "suspended"), ("resuming", "resume", None)])
 async def test_an_operation_of_an_earlier_agent_is_continued(began: State, verb: str, ends: State | None) -> None:
     node = running(suspend=True if ends else None)
@@ -350,7 +372,7 @@ async def test_an_unknown_pod_changes_nothing() -> None:
     assert (state(node), len(node.mover.done)) == ("running", 2)
 
 
-async def test_a_container_whose_driver_does_not_answer_stays_suspended() -> None:
+async def test_a_container_whose_driver_does_not_answer_is_not_released() -> None:
     """An earlier agent was killed while it suspended the container, so its processes may be locked."""
     node = running()
     known = Suspension(state="suspending", processes=((PIDS["a"], 110),), required=(PIDS["a"],), memory_bytes={GPU: 500 * MIB})
@@ -359,7 +381,7 @@ async def test_a_container_whose_driver_does_not_answer_stays_suspended() -> Non
     node.mover.answers = [Moved(held=[11], error="libcuda.so.1: not found", untouched=True)] * 6
     for _ in range(10):
         await sampled(node, uses(a=0))
-    assert (state(node), node.backends.held) == ("suspended", {"a"})
+    assert (state(node), node.backends.held) == ("resuming", {"a"})
     assert node.agent_state.suspensions["a"].reason == "libcuda.so.1: not found"
     assert len(node.mover.done) == 1 + 5, "after 1, 2, 4 and 8 s"
     assert len(events(node, "GpuResumeWaits")) == 1
@@ -467,12 +489,20 @@ async def test_a_suspension_that_can_not_succeed_is_tried_at_growing_intervals()
     assert len(node.mover.done) == 6, "another container"
 
 
-async def test_processes_that_could_not_be_restored_are_resumed() -> None:
+@pytest.mark.parametrize("verb", ["suspend", "resume"])
+async def test_after_the_helper_was_killed_a_container_does_not_wait_for_its_own_memory(verb: str) -> None:
+    """Its processes may be locked with all their memory on the GPU, which has no room for it twice."""
     node = running(suspend=True)
-    node.mover.answers = [Moved(pids=[11], held=[11], error="the program ended")]
-    await sampled(node)
-    await sampled(node)
-    assert (node.mover.done, state(node)) == ([("suspend", "a"), ("resume", "a")], "running")
+    killed = Moved(held=[11], error="the program ended")
+    node.mover.answers = [killed] if verb == "suspend" else [Moved(pids=[11]), killed]
+    await sampled(node, uses(a=1500))
+    if verb == "resume":
+        demanding(node)
+    for _ in range(9):
+        await sampled_once(node, uses(a=1500 if verb == "suspend" or len(node.mover.done) > 1 else 0))
+    verbs = [done for done, _ in node.mover.done]
+    assert verbs == (["suspend", "resume"] if verb == "suspend" else ["suspend", "resume", "resume"])
+    assert (state(node), node.backends.held) == ("running" if verb == "suspend" else None, set())
 
 
 async def test_a_failed_process_ends_the_story_with_what_to_do() -> None:
