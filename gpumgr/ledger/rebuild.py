@@ -77,7 +77,7 @@ def adopt(
     ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
     added, problems = list[Allocation](), list[str]()
     claims = _claims(ledger.gpu_registry, entries, listing, find_uid, problems)
-    for claim in claims.values():
+    for claim in sorted(claims.values(), key=lambda claim: _turn(claim, find_uid)):
         masks = {resource: claim.held(resource) for resource in ALL_RESOURCES}
         if all(_known(ledger, resource, masks[resource], claim) for resource in ALL_RESOURCES):
             continue
@@ -96,6 +96,14 @@ def adopt(
         ledger = ledger.occupy(candidate)
         added.append(candidate)
     return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
+
+
+def _turn(claim: Allocation, find_uid: Callable[[str], PodView | None]) -> int:
+    """The container's place in the order of its pod's grants, which `Ledger.by_amount` needs: the kubelet's checkpoint is in random order.
+    An init container of an unknown pod is before the pod's other containers."""
+    view = find_uid(claim.uid) if claim.uid else None
+    names = [spec.name for spec in view.containers] if view else []
+    return names.index(claim.container) if claim.container in names else int(not claim.init)
 
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
