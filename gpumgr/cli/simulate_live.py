@@ -89,7 +89,7 @@ async def _read(kubeconfig: Path) -> Document:
         try:
             budgets: list[Any] | None = await _items(server, "/apis/policy/v1/poddisruptionbudgets")
         except AnswerError as error:
-            if error.status != 403:
+            if error.status not in (403, 404):  # 404: Kubernetes 1.20
                 raise
             budgets = None
     return {"kind": "gpumgr snapshot", "version": 1, "nodes": nodes, "pods": pods, "poddisruptionbudgets": budgets}

@@ -97,14 +97,10 @@ class PodEviction(Desired):
         return Eviction(uid=self.uid, pod=self.pod, reason="; ".join(self.reasons.values()))
 
     async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404 and 409: the pod is gone, or another pod has its name."""
+        """404 and 409: the pod is gone, or another pod has its name. The body has no version, so the API server takes its own: policy/v1,
+        or before 1.22 policy/v1beta1."""
         (namespace, name), reason = self.pod, self.eviction.reason
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"namespace": namespace, "name": name},
-            "deleteOptions": {"preconditions": {"uid": self.uid}},
-        }
+        body = {"metadata": {"namespace": namespace, "name": name}, "deleteOptions": {"preconditions": {"uid": self.uid}}}
         if await server.send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", body, but=(404, 409)):
             _log.info("pod_evicted", pod=f"{namespace}/{name}", pod_uid=self.uid, reason=reason)
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, NoReturn
 
+import aiohttp
 import structlog
 
 from gpumgr.agent.node_report import ApiQueueState
@@ -50,6 +51,9 @@ _RETRIED: Final = frozenset({401, 408, 409, 429})
 _MAX_CONFLICTS: Final = 5
 #: The first pause of a failed write is this many times the first pause of the queue, so that the other writes are sent first.
 _FAILED_FACTOR: Final = 4.0
+#: No write reaches the API server, so the one that failed is retried first. After any other failure the others are sent before it: a
+#: webhook that hangs may delay only this one.
+_UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 #: How often the queue is checked for new writes while others wait for a retry.
 _POLL_SECONDS: Final = 0.25
 #: Refusals of the same kind, and dropped events, are logged once in this time.
@@ -302,6 +306,8 @@ class Publisher:
             if desired.insists:
                 self._try_later(desired)
                 return None
+            if not isinstance(error, _UNREACHABLE):
+                self._queue.retry(desired, self._clock() + self._backoff(desired))
             return 0.0
         except Exception:  # a bug, which the supervisor logs; the other writes continue
             self._queue.retry(desired, self._clock() + self._backoff(desired))

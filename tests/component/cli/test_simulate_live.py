@@ -141,6 +141,23 @@ async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: SimApiServer, t
     assert document["not_moved"] == {"has a PodDisruptionBudget": 1}
 
 
+@pytest.mark.parametrize("status", [403, 404])
+async def test_a_cluster_without_readable_budgets_has_answers(
+    status: int, gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+) -> None:
+    """404: Kubernetes 1.20 has no policy/v1."""
+
+    async def no_budgets(_request: web.Request) -> web.Response:
+        return web.json_response({"message": "no"}, status=status)
+
+    await api.stop()
+    api.routes[:] = [web.get("/apis/policy/v1/poddisruptionbudgets", no_budgets)]
+    await api.start()
+    found = await simulate(gpumgr_command, api, tmp_path, "fit", given(pod("new", 50)))
+    assert (found.code, found.out.splitlines()[0]) == (0, "Pod team/new fits on node a GPU 0.")
+    assert "PodDisruptionBudgets can't be listed: no pod counts as protected by one" in found.err
+
+
 async def test_what_can_not_be_read_is_counted_and_named(
     gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
 ) -> None:

@@ -164,3 +164,17 @@ async def test_an_eviction_that_is_refused_is_reported_and_requested_again_with_
     stage.publisher.evict("drain", wanted, immediately=True)
     await stage.written()
     assert sim.requests == ["evict"] * 3
+
+
+async def test_every_supported_api_server_takes_an_eviction(api: FakeApiServer, odd: Stage) -> None:
+    """Kubernetes 1.20 and 1.21 have no policy/v1 Eviction. Every version takes an object without a version as its own."""
+
+    async def of_1_21(request: web.Request) -> web.StreamResponse:
+        if (await request.json()).get("apiVersion", "policy/v1beta1") == "policy/v1beta1":
+            return await status(201, "created")(request)
+        return await status(400, 'no kind "Eviction" is registered for version "policy/v1"')(request)
+
+    api.writes.append(of_1_21)
+    odd.evict(POD, "uid-0")
+    await odd.written()
+    assert odd.publisher.state().written == {("eviction", "ok"): 1}

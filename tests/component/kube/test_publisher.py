@@ -347,6 +347,18 @@ async def test_one_request_that_always_fails_does_not_hold_up_the_others(api: Fa
     assert [path.rpartition("/")[2] for _, path, _ in api.written[:3]] == ["node-1", "eviction", "events"]
 
 
+async def test_a_request_that_never_gets_an_answer_does_not_hold_up_the_others(api: FakeApiServer, odd: Stage) -> None:
+    async def hangs(request: web.Request) -> web.StreamResponse:
+        return await (lost if request.path.endswith("/eviction") else status(200, "done"))(request)
+
+    api.writes.extend([hangs] * 100)
+    odd.evict(POD, "uid-0")
+    odd.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
+    odd.warn("too much")
+    await odd.until(lambda: odd.waiting == 1)
+    assert odd.publisher.state().written == {("pod", "ok"): 1, ("event", "ok"): 1}
+
+
 async def test_a_change_during_a_request_that_fails_is_written_with_what_the_request_had(api: FakeApiServer, odd: Stage) -> None:
     changed = asyncio.Event()
 
