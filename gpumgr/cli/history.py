@@ -59,6 +59,7 @@ class HistoryFilter:
     def __init__(self, query: HistoryQuery) -> None:
         self._query = query
         self._entries: deque[HistoryEntry] = deque(maxlen=HISTORY_ENTRIES)
+        self._gpu: GpuName | None = None
         self.last = 0
 
     def lines(self, documents: list[Document], state: Document) -> list[str]:
@@ -69,19 +70,20 @@ class HistoryFilter:
         self.last = max((entry.number for _, entry in new), default=self.last)
         shown = read_state(state)
         gpus = gpus_of(shown.gpus, self._entries, failures=shown.failures)
-        gpu = gpus.find(self._query.gpu) if self._query.gpu is not None else None
+        if self._query.gpu is not None and self._gpu is None:  # a restarted agent that waits for the driver knows no indices
+            self._gpu = gpus.find(self._query.gpu)
         # An allocation's first entries may have neither name nor UID of the pod, but another entry may have them.
         ids = {entry.id for entry in self._entries if entry.id and entry.pod is not None and entry.pod == self._query.pod}
-        chosen = [(document, entry) for document, entry in new if self._matches(entry, gpu, ids)]
+        chosen = [(document, entry) for document, entry in new if self._matches(entry, ids)]
         return [json_line(document) if self._query.as_json else history_line(entry, gpus) for document, entry in chosen]
 
-    def _matches(self, entry: HistoryEntry, gpu: GpuName | None, ids: Collection[str | None]) -> bool:
+    def _matches(self, entry: HistoryEntry, ids: Collection[str | None]) -> bool:
         """`ids`: the allocations of the query's pod."""
         query = self._query
         return (
             (not query.refused or entry.what == "refused")
             and (query.pod is None or entry.pod == query.pod or (entry.pod is None and entry.id in ids))
-            and (gpu is None or gpu in entry.gpus)
+            and (self._gpu is None or self._gpu in entry.gpus)
             and (query.since is None or entry.at >= query.since)
         )
 

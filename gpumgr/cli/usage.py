@@ -25,7 +25,7 @@ from gpumgr.cli.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu
 from gpumgr.cli.node_data import Document, open_node_data
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
 from gpumgr.cli.tables import open_table, show
-from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
+from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 
 #: Columns with values only for containers of the limiter, which gives containers turns on a GPU.
 _TURN_COLUMNS: Final = ("HELD", "WAITED")
@@ -222,8 +222,6 @@ Examples:
   gpumgr usage --watch --namespace team
   gpumgr usage --gpu 3 --output json | jq '.containers[].pod'
 """
-_Filter = Callable[[Document], Document]
-
 _EXIT_CODES: Final = {
     0: "done",
     1: "neither agent nor checkpoint can be read (--watch: the agent does not respond)",
@@ -251,7 +249,7 @@ def command(
 
     If the agent does not respond, the grants are read from its checkpoint (not with --watch); the rest is then not known.
     """
-    rows, as_json = partial(_filtered, gpu=gpu, namespace=namespace), output == "json"
+    rows, as_json = _Rows(gpu, namespace), output == "json"
     if not watch:
         asyncio.run(_once(location, rows, as_json=as_json))
         return
@@ -264,27 +262,34 @@ def command(
             asyncio.run(_watch(location, rows, partial(_print, as_json=as_json, end=end), report_unavailable))
 
 
-def _filtered(document: Document, *, gpu: str | None, namespace: str | None) -> Document:
-    """The state with only the matching rows; `gpu` is an index, name or UUID. Raises InputError for an unknown GPU, GpumgrError for another
-    document."""
-    shown = read_state(document)
-    gpus, containers = document["gpus"], document["containers"]
-    if gpu is not None:
-        name = gpus_of(shown.gpus, failures=shown.failures).find(gpu)
-        gpus = [row for row in gpus if row["name"] == name]
-        containers = [row for row in containers if row["gpu"] == name]
-    if namespace is not None:
-        containers = [row for row in containers if row.get("namespace") == namespace]
-    return {**document, "gpus": gpus, "containers": containers}
+class _Rows:
+    """Keeps only the matching rows of each state. `gpu` is an index, name or UUID at the first state: a restarted agent that waits for the
+    driver knows no indices, and a new driver may number the GPUs anew."""
+
+    def __init__(self, gpu: str | None, namespace: str | None) -> None:
+        self._gpu, self._namespace = gpu, namespace
+        self._name: GpuName | None = None
+
+    def __call__(self, document: Document) -> Document:
+        """Raises InputError for an unknown GPU, GpumgrError for another document."""
+        shown = read_state(document)
+        gpus, containers = document["gpus"], document["containers"]
+        if self._gpu is not None:
+            self._name = self._name or gpus_of(shown.gpus, failures=shown.failures).find(self._gpu)
+            gpus = [row for row in gpus if row["name"] == self._name]
+            containers = [row for row in containers if row["gpu"] == self._name]
+        if self._namespace is not None:
+            containers = [row for row in containers if row.get("namespace") == self._namespace]
+        return {**document, "gpus": gpus, "containers": containers}
 
 
-async def _once(location: AgentLocation, rows: _Filter, *, as_json: bool) -> None:
+async def _once(location: AgentLocation, rows: _Rows, *, as_json: bool) -> None:
     async with open_node_data(location) as data:
         _print(rows(data.state), as_json=as_json, live=data.live)
 
 
 async def _watch(
-    location: AgentLocation, rows: _Filter, show: Callable[[Document], None], unavailable: Callable[[str], None]
+    location: AgentLocation, rows: _Rows, show: Callable[[Document], None], unavailable: Callable[[str], None]
 ) -> None:
     async with AgentClient(location.socket) as agent:
         async for document in follow_states(agent, unavailable):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.node_story import entry
+from tests.unit.cli.node_story import NAMES, entry
 from tests.unit.cli.test_history_lines import LINES
 
 from .conftest import Gpumgr
@@ -136,6 +136,19 @@ async def test_follow_prints_new_entries_once_and_continues_after_a_restart_of_t
     assert await process.ended() == 0
     assert numbers(process.out) == [7, 8, 9, 9], "the agent has lost its last number"
     assert "\x1b" not in process.out
+
+
+async def test_follow_keeps_its_gpu_while_a_restarted_agent_waits_for_the_driver(agent: FakeAgent, start: Start) -> None:
+    agent.entries = [entry(1, "gpu", gpus=[NAMES[1]])]
+    process = await start("history", "--socket", agent.socket, "--follow", "--gpu", "1", "--output", "json")
+    await process.until('"number": 1')
+    for row in agent.state["gpus"]:
+        row["index"] = None
+    agent.happen(entry(2, "gpu", gpus=[NAMES[0]]), entry(3, "gpu", gpus=[NAMES[1]]))
+    await process.until('"number": 3')
+    process.interrupt()
+    assert await process.ended() == 0
+    assert numbers(process.out) == [1, 3]
 
 
 async def test_follow_waits_for_an_unknown_pod(agent: FakeAgent, start: Start) -> None:

@@ -33,6 +33,18 @@ async def test_watch_prints_a_json_line_for_each_state_and_continues_without_the
     assert process.err.count("trying again") == 1
 
 
+async def test_watch_keeps_its_gpu_while_a_restarted_agent_waits_for_the_driver(agent: FakeAgent, start: Start) -> None:
+    process = await start("usage", "--socket", agent.socket, "--watch", "--gpu", "1", "--output", "json")
+    await process.until("\n")
+    for row in agent.state["gpus"]:
+        row["index"] = None
+    agent.state["at"] += 1
+    await process.until("\n", after=process.out.index("\n") + 1)
+    process.interrupt()
+    assert await process.ended() == 0
+    assert [[row["name"] for row in json.loads(line)["gpus"]] for line in process.out.splitlines()] == [[NAMES[1]]] * 2
+
+
 async def test_watch_without_a_terminal_prints_plain_tables(agent: FakeAgent, start: Start) -> None:
     process = await start("usage", "--socket", agent.socket, "--watch")
     await process.until("whole GPU\n\n")
