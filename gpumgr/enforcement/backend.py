@@ -1,9 +1,9 @@
 """The interface of an enforcement mechanism; the backend "none", which limits nothing; and the choice of the mechanisms of a node. A new
-mechanism is a module with its settings, and a line where the backends are constructed.
+mechanism needs a module, its settings, and a line where the backends are constructed.
 
-Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` once a sample while
-it runs; `cleanup` when its allocation is gone and it has no process. The agent may end and start again at any point: what must survive
-is on disk or in separate processes, and `recover` takes it over.
+Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` once a sample while it
+runs; `cleanup` when the allocation is gone and the container has no process. The agent may end and start again at any point: what must
+survive is on disk or in separate processes, and `recover` takes it over.
 
 The mechanisms of a share are the node's choice and the operator's overrides. Nothing that a pod's owner can write counts. `auto` uses the
 driver's own memory limits where the node has them, and gpumgr's limiter for everything else. The other mechanisms are used where the
@@ -33,9 +33,9 @@ BackendName = Literal[schema.BackendName, "mps-open"]
 
 
 class Backend:
-    """One mechanism. A subclass overrides the methods that it needs. Callers use `unavailable` and `start` instead of `check_node` and
-    `put_limits`, and get their errors as texts and refusals. No method blocks the event loop for longer than reading or writing a small
-    file takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what the
+    """One mechanism. A subclass overrides the methods that it needs. Callers use `unavailable` and `start`, which call `check_node` and
+    `put_limits` and turn errors into texts and refusals. No method blocks the event loop for longer than reading or writing a small file
+    takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what the
     mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `adjustable`: `observe` or `adjust` can
     change the limits of a running container. `running_keep_limits`: programs that run keep their limits, and new ones get the changed
     limits."""
@@ -46,7 +46,7 @@ class Backend:
     running_keep_limits: bool = False
 
     async def unavailable(self) -> str | None:
-        """Why this node can't use it and what to do; None if it can."""
+        """Why this node can't use the mechanism, and what to do; None if the node can use it."""
         try:
             await self.check_node()
         except (GpumgrError, OSError) as error:
@@ -54,15 +54,16 @@ class Backend:
         return None
 
     async def check_node(self) -> None:
-        """Raises GpumgrError or OSError, with what to do, if this node can't use it."""
+        """Raises GpumgrError or OSError, with what to do, if this node can't use the mechanism."""
 
     async def settle(self) -> bool:
         """Waits for the end of a trial of the mechanism that `unavailable` started; returns whether there was one."""
         return False
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
-        """The backend's part of the answer to Allocate for this resource. The answer for cores has everything that does not depend on the
-        amount of memory. It depends on the tenant, the settings and the libraries alone. Raises Refusal."""
+        """The backend's part of the answer to Allocate for this resource. `tenant`: the container and its share. The part for cores has
+        everything that does not depend on the amount of memory. Both parts depend only on the tenant, the settings and the libraries.
+        Raises Refusal."""
         return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
@@ -76,7 +77,8 @@ class Backend:
             raise Refusal("internal", f"{tenant.describe()} can't start with the backend {self.name}: {text}") from error
 
     async def put_limits(self, tenant: GpuShare) -> None:
-        """Writes the container's files again. Raises GpumgrError, OSError, and ValueError for limits that it can't express."""
+        """Puts the limits in place, see `start`. Raises GpumgrError, OSError, and ValueError for limits that the mechanism can't
+        express."""
 
     async def vacate(self, uuids: Collection[str]) -> None:
         """Ends this backend's use of these GPUs, before a container gets them exclusively. Raises Refusal."""
@@ -87,12 +89,12 @@ class Backend:
         return ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
-        """Restores limits that differ from what was granted. Returns why the memory limit of a container could not be set; its former
-        limit may be in force. A backend with `running_keep_limits` may leave containers out."""
+        """Restores limits that differ from what was granted. Returns, for each container with a memory limit that could not be set, the
+        reason; the former limit may be in force. A mechanism that gives limits only to programs that start later may skip a container."""
         return {}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
-        """For containers that the last `adjust` named: the highest memory limit that their programs have, where it is known."""
+        """For containers that the last `adjust` returned: the highest memory limit of their programs, if it is known."""
         return {}
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
@@ -120,7 +122,7 @@ class Backend:
         return ()
 
     async def close(self) -> None:
-        """The agent ends; containers and their limits stay."""
+        """Called when the agent ends; containers and their limits stay."""
 
 
 #: Called for a container that starts without limits, with the message for its pod's event.
@@ -183,7 +185,7 @@ NO_MECHANISM: Mechanisms = ("none",)
 
 
 class MechanismChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The mechanisms of this node. `obstacles`: name of any mechanism -> why the node can't use it. `strengths`: the limits of all
+    """The mechanisms of this node. `obstacles`: a mechanism's name -> why the node can't use the mechanism. `strengths`: the limits of all
     mechanisms."""
 
     mechanisms: Mechanisms = NO_MECHANISM
@@ -222,7 +224,8 @@ def expand(setting: str, able: Strengths) -> Mechanisms:
 
 
 def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, str] | None:
-    """The override for this pod's service account, else for its namespace, as (subject, value of enforcement.backend); None: none."""
+    """The override for this pod's service account, else for its namespace, as (subject, value of enforcement.backend); None if there is
+    none."""
     rules = dict(rule.split("=", 1) for rule in overrides)
     for subject in (pod.account, pod.namespace) if pod is not None else ():
         if subject in rules:

@@ -4,9 +4,9 @@ Such a file is not mapped into memory: a process that reads a mapping of a trunc
 agent uses the file that the container got. Each access checks that the path still names this file.
 
 A container can enlarge its file, and must not take the space of other containers, so each folder is a tmpfs of its own. The container's
-runtime mounts the file on the host, so the tmpfs must be mounted on the host, too. It is if the agent runs in the host's mount namespace,
-or in a pod with "Bidirectional" propagation of run_dir. An agent in a unit's sandbox asks systemd to mount it. Source: mount(2),
-mount_namespaces(7).
+runtime mounts the file on the host, so the tmpfs must be mounted on the host, too. A mount reaches the host if the agent runs in the host's
+mount namespace, or in a pod with "Bidirectional" propagation of run_dir. An agent in the sandbox of a systemd unit asks systemd to mount
+the tmpfs. Source: mount(2), mount_namespaces(7).
 """
 
 import ctypes
@@ -108,7 +108,7 @@ class SharedFile:
         return found.st_size
 
 
-#: Room for the largest of the files, HAMi-core's region, and some pages.
+#: Space for the largest file, HAMi-core's region, and some pages.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gpumgr.common.proc import PROC, mount_tables, mounted_root
 from gpumgr.ledger.ledger import AllocationId
 
-#: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if it is gone.
+#: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if the process is gone.
 PidInContainerOf = Callable[[int], int | None]
 #: Maps a pid in a container to the host's pids of the processes that have this pid in their pid namespace.
 HostsOf = Callable[[int], Sequence[int]]
@@ -75,8 +75,8 @@ class Identities:
 
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
-    """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system.
-    A mount of a whole file system does not count, since it is the agent's own mount. Blocks for some milliseconds.
+    """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system. A
+    mount of a whole file system does not count, since only the agent mounts one. Blocks for some milliseconds.
 
     Raises OSError if a process is hidden from the agent, since that process may have any of the folders mounted.
     """

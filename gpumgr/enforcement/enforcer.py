@@ -39,15 +39,15 @@ _ALLOW_TRACING: Final = (
 )
 #: What to do if the files of a mechanism, or the CDI specs, can't be listed.
 _MAKE_READABLE: Final = "files of containers that are gone stay until the agent can list the folder: make it readable"
-#: The other containers on a container's GPU: their descriptions, and their mechanisms.
+#: Maps a container to the descriptions and mechanisms of the other containers on its GPU.
 OthersOnGpus = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
 
 
 class Enforcer:
-    """CDI specs are written for allocations with `cdi`; new allocations have it if the settings choose injection by CDI.
+    """CDI specs are written for allocations with the flag `cdi`. New allocations have this flag if the settings choose injection by CDI.
 
-    `in_use` returns which allocations are mounted in a process; it is called on a thread. `on_start` is called before each start of a
-    container. `others_on_gpus` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
+    `in_use` returns the allocations with a folder that some process has mounted; it is called on a thread. `on_start` is called before each
+    start of a container. `others_on_gpus` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Enforcer:
                 ) from error
 
     async def _runs(self, allocation: AllocationId) -> bool:
-        """Whether a container may already run with these limits. A claim can be prepared again, or restored, while its containers run. They
-        would keep the old files mounted and never see new ones, so the files must stay."""
+        """Whether a container may already run with these limits. A claim can be prepared again, or restored, while its containers run. Its
+        containers would keep the old files mounted and never see new ones, so the files must stay."""
         there = allocation in await asyncio.to_thread(self._list_remains)
         return there and allocation in await self._used([allocation])
 
@@ -156,8 +156,8 @@ class Enforcer:
             await backend.vacate(uuids)
 
     def _refuse_mixture(self, tenant: GpuShare, mechanisms: Mechanisms) -> None:
-        """Raises Refusal if only one of two containers on a GPU is limited by MPS. MPS sets the GPU to exclusive mode: containers that
-        use it without MPS would lose it, or prevent the daemon's start."""
+        """Raises Refusal if only one of two containers on a GPU is limited by MPS. MPS sets the GPU to exclusive mode: containers that use
+        the GPU without MPS would lose the GPU, or prevent the daemon's start."""
         for holder, others in self._others_on_gpus(tenant):
             if _by_mps(mechanisms) != _by_mps(others):
                 mine, theirs = ("MPS", "another mechanism") if _by_mps(mechanisms) else ("+".join(mechanisms), "MPS")
@@ -304,7 +304,7 @@ class Enforcer:
     def _write_spec(self, allocation: AllocationId, spec: bytes) -> None:
         """Raises OSError."""
         self._cdi_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
-        # Every start of the container, also after a reboot, writes it again.
+        # Not durable: every start of the container, also after a reboot, writes the file again.
         path = self._cdi_dir / cdi.file_name(allocation)
         replace_file(path, spec, durable=False)
         self._written[allocation] = FileIdentity.at(path)

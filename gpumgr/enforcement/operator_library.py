@@ -1,7 +1,7 @@
 """A shared library for containers: the operator's, with a fixed SHA-256, or gpumgr's own. It is checked, then installed in a folder with
 the hash as its name.
 
-Containers mount the installed copy, so a change of the original does not affect running ones. All functions block: call them on a
+Containers mount the installed copy, so a change of the original does not affect running containers. All functions block: call them on a
 thread.
 """
 

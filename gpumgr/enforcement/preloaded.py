@@ -36,7 +36,7 @@ class Monitor:
         self.obstacle: str | None = None
         self._lock, self._closed = threading.Lock(), False
         self._reported: set[str] = set()
-        #: Host pid -> in how many consecutive checks the process was outside of the library.
+        #: Host pid -> in how many consecutive checks the process used the GPU without the library.
         self._unseen: dict[int, int] = {}
 
     @abstractmethod

@@ -151,7 +151,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
             self._monitor_of(tenant).set_recent_kernel(word)
 
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
-        """Returns the container's monitor. After a restart of the agent it opens the region that an earlier process of the agent made."""
+        """Returns the container's monitor. After a restart of the agent, opens the region that an earlier process of the agent made."""
         known = self._monitors.get(tenant.allocation)
         return known or self._monitors.setdefault(tenant.allocation, self._monitor(self._opened(tenant)))
 

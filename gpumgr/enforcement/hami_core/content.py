@@ -18,9 +18,9 @@ from gpumgr.ledger.gpu_share import SharedGpu
 MEBIBYTE: Final = 1 << 20
 #: The library's priority without CUDA_TASK_PRIORITY; 0 is the only higher one.
 PRIORITY: Final = 1
-#: Apply the region's core limits.
+#: The switch's value with which the library applies the region's core limits.
 SWITCH_ON: Final = 1
-#: The library's value for a recent launch; below 0 it would delay launches.
+#: The library writes this value at a launch. While a value is below 0, the library delays launches.
 RECENT_KERNEL: Final = 2
 #: The percentage for "no limit", as for a device that the environment does not name.
 _NO_CORE_LIMIT: Final = 100
@@ -101,9 +101,9 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionView(msgspec.Struct, frozen=True, kw_only=True):
-    """One region at one time. `slots` has the live and the stuck ones. `postinit`: a semaphore; 0 while a process looks for its host pid.
-    `postinit_waiters`: the processes that wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below
-    0 while launches must wait.
+    """One region at one time. `slots` has the live and the stuck slots. `postinit`: a semaphore; 0 while a process looks for its host pid.
+    `postinit_waiters`: the processes that wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below 0
+    while launches must wait.
     """
 
     limits_bytes: tuple[int, ...]

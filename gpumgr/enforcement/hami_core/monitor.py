@@ -51,7 +51,8 @@ class RegionMonitor(Monitor):
         #: Host pid -> the number of checks at which the region had another host pid for the process.
         self._wrong_hosts: Counter[int] = Counter()
         self._stuck_since: dict[tuple[int, int], float] = {}
-        #: The waiters and slots while the semaphore `postinit` was held, and since when they have not changed; None while it is free.
+        #: The number of waiters and the slots while the semaphore `postinit` is held; None while it is free. `_held_since`: since when they
+        #: have not changed.
         self._held: tuple[object, ...] | None = None
         self._held_since = 0.0
 

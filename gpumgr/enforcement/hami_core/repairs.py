@@ -29,11 +29,11 @@ from gpumgr.ledger.gpu_share import GpuShare
 STUCK_SECONDS: Final = 2.0
 #: The library holds `postinit` for a second at most. If nothing changes for this time, and no possible holder runs, the holder is gone.
 HELD_SECONDS: Final = 5.0
-#: If nothing changes for this time, `postinit` is freed in any case: the library's own waiters give up then, too.
+#: If nothing changes for this time, `postinit` is freed even if a possible holder runs: the library's waiters give up then, too.
 HELD_AT_MOST_SECONDS: Final = 30.0
 
 RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock", "postinit"]
-#: Only the container can have changed these. (The library never writes the switch, and does not read it with policy "force".)
+#: Only the container can have changed these. The switch is not one of them, since it has no effect with policy "force".
 TAMPERING: Final[frozenset[RepairCode]] = frozenset({"memory_limit", "core_limit", "priority"})
 
 
@@ -69,7 +69,7 @@ def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool
     pid, whether the slot must be left alone for now, and the repair.
 
     A pid with several candidates on the host (nested pid namespaces) is skipped. A stuck slot is left alone: its host pid shows whether its
-    writer runs. A slot without a host pid is left alone while the library looks for host pids: its process has not finished.
+    writer runs. A slot without a host pid is left alone while the library looks for host pids: its process may still find its own.
     """
     for slot in seen.slots:
         hosts = hosts_of(slot.pid)

@@ -1,4 +1,5 @@
-"""Controls the arbiter: a native thread that decides which container ("tenant") may run work on each GPU at any moment. See arbiter.c."""
+"""Controls the arbiter: a native thread that gives the containers ("tenants") of each GPU turns, in which they may run work there. See
+arbiter.c."""
 
 import ctypes
 import os

@@ -36,7 +36,7 @@ class ContextSizes:
         self._pids: set[int] = set()
 
     async def of(self, uuid: str) -> int:
-        """The size in bytes; 0 if it can't be measured: new contexts then count only from the driver's next sample on."""
+        """The size in bytes; 0 if it can't be measured. Then a new context counts only from the driver's next sample on."""
         loop = asyncio.get_running_loop()
         async with self._measuring.setdefault(uuid, asyncio.Lock()):
             if uuid in self._sizes or loop.time() < self._again.get(uuid, 0.0):

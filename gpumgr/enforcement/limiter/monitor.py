@@ -26,7 +26,7 @@ from gpumgr.ledger.usage.node_use import TurnUse
 _CHECKS_UNREGISTERED: Final = 2
 #: A process that is missing in this many checks in a row has ended.
 _CHECKS_ENDED: Final = 2
-#: The work of a container that overruns its turn in this many checks in a row does not end.
+#: If a container overruns its turns in this many checks in a row, its work counts as work that does not end.
 _CHECKS_OVERRUN: Final = 2
 _NANOSECONDS: Final = 1_000_000_000
 #: The checks of ten seconds, and the check before them.
@@ -151,7 +151,7 @@ class PageMonitor(Monitor):
         in_turns = files.in_turns()
         self._uses = {name: self._use(page, slots, new=files.new) for page, name in enumerate(ordered)}
         for name, counted in zip(ordered, in_turns, strict=True):
-            if not counted:  # launches need no turn, so nothing counts what the container holds
+            if not counted:  # launches need no turn, so the arbiter measures no time of the container
                 self._uses[name] = replace(self._uses[name], held_ratio=None, waited_ratio=None)
         self._checked_at = self._clock()
         yield from self._overrunning(running.tenant)

@@ -94,7 +94,7 @@ class PageFiles:
         return pages.decode_suspended(self.limits.read_at(0, self.limits.size_bytes))
 
     def suspend(self) -> None:
-        """Makes CUDA calls wait and ask for a resume. A call that has just passed enters the driver within 100 ms."""
+        """Makes CUDA calls wait and ask for a resume. A call that has just passed the check enters the driver within 100 ms."""
         self.use.write(*pages.resume_requests_word())
         self.limits.write(*pages.suspend_word(suspended=True))
 
@@ -113,7 +113,7 @@ class PageFiles:
         return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
-        """Frees the slot of an ended process. The library subtracts its memory when a reservation would otherwise fail."""
+        """Frees the slot of an ended process. The library subtracts the process's memory when a reservation would otherwise fail."""
         at = pages.slot_offset(slot.index)
         if self.use.read_at(at, 4) != slot.pid.to_bytes(4, "little"):  # another process has taken it
             return

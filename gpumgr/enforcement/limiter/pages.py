@@ -103,7 +103,8 @@ HEAD: Final = MAGIC.to_bytes(4, "little") + VERSION.to_bytes(4, "little")
 
 
 class PageLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits on one GPU. `memory_bytes` and `share_percent`: 0 is no limit. `context_bytes`: the memory that a context takes there;
+    """The limits on one GPU. `memory_bytes` and `share_percent`: 0 is no limit. `ceiling_percent`: the cores that the container may use
+    while other containers are idle. `quantum_microseconds`: the length of a turn. `context_bytes`: the memory that a context takes there;
     0: not known. `uncounted_bytes`: what the driver uses for the container beyond the library's count."""
 
     uuid: str
@@ -136,7 +137,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountedOnGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The container's count on one GPU. `changes` counts the changes of `reserved_bytes`."""
+    """What the library has counted for the container on one GPU. `changes` counts the changes of `reserved_bytes`."""
 
     reserved_bytes: int
     refused: int
@@ -206,7 +207,7 @@ def suspend_word(*, suspended: bool) -> tuple[int, bytes]:
 
 
 def decode_suspended(page: bytes) -> bool:
-    """Whether calls wait; `page`: `limits`."""
+    """Whether calls wait. `page`: the content of `limits`."""
     return bool(_Limits.from_buffer_copy(page).suspend)
 
 

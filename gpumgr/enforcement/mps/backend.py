@@ -41,7 +41,7 @@ _CHECKS: Final = 2
 _USERS_OF: Final = 16
 #: The longest wait for a trial. The kubelet ends PreStartContainer after 30 s.
 _SETTLE_SECONDS: Final = 15.0
-#: More than any GPU has, for a GPU of unknown size.
+#: The memory limit on a GPU of unknown size: more than any GPU has.
 _ALL_MEMORY_BYTES: Final = 1 << 40
 
 log = structlog.get_logger(__name__)
@@ -109,7 +109,7 @@ class Mps(Backend):
         try:
             await self._find_program()
         except (MpsError, OSError) as error:
-            log.debug("mps_unavailable", reason=str(error))  # a choice of mps names this as the obstacle
+            log.debug("mps_unavailable", reason=str(error))  # reported as the obstacle if the settings choose MPS
 
     async def check_node(self) -> None:
         """Begins a trial if one is due. Until it ends, the result of the last trial counts; without one, the program counts as working if
@@ -429,10 +429,10 @@ def answer(
     resources that MPS limits. Raises Refusal for a container with several GPUs: a GPU has its own daemon, and a process uses one daemon.
 
     The pipe folder has the same path in the container as on the host, because all clients of a daemon must use the daemon's own path
-    (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). It is mounted read-only, as NVIDIA's container toolkit does: sockets and pipes
-    work there, and root in a container can't make links where the daemon, which is root on the host, opens its files next time. In
-    protocol 3 only the folder of the container's own namespace is mounted. The socket determines the limits, so the container can't
-    select other limits.
+    (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). It is mounted read-only, as NVIDIA's container toolkit does: sockets and pipes work
+    there, and root in a container can't make links where the daemon, which runs as root on the host, opens its files next time. In protocol
+    3 only the folder of the container's own namespace is mounted. The socket determines the limits, so the container can't select other
+    limits.
 
     /dev/shm: client and server of the CUDA driver share memory there, and NVIDIA's device plugin gives both the same small tmpfs. gpumgr
     does the same with one tmpfs for each GPU. The GPU's containers have no other shared memory. A pod that mounts a volume of its own at

@@ -90,8 +90,8 @@ class ControlProgram:
         return await self._execute([*self._before, *argv], environment, text, subprocess.PIPE)
 
     async def _execute(self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int) -> tuple[int, str]:
-        """Runs the command on a thread, since a process of asyncio takes 1.5 times as long. Returns when the program has ended, also if the
-        call is cancelled."""
+        """Runs the command on a thread, since asyncio's subprocesses take 1.5 times as long. Returns when the program has ended, also if
+        the call is cancelled."""
         stop = threading.Event()
         limited = partial(_run, argv, environment, text, output, self._timeout_seconds, stop)
         work = asyncio.get_running_loop().run_in_executor(_THREADS, limited)

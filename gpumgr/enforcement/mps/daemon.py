@@ -188,7 +188,7 @@ class Daemon:
         return {each: limit_bytes for each, limit_bytes in older.items() if limit_bytes > share.memory_bytes}
 
     async def remove(self, allocation: AllocationId) -> None:
-        """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped in any case."""
+        """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped even then."""
         self.folder.drop(allocation)
         if processes.find_daemon(self.folder.pipe, self.process) is not None:
             await self._limits.drop(self._daemon_client, self.folder.shares(), allocation)

@@ -43,8 +43,8 @@ def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:
 
 
 def unserved(running: RunningContainer, view: View) -> bool:
-    """Whether its processes may wait because the server serves another user. If one process is a client, none
-    waits: a container's first process may run as another user."""
+    """Whether the container's processes may wait because the server serves another user. If one of them is a client, none waits; the
+    container's first process may run as another user."""
     return not view.multiuser and view.server_user is not None and not any(pid in view.clients for pid in running.pids)
 
 
@@ -91,6 +91,6 @@ def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: st
 
 
 def lost(tenant: GpuShare) -> Finding:
-    """The finding about a container that runs although its record on disk is gone: the folder was emptied."""
+    """The finding about a container that runs although its record is gone, because the folder of the records was emptied."""
     text = f"gpumgr's MPS files of {tenant.describe()} below enforcement.run_dir are gone: delete the pod and create it again"
     return finding(tenant, "broken", text)

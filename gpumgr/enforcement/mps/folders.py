@@ -1,8 +1,8 @@
 """What gpumgr keeps on disk about MPS: a folder and a record for each GPU with a daemon, and the node's protocol.
 
-The folder is `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants (the shares of its containers). run_dir is on a tmpfs: these
-files end with the boot, as the daemons do. Files are JSON without a version: fields that this version does not know are ignored, and a
-file that it can't decode is reported and counts as missing, but its name still counts.
+The folder is `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants (the shares of its containers). run_dir is on a tmpfs: a reboot
+removes these files, and ends the daemons. Files are JSON without a version: fields that this version does not know are ignored, and a file
+that it can't decode is reported and counts as missing, but `allocations` still lists the file's name.
 
 The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the compute mode that the GPU had before. It is not in the daemon's
 folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then record its own mode as

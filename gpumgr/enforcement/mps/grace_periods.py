@@ -23,7 +23,7 @@ AHEAD_SECONDS: Final = 1.0
 
 
 class GracePeriods:
-    """`pod_changed` is a listener of the pod cache, `run` a daemon. `clock` is monotonic, `wall_clock` in unix seconds."""
+    """`pod_changed` is a listener of the pod cache, `run` a background task. `clock` is monotonic, `wall_clock` in unix seconds."""
 
     def __init__(
         self,

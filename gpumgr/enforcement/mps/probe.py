@@ -51,13 +51,13 @@ def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
 
 
 def last_result(state_dir: Path, program: str) -> ProbeResult | None:
-    """The last result with this program; None without one. Raises OSError."""
+    """The last result with this program; None if there is none. Raises OSError."""
     result = read_record(state_dir / RESULT_NAME, ProbeResult)
     return result if result is not None and result.program == program else None
 
 
 async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> None:
-    """Tries MPS on this idle GPU, keeps its compute mode, and writes the result. Raises MpsTransientError, OSError."""
+    """Tries MPS on this idle GPU, without a change of the compute mode, and writes the result. Raises MpsTransientError, OSError."""
     failure = None
     program = await asyncio.to_thread(identify, config.control.program, config.protocol, config.launcher)
     try:

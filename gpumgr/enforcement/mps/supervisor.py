@@ -34,7 +34,7 @@ class Supervisor:
         self.root, self.config, self._records = root, config, records
         self._idle_seconds = idle_seconds
         self._daemons: dict[str, Daemon] = {}
-        #: GPU -> its running check, and its running trial of a new client.
+        #: UUID of a GPU -> the work that holds its daemon's lock (a check or its end), and the trial of a new client.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._trials: dict[str, asyncio.Task[None]] = {}
         for uuid, folder in gpu_folders(root):  # without a record, the GPU's former mode is unknown
@@ -47,7 +47,7 @@ class Supervisor:
             daemon.config = config
 
     def of(self, uuid: str) -> Daemon:
-        """The one object of this GPU. Also called on a thread, by `own_pids`."""
+        """The GPU's only `Daemon`, which is made at the first call. `own_pids` calls this on a thread."""
         return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.config))
 
     def daemons(self) -> Sequence[Daemon]:
