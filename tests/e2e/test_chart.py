@@ -541,7 +541,7 @@ def test_in_mode_dra_the_policy_names_the_releases_account_and_the_class_keeps_i
             {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": "20%"}},
             0,
         ),
-        ({"hostNetwork": True}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}, 5),
+        ({"hostNetwork": True}, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}}, 5),
         ({"updateStrategy": {"type": "OnDelete", "rollingUpdate": None}}, {"type": "OnDelete"}, 5),
     ],
 )
@@ -554,6 +554,17 @@ def test_an_update_has_two_agents_on_a_node_unless_they_need_one_port(
     name = {"name": "GPUMGR_PROCESS_INSTANCE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     waits = mode == "dra" or ready_seconds == 0
     assert (name in spec["template"]["spec"]["containers"][0]["env"]) == waits
+
+
+@pytest.mark.parametrize("version", ["1.20.0", "1.21.14"])
+def test_before_kubernetes_1_22_an_update_has_one_agent_on_a_node(version: str) -> None:
+    """These versions refuse maxUnavailable 0, and ignore maxSurge."""
+    spec = daemonset(render({}, f"--kube-version={version}"))["spec"]
+    assert (spec["updateStrategy"], spec["minReadySeconds"]) == (
+        {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
+        5,
+    )
+    assert "GPUMGR_PROCESS_INSTANCE" not in {each["name"] for each in spec["template"]["spec"]["containers"][0]["env"]}
 
 
 def test_a_kubeconfigs_user_is_not_known_here_so_there_is_no_policy() -> None:
