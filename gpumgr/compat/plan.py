@@ -84,7 +84,7 @@ def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
 
 def start_commands(node: str, to: Path, *, must: str = "", values: str = "", kustomize: str) -> Iterator[str]:
     """Check the settings file, and start gpumgr on the node. `must`: a clause about what its DaemonSet needs; `values`: further options of
-    `helm`; `kustomize`: what the kustomization needs instead."""
+    `helm`; `kustomize`: what a kustomization needs instead of these options."""
     yield f"gpumgr config check {quote(str(to))}"
     yield f"gpumgr doctor --before-start --config {quote(str(to))}"
     yield f"systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet{must}:"
@@ -116,7 +116,7 @@ def differing(overrides: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def nested(values: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Section -> key -> value, in the file's order."""
+    """Section -> key -> value, in the order of a settings file."""
     return {
         section: {key: values[f"{section}.{key}"] for key in keys if f"{section}.{key}" in values}
         for section, keys in sections().items()

@@ -1,7 +1,7 @@
 """gpu-manager's view of the node, for programs that were written for it: messages as JSON data, and the gRPC service display.GPUDisplay.
 
 Source of the shapes: proto/display/api.proto, as grpc-gateway v1 writes it. Fields have the names in that file. Fields that are zero or
-empty are left out; entries of maps and lists never are. An answer without any entry is {}.
+empty are left out, but not entries of maps and lists. An answer without any entry is {}.
 
 The service listens on gpu-manager's unix socket, and has the same answers as the web pages, computed from memory. Only old programs use
 the socket, so the agent also runs if it can't make the socket.
@@ -178,7 +178,7 @@ def _as_utf8(value: Any) -> Any:
 
 
 class DisplayServer:
-    """Serves `display` at `path`, between `start` and `stop`. Create it inside the event loop; it serves once.
+    """Serves `display` at `path`, between `start` and `stop`, once. Create it inside the event loop.
 
     The answers name every pod on the node, so only root may connect (gpu-manager sets no mode: its umask decides).
     """

@@ -48,7 +48,7 @@ class GpuManagerFlags(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-#: Called with the flag (with dashes) and its text.
+#: Receives a flag, with its dashes, and the flag's text.
 _Rule = Callable[[str, str], GpuManagerFlags]
 
 
@@ -176,7 +176,7 @@ def _volume_config(flag: str, text: str) -> GpuManagerFlags:
     for volume in _read_json(flag, Path(text), _VolumeConfig, wanted).volume:
         key = "container.driver_share_dir" if volume.name == "nvidia" else "container.driver_whole_dir"
         overrides[key] = parse_text(key, f"{volume.base}/{volume.name}", f"{flag} {text}")
-    note = f"{flag}: containers get the driver's files from the folders that {text} names; gpumgr fills none but gpu-manager's default"
+    note = f"{flag}: containers get the driver's files from the folders that {text} names; gpumgr fills only gpu-manager's default folder"
     return GpuManagerFlags(overrides=overrides, notes=(note,))
 
 

@@ -1,8 +1,8 @@
 """gpu-manager's four gauges, with gpu-manager's names, helps, labels and units: percent of a GPU, GPUs, MiB used, MiB.
 
-Source: gpu-manager's display service. Usage has one series for each GPU and one called `total`; requests are totals. All containers of pods
-that request GPUs have series, with 0 for containers without a request, except init containers. If a request names no memory, its series has
-the memory of the granted GPUs.
+Source: gpu-manager's display service. The gauges of use have a series for each GPU and one called `total`, the gauges of requests only
+`total`. All containers of pods that request GPUs have series, with 0 for containers without a request, except init containers. If a request
+names no memory, its series has the memory of the granted GPUs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ def _family(name: str, about: str, label: str) -> Family:
 
 _UTILIZATION: Final = _family("container_gpu_utilization", "gpu utilization", "gpu")
 _MEMORY: Final = _family("container_gpu_memory_total", "gpu memory usage in MiB", "gpu_memory")
-_CARDS_ASKED: Final = _family("container_request_gpu_utilization", "request of gpu utilization", "req_of_gpu")
-_MEMORY_ASKED: Final = _family("container_request_gpu_memory", "request of gpu memory in MiB", "req_of_gpu_memory")
+_CORES_REQUESTED: Final = _family("container_request_gpu_utilization", "request of gpu utilization", "req_of_gpu")
+_MEMORY_REQUESTED: Final = _family("container_request_gpu_memory", "request of gpu memory in MiB", "req_of_gpu_memory")
 
 
 def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
@@ -37,16 +37,16 @@ def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str
     yield from _used(report, {pod.key for pod in pods if pod.ended}, node, texts)
     gpus: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
-    for (pod, container), (cores, memory_mebibytes) in yielding_gil(_asked(report, pods).items()):
+    for (pod, container), (cores, memory_mebibytes) in yielding_gil(_requested(report, pods).items()):
         holder = texts.of(pod[1], pod[0], node, container)
         gpus[f'{holder},req_of_gpu="total"'] = cores / CORES_PER_GPU
         mebibytes[f'{holder},req_of_gpu_memory="total"'] = memory_mebibytes
-    yield render(_CARDS_ASKED, gpus)
-    yield render(_MEMORY_ASKED, mebibytes)
+    yield render(_CORES_REQUESTED, gpus)
+    yield render(_MEMORY_REQUESTED, mebibytes)
 
 
 def _holder(allocation: Allocation) -> Holder | None:
-    """None if gpu-manager has no series for it, or its pod is not known yet."""
+    """The allocation's pod and container; None if gpu-manager has no series for it, or the pod is not known yet."""
     if allocation.init or allocation.pod is None or allocation.container is None:
         return None
     return allocation.pod, allocation.container
@@ -78,24 +78,25 @@ def _add(series: dict[str, float | None], labels: str, value: float | None) -> N
     series[labels] = None if value is None or before is None else before + value
 
 
-def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple[int, int]]:
+def _requested(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple[int, int]]:
     """The request of each container: cores and MiB."""
     granted = _granted(report)
     known = {pod.key for pod in pods}
-    asked = {holder: what for holder, what in granted.items() if holder[0] not in known}
+    requested = {holder: what for holder, what in granted.items() if holder[0] not in known}
     for pod in yielding_gil(pods):
         if pod.ended or not pod.wants_gpu:
             continue
         for spec in pod.containers:
             if spec.kind != "init":
                 holder = (pod.key, spec.name)
-                cores, of_cards = granted.get(holder, (0, 0)) if spec.wants_gpu else (0, 0)
-                asked[holder] = (cores if spec.replicas else spec.cores, _mebibytes(spec.memory_blocks) or of_cards)
-    return asked
+                cores, memory_mebibytes = granted.get(holder, (0, 0)) if spec.wants_gpu else (0, 0)
+                requested[holder] = (cores if spec.replicas else spec.cores, _mebibytes(spec.memory_blocks) or memory_mebibytes)
+    return requested
 
 
 def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
-    """What each container has: cores and MiB, for whole GPUs their memory. If two pods had the same name, the later pod counts."""
+    """What each container was granted: cores, and MiB (for a whole GPU, its memory). If two pods had the same name, the later one
+    counts."""
     ledger = report.view.ledger
     size_of = {gpu.name: gpu.memory_mebibytes for gpu in ledger.gpu_registry.gpus}
     size_of |= {name: gpu.memory_mebibytes for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}

@@ -237,7 +237,7 @@ class TakeOver:
         """The reason for the node's condition, which names the first containers. The log event, written once, names all of them."""
         problem = (
             f"{listed(running)} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
-            "this is known, since theirs would be granted twice"
+            "this is known, since the same GPU could be granted twice"
         )
         if (holders := tuple(_texts(running))) != self._logged:
             self._logged = holders

@@ -37,7 +37,7 @@ _FILES: Final = ("extra-config", "volume-config")
 
 
 class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
-    """The DaemonSet of gpu-manager. `selector`: labels that a node needs for it."""
+    """The DaemonSet of gpu-manager. `selector`: the labels of the nodes on which it runs."""
 
     namespace: str = "kube-system"
     name: str = "gpu-manager-daemonset"
@@ -78,8 +78,8 @@ def from_text(text: str) -> GpuManagerCommand:
 
 
 def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
-    """The gpu-manager that runs on this host; None if no readable process is one. Raises SettingsError for flags that gpu-manager does
-    not accept."""
+    """The gpu-manager that runs on this host; None if no readable process is gpu-manager. Raises SettingsError for flags that gpu-manager
+    does not accept."""
     for entry in sorted(os.listdir(proc_root)):
         if not entry.isdigit():
             continue
@@ -155,11 +155,11 @@ _DOCKERSHIM: Final = "dockershim"
 #: agent's pod.
 _IN_THE_CHART: Final = {
     "kubernetes.kubeconfig": (
-        "leave it out of the chart's values: the agent uses its pod's service account; another one's file needs extraVolumes and "
-        "extraVolumeMounts"
+        "leave it out of the chart's values: the agent uses its pod's service account; the kubeconfig of another account needs "
+        "extraVolumes and extraVolumeMounts"
     ),
     "display.socket": "leave it out of the chart's values, which have /run/gpumgr/gpu-manager.sock; other folders are not mounted",
-    "http.address": "leave it out of the chart's values if it is one of loopback, or set hostNetwork, too",
+    "http.address": "leave it out of the chart's values if it is a loopback address, or set hostNetwork, too",
 }
 
 

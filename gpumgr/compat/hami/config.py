@@ -133,7 +133,7 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
         key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)
     }
     if isinstance(factor := replica_settings.get("hami.memory_factor"), int | float) and factor < 1:
-        replica_settings["hami.memory_factor"] = 1  # as HAMi takes it
+        replica_settings["hami.memory_factor"] = 1  # HAMi replaces a smaller factor by 1
     if profiles:
         replica_settings["hami.mig_profiles"] = profiles
     return Config(
@@ -206,7 +206,7 @@ def _plugin(objects: Sequence[Object]) -> tuple[KubernetesContainer, Mapping[str
 
 
 def _policy(objects: Sequence[Object]) -> str | None:
-    """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. Its default is spread."""
+    """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. The scheduler's default is spread."""
     for _, container in _containers(objects):
         if given := [word.partition("=")[2] for word in container.words if word.startswith(f"{_POLICY}=")]:
             return given[0]

@@ -1,7 +1,7 @@
 """HAMi's gauges for its dashboards, under their new and their old names.
 
-Source: HAMi's vGPUmonitor and scheduler. All have `zone="vGPU"`, and `_ratio` goes from 0 to 100. MIG devices, quotas, and what only HAMi's
-library in the container measures (the parts of used memory, when a kernel last ran) are not included.
+Source: HAMi's vGPUmonitor and scheduler. All series have `zone="vGPU"`, and gauges with `_ratio` in their names go from 0 to 100. MIG
+devices, quotas, and what only HAMi's library in the container measures (the parts of used memory, when a kernel last ran) are not included.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ _ON_GPU: Final = ("node", "device_uuid", "device_index", "device_type")
 _IN_CONTAINER: Final = ("namespace", "pod", "container", "vdevice_index", "device_uuid")
 _OF_POD: Final = ("namespace", "node", "pod", "container_index", "device_uuid")
 
-#: New label -> old label. In the series of pods the node's label has another name.
+#: New label -> old label. In the series of pods the node's label has another old name.
 _OLD_LABELS: Final = {
     "node": "nodeid",
     "device_index": "deviceidx",
@@ -39,7 +39,7 @@ _OLD_LABELS_OF_POD: Final = {**_OLD_LABELS, "node": "nodename"}
 
 #: Label values.
 Values = tuple[str, ...]
-#: None: no series.
+#: A series with the value None is left out.
 Series = Mapping[Values, float | None]
 
 

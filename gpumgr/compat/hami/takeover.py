@@ -89,7 +89,7 @@ def _stop(config: Config, node: str) -> Iterator[str]:
 def _start(found: HamiState, to: Path) -> Iterator[str]:
     yield from start_commands(found.node, to, kustomize="config/kustomize/base")
     for uuid in filter(_UUID.fullmatch, _cordoned(found)):
-        yield f"gpumgr gpu cordon {uuid}    # as {DEVICE_CORDON} has it"
+        yield f"gpumgr gpu cordon {uuid}    # it is in the annotation {DEVICE_CORDON}"
     yield f"kubectl uncordon {quote(found.node)}"
 
 
@@ -104,7 +104,7 @@ def _rollback(config: Config, node: str) -> Iterator[str]:
 
 def _remove_folders(found: HamiState) -> Iterator[str]:
     for folder in found.folders:
-        yield f"rm -r {quote(str(folder))}    # when no pod that got its GPUs from HAMi's plugin runs here any longer"
+        yield f"rm -r {quote(str(folder))}    # when no running pod of this node has its GPUs from HAMi's plugin"
 
 
 def _notes(found: HamiState) -> Iterator[str]:
@@ -118,7 +118,7 @@ def _notes(found: HamiState) -> Iterator[str]:
         path, sha256 = found.library
         yield (
             f"{path} (HAMi 2.8.2 or newer) can continue to limit containers (enforcement.backend hami-core): run `gpumgr install library "
-            f"{path} --sha256 {sha256}` on the node; without it gpumgr's own limiter does"
+            f"{path} --sha256 {sha256}` on the node; otherwise gpumgr's own limiter limits them"
         )
 
 
@@ -133,8 +133,8 @@ def _pods_on(found: HamiState) -> Iterator[Pod]:
 
 
 def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
-    """The containers that the agent adopts, with the amounts that HAMi's scheduler chose, and the reasons why it can't adopt others. GPUs
-    are named by their UUIDs."""
+    """The containers that the agent adopts, with the amounts that HAMi's scheduler chose, and the reasons why it can't adopt other
+    containers. GPUs are named by their UUIDs."""
     running: list[Allocation] = []
     problems: list[str] = []
     for pod in _pods_on(found):
@@ -188,15 +188,15 @@ def specs(pod_spec: PodSpec, resources: ReplicaResources) -> list[ContainerSpec]
         (each, "sidecar" if each.restart_policy == "Always" else "init") for each in pod_spec.init_containers
     ]
     found += [(each, "app") for each in pod_spec.containers]
-    return [ContainerSpec(name=each.name or "?", kind=kind, replicas=_asked(each, resources)) for each, kind in found]
+    return [ContainerSpec(name=each.name or "?", kind=kind, replicas=_request_of(each, resources)) for each, kind in found]
 
 
-def _asked(container: KubernetesContainer, resources: ReplicaResources) -> ReplicaRequest | None:
+def _request_of(container: KubernetesContainer, resources: ReplicaResources) -> ReplicaRequest | None:
     wanted = {**container.resources.requests, **container.resources.limits}
     if any(name in wanted for name in resources.amounts):  # HAMi's webhook adds the missing number of GPUs
         wanted = {resources.count_resource: 1, **wanted}
     for name in {resources.core_resource, resources.memory_percentage_resource} & wanted.keys():
-        wanted[name] = min(quantity_or_0(str(wanted[name])), 100)  # as HAMi grants it
+        wanted[name] = min(quantity_or_0(str(wanted[name])), 100)  # HAMi grants at most 100
     return replica_request(wanted, resources, quantity_or_0)
 
 

@@ -1,7 +1,7 @@
 """Finds the driver's files for the volumes of volume.conf, below a root (the host's, or a driver container's).
 
-`ldconfig -p` lists the libraries in the root's cache, which the loader uses, too; ldconfig reads every format of the cache. Without
-ldconfig or a cache the usual folders are searched. An absolute link stays below the root.
+`ldconfig -p` lists the libraries in the root's ld.so.cache, which the loader uses, too; ldconfig reads every format of the cache. Without
+ldconfig or a cache the usual folders are searched. An absolute link is followed below the root.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def resolve(root: Path, path: str) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a regular file and no link."""
+    """Whether the path itself is a regular file, not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):

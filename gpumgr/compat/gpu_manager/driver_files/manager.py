@@ -110,7 +110,7 @@ class DriverMirror:
                 raise DriverFilesError(f"the driver's files can't be read: {error}; this is retried") from error
             self._bases |= {self._link_of(volume).parent for volume in conf.volumes}
             self._mirror(wanted, version)
-            # As gpu-manager does, the last volume with another name than `nvidia` is the one for whole GPUs.
+            # As in gpu-manager, the last volume with a name other than `nvidia` is for whole GPUs.
             return DriverFiles(
                 driver_version=version,
                 share_dir=next((link for link, plan in wanted.items() if plan.volume == SHARE), None),
@@ -228,7 +228,7 @@ def is_supplied(whole_dir: Path) -> bool:
 
 
 def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
-    """The one of `roots` with this driver's files. Raises DriverFilesError, SettingsError, OSError."""
+    """The first of `roots` that has this driver's files. Raises DriverFilesError, SettingsError, OSError."""
     volumes = load(volume_conf, _DEFAULT_WHOLE_DIR.parent).volumes
     return find_driver(roots, volumes, machine=_MACHINE, driver_version=driver_version).root
 

@@ -77,7 +77,7 @@ class NodeDriverFiles:
         return self._vcuda_error or self._error or "the driver's files are not mirrored yet"
 
     def trouble(self) -> str | None:
-        """Why new containers may not see the driver; None: they see it."""
+        """Why new containers may not see the driver; None if they see it."""
         if self._without_driver:
             return None
         if self._undecided:

@@ -44,8 +44,8 @@ def newer_cuda(environment: bytes) -> str | None:
 
 class ImageCheck:
     """Finds containers with an image that has a newer CUDA than the library supports. The image declares its CUDA in its environment:
-    NVIDIA's images set CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`). A container can
-    change its environment, so that may have any size and content.
+    NVIDIA's images set CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`). A container can change
+    its environment, which may therefore have any size and content.
 
     `environment_of` returns the environment of a process. A container can make this call hang, so it runs on a thread of its own."""
 

@@ -9,8 +9,8 @@ glibc (FILENAME_MAX 4096). The library takes exactly 8,240 bytes from one read, 
 `pids.config` is an array of int32 without a header, the host's pids. The library reads at most 1,024 of them, searches them by
 bisection (they must ascend), and counts the GPU memory of these processes only; with an empty file it counts and limits nothing.
 
-Processes in containers register by a client, gpu-client.c, a static program. An image may have it compiled as `gpu-client` beside this
-module; otherwise `cc` compiles it on the node, once.
+Processes in containers register by a client, gpu-client.c, a static program. gpumgr's image may contain the compiled program as
+`gpu-client` beside this module; otherwise `cc` compiles it on the node, once.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ BUS_ID_BYTES: Final = 15
 MOST_PIDS: Final = 1024
 _PID_BYTES: Final = 4
 
-#: The only pid in pids.config before the container has a process: the host's init never uses a GPU and never ends, so its pid never recurs.
+#: The only pid in pids.config before the container has a process: the host's init never uses a GPU and never ends, so no other process gets
+#: its pid.
 INIT_PID: Final = 1
 
 
@@ -45,7 +46,7 @@ def pack_config(tenant: GpuShare) -> bytes:
 
     Without a soft limit the cores are a hard limit (hard_limit 1). With a soft limit the container may use cores up to that limit while
     others are idle. The library passes the two names to the client that registers the process. The client requires both and the agent
-    trusts neither: a name that the kubelet does not give is replaced by the allocation's.
+    trusts neither: a name that the kubelet does not give is replaced by the allocation's id.
     """
     gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(

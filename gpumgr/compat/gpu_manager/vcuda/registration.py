@@ -132,7 +132,7 @@ class RegistrationService:
             text = f"process {peer.pid} is in no container, and this socket belongs to {tenant.describe()}"
             raise self._refused(peer, None, text)
         verdict = belongs(container, tenant)
-        if verdict == "no" and tenant.claim:  # it may be another container that uses the claim, which has the folder, too
+        if verdict == "no" and tenant.claim:  # another container of the claim has the folder mounted, too
             verdict = "unclear"
         if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
             verdict = "yes"

@@ -138,7 +138,8 @@ class ContainerSlot:
             files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def take_over(self) -> None:
-        """Adopts the files that an earlier process of the agent left. No file records which pids had registered, so all of them count.
+        """Adopts the files that an earlier process of the agent left. No file records which processes had registered, so all pids in
+        pids.config count as registered.
 
         Raises Refusal for names that vcuda.config can't hold, and OSError.
         """
