@@ -69,11 +69,12 @@ class BurstDemands:
         return limits, unknown
 
     def can_burst(self, allocation: Allocation) -> bool:
-        """Whether its mechanisms can enforce a burst."""
+        """Whether the container's mechanisms can enforce a burst."""
         return self._obstacle(allocation.mechanisms, "memory") is None
 
     def _by_user(self, allocation: Allocation) -> Sequence[tuple[PodView, Allocation]]:
-        """The pods that use the allocation, each with the allocation as that of its container; empty while no pod is known."""
+        """The pods that use the allocation, each with a copy of the allocation that names the pod and its container; empty while no pod is
+        known."""
         if allocation.claim is None:
             view = find_pod(self._pods, allocation.pod, allocation.uid)
             return [(view, allocation)] if view is not None else []

@@ -48,7 +48,7 @@ class Bursts:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     def begin(self, ledger: Ledger, use: NodeUse) -> None:
-        """Call it first in each evaluation. `use`: what the containers use by the new sample."""
+        """Call it first in each evaluation. `use`: what the containers use according to the new sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
             if not self.begun and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
@@ -166,8 +166,8 @@ class Bursts:
     # -- before a container starts or is resumed ---------------------------------------------------------------------------
 
     async def make_room(self, allocation: Allocation) -> None:
-        """Call it before a container with a share starts. Lowers the limits of others that may burst to what they use, and raises Refusal
-        if the memory of the starting container is not free then."""
+        """Call it before a container with a share starts. Lowers the limits of other containers with bursts to what they use, and raises
+        Refusal if the memory of the starting container is not free then."""
         gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._contested(allocation, gpu)]
         if not gpus:
             return
@@ -187,7 +187,7 @@ class Bursts:
             self._refuse_full(allocation, gpu)
 
     def _contested(self, allocation: Allocation, gpu: GpuName) -> bool:
-        """Whether others have memory above their requests there, or may take it."""
+        """Whether other containers on the GPU have memory above their requests, or may take it."""
         above = {name for name, place in self._above if place == gpu and name != allocation.id}
         return bool(above or self._reach(allocation, gpu))
 
@@ -251,7 +251,8 @@ class Bursts:
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
         """Which GPU has too little memory for a suspended container, and who uses it; None: it can be resumed. `needs`: GPU -> bytes.
-        `lowers`: others on these GPUs have time to get lower limits; an empty text means that the next samples show whether they do."""
+        `lowers`: others on these GPUs have time to get lower limits; an empty text means that the next samples show whether the limits are
+        lower."""
         for gpu, need_bytes in needs.items():
             if (free_bytes := self._free_bytes.get(gpu)) is None:
                 # A restore without enough memory can end the processes.

@@ -3,9 +3,9 @@
 Needs the host's pid and cgroup namespaces (a service of the host has both). Sources: cgroups(7), proc(5), and the kernel's
 Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
 
-The functions that read the path of a cgroup are pure, and raise on no text. Sources: the kubelet's naming of pod cgroups
-(pkg/kubelet/cm), containerd's and CRI-O's `linux.cgroupsPath`, runc's expansion of slices, cgroups(7), and proc(5) for /proc/PID/cgroup.
-`<uid>` is the pod's UID, for a static pod the 32 hex digits of its file's hash:
+The functions that read the path of a cgroup are pure, and accept any text. Sources: the kubelet's naming of pod cgroups (pkg/kubelet/cm),
+containerd's and CRI-O's `linux.cgroupsPath`, runc's expansion of slices, cgroups(7), and proc(5) for /proc/PID/cgroup. `<uid>` is the pod's
+UID, for a static pod the 32 hex digits of its file's hash:
 
     cgroupfs driver   [...]/kubepods[/burstable|/besteffort]/pod<uid>/<id>                    (CRI-O: /crio-<id>)
     systemd driver    [...]/kubepods[-burstable|-besteffort]-pod<uid, _ for ->.slice/cri-containerd-<id>.scope   (crio-, docker-)

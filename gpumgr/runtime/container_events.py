@@ -50,7 +50,7 @@ class AgentRecords(Protocol):
 
 
 class ContainerEvents:
-    """`containers` returns the containers that run on allocations: their pods count where the ledger has no pod yet."""
+    """`containers` returns the containers that run on allocations: `pod_of` uses their pods if the ledger has no pod yet."""
 
     def __init__(self, records: AgentRecords, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
         self._records, self._containers = records, containers
@@ -60,7 +60,8 @@ class ContainerEvents:
         self._records.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
-        """As `add`, unless the history's newest entries have the same. `user`: this user of the allocation is meant, not the first one."""
+        """As `add`, unless the same entry is among the history's newest. `user`: the container that the event concerns instead of the
+        allocation's first user."""
         entry = self._entry(allocation, reason, message, gpus)
         if user is not None:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])

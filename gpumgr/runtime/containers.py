@@ -87,7 +87,7 @@ class Containers:
         return self._cgroups.pids(container.cgroup) if container.cgroup is not None else ()
 
     def wake(self) -> None:
-        """Polls each second for a while, since a container is about to start."""
+        """Makes `tick` poll once a second for a while, since a container is about to start."""
         self._eager_until = self._clock() + EAGER_SECONDS
 
     async def tick(self) -> None:
@@ -173,7 +173,7 @@ class Containers:
         self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
 
     async def _update_table(self, listed: Sequence[Container]) -> None:
-        """Updates the table, then requests the locations of running containers without one."""
+        """Updates the table, then requests the locations of running containers that have none."""
         self._locations = {each.id: self._locations[each.id] for each in listed if each.id in self._locations}
         self._table = {each.id: self._located(each) for each in listed}
         missing = [each for each in listed if each.running and self._locations.get(each.id) is None]

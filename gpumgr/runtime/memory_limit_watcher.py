@@ -218,7 +218,7 @@ class MemoryLimitWatcher:
             )
 
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:
-        """Calls `observe` before `adjust`: the adjustment would correct what is to be found. `number`: the number of the evaluation."""
+        """Calls `observe` before `adjust`, which corrects what `observe` must find. `number`: the number of the evaluation."""
         self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
         obstacles = await self._backends.adjust(running)
         self.bursts.enforced(Enforced(number=number, obstacles=obstacles, kept_bytes=self._backends.kept_bytes()))

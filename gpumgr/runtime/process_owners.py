@@ -2,7 +2,7 @@
 
 - The processes of a container that shares a GPU are read from its cgroup, which is one small file. No process can leave the cgroup.
 - Every other GPU process is looked up by its own cgroup, once.
-- A slow container runtime delays nothing: after `timeout_seconds` its last answers are used.
+- A slow container runtime delays a call by at most `timeout_seconds`; then its last answers are used.
 """
 
 import asyncio

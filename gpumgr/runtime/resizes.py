@@ -1,7 +1,7 @@
 """Resizes of running containers: decides requests, saves the decisions, and reports them. See `gpumgr.ledger.resize`.
 
 A decision is saved before any limit changes, since each evaluation (one per sample) computes the limits from the ledger. A request is kept
-with its allocation, so that neither a crash nor a restart decides it again.
+with its allocation, so that it is not decided again after a crash or a restart.
 """
 
 from collections.abc import Callable

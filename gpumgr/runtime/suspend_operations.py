@@ -92,7 +92,7 @@ class Pages(Protocol):
     (gpumgr.enforcement.limiter.backend.Limiter)."""
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
-        """Holds the container's calls outside of the driver, or releases them. False: it has no pages, or they can't be used."""
+        """Holds the container's calls outside of the driver, or releases them. False: the container has no pages, or they can't be used."""
         ...
 
     def holds_calls(self, allocation: AllocationId) -> bool: ...
@@ -206,7 +206,7 @@ class SuspendOperations:
         failures, pause, again_at, said = 0, _RESUME_AGAIN_SECONDS, self._clock(), set[str]()
         while True:
             if not await self._wait(allocation, known, again_at, said):
-                return  # the next evaluation forgets it
+                return  # the next evaluation forgets the suspension
             if known.away:
                 known = known.to("resuming", self._records.history.now(), asked_at=known.asked_at)
                 await self._save(name, known)

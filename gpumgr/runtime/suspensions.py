@@ -93,7 +93,7 @@ class Suspensions:
                 await self._operations.save_once(name, lost.asked(lost.since))
 
     async def run(self) -> None:
-        """Looks for containers that ask for their resume while any is suspended, until cancelled."""
+        """Resumes suspended containers that ask for it, until cancelled."""
         while True:
             self._operations.changed.clear()
             away = [(name, known) for name, known in self._records.suspensions.items() if known.away]
@@ -124,7 +124,7 @@ class Suspensions:
             await self._operations.save_once(name, None)
 
     async def _decide(self, name: AllocationId) -> str | None:
-        """Begins the next step for the container, if any. Returns why the container is not suspended, if its pod demands that."""
+        """Begins the next step for the container, if any. Returns why the container is not suspended, if its pod demands a suspension."""
         allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         pause = self._operations.pauses.get(name, Pause(0.0))

@@ -1,7 +1,7 @@
 """Decides, from what the container runtime reports, whether NVIDIA's container toolkit adds the driver's files to containers.
 
 The toolkit acts in containers of its own runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs;
-containers of gpumgr name none. Source: NVIDIA Container Toolkit, architecture overview.
+containers that get GPUs from gpumgr name none. Source: NVIDIA Container Toolkit, architecture overview.
 """
 
 import re
@@ -84,7 +84,7 @@ def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
         return DriverAccess(
             mounted=False, toolkit=True, why=f"the default runtime, {runtimes.describe_default()}, is NVIDIA's container toolkit"
         )
-    others = f"; these runtimes are, for pods with their runtime class: {', '.join(found)}" if found else ""
+    others = f"; these runtimes belong to the toolkit, for pods with their runtime class: {', '.join(found)}" if found else ""
     return DriverAccess(
         toolkit=there, why=f"the default runtime, {runtimes.describe_default()}, is not NVIDIA's container toolkit{others}"
     )

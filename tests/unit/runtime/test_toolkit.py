@@ -56,7 +56,7 @@ def test_a_runtime_without_a_program_of_its_own(options: object) -> None:
             Runtimes(default="runc", programs=BOTH),
             True,
             True,
-            r"runc \(/usr/bin/runc\), is not .*; these runtimes are, .* class: nvidia$",
+            r"runc \(/usr/bin/runc\), is not .*; these runtimes belong to the toolkit, .* class: nvidia$",
         ),
         (Runtimes(default="runc", programs={"runc": ""}), True, False, "the default runtime, runc, is not NVIDIA's"),
         (Runtimes(programs={"crun": "", "nvidia": ""}), True, True, "does not report which of its runtimes"),
