@@ -87,7 +87,7 @@ class Binding:
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._initialised = 0
-        #: UUID -> NVML's index of the GPU, where it is known.
+        #: UUID -> NVML's index of the GPU; without GPUs of unknown index.
         self.indices: Mapping[str, int] = {}
         #: Failed calls by function and NVML error number; a counter that only grows.
         self.errors: Counter[tuple[str, int]] = Counter()
@@ -190,7 +190,7 @@ class Binding:
         return CallError(function, code, str(error))
 
     def _load(self) -> None:
-        """Makes the binding use our library."""
+        """Makes the binding use this object's library."""
         if self._path is None:
             if pynvml.nvmlLib is not None and pynvml.nvmlLib._name != _SYSTEM_NAME:
                 _use(None)  # an earlier Binding loaded another library from its path

@@ -91,8 +91,8 @@ _BUSY_SECONDS: Final = 1.0
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """`health` maps UUIDs to health, also of GPUs that the last snapshot lacks. While an earlier call about a GPU takes long, its health
-    is None and `sample` lacks it."""
+    """`health` maps UUIDs to health, also of GPUs that the last snapshot lacks. While an earlier call about a GPU takes long, the GPU's
+    health is None, and `sample` lacks the GPU."""
 
     sample: NodeSample
     health: Mapping[str, Observation | None]
@@ -285,5 +285,5 @@ class Nvml(Session):
             return await self._on_gpu(uuid, fn, timeout_seconds=_MIG_SECONDS)
 
     async def _open_session(self) -> None:
-        self._mig_profiles = {}  # after the driver was reloaded it may be another version
+        self._mig_profiles = {}  # the driver may have been replaced by another version
         await super()._open_session()

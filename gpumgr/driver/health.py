@@ -60,10 +60,10 @@ class HealthRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`reason` is a label of few values, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
+    """`reason` is one of few labels, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
 
-    `streak` counts the readings in a row towards leaving suspect or probation. `cordon_reason`: why an operator cordoned the GPU (None: it
-    is not cordoned). `xid` is the first XID since the GPU was last healthy: later errors are mostly its consequences.
+    `streak`: how many readings in a row were doubtful (in suspect) or good (in probation). `cordon_reason`: why an operator cordoned the
+    GPU (None: it is not cordoned). `xid` is the first XID since the GPU was last healthy: later errors are mostly its consequences.
     """
 
     state: State

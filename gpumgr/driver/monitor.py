@@ -109,7 +109,7 @@ class Monitor:
         self._hung: frozenset[str] = frozenset()
         self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
         self._down = False
-        #: A new snapshot is due.
+        #: Whether a new snapshot is due.
         self._stale = False
         self._wake = asyncio.Event()
         #: How many callers wait for samples.

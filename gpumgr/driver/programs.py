@@ -67,7 +67,7 @@ async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_second
     """Resets the GPU and returns the program's output. Raises NvmlError, with the output if the program refused. The program decides
     whether the GPU can be reset alone (some GPUs with NVLink can't)."""
     if shutil.which(program) is None:
-        raise NvmlError(f"{program} is not in PATH: install the driver's programs, or name it with nvml.smi_program")
+        raise NvmlError(f"{program} is not in PATH: install the driver's programs, or set nvml.smi_program")
     async with monitor.without_session():
         try:
             code, output = await run_program(program, "--gpu-reset", "-i", uuid, timeout_seconds=timeout_seconds)
@@ -87,6 +87,6 @@ def _advice(output: str, uuid: str, program: str) -> str:
     if "in use by another client" not in output.lower():
         return ""
     return (
-        f"\n`fuser -v /dev/nvidia*` lists the processes that have it open. Monitors such as DCGM must close it, and persistence mode "
+        f"\n`fuser -v /dev/nvidia*` lists the processes that have the GPU open. Monitors such as DCGM must close it, and persistence mode "
         f"must be off (`{program} -pm 0 -i {uuid}`)."
     )

@@ -3,8 +3,8 @@
 The utilization of each process is computed from the driver's samples. The driver returns samples newer than a given instant (microseconds
 of the wall clock), but none for a process that ran nothing. Its sampling period is a sixth of a second to a second (NVML's reference) and
 differs between processes of one GPU. A process without a new sample is either idle or was sampled just before, so its last value stays
-valid for one such period. Drivers are known to pad answers with entries of no process, to report percentages of billions, and to repeat
-entries; the wall clock may be set back. Only plausible and new entries count.
+valid for one such period. Drivers are known to pad answers with entries that belong to no process, to report percentages of billions, and
+to repeat entries; the wall clock may be set back. Only plausible and new entries count.
 """
 
 import time
@@ -34,7 +34,7 @@ _PERIOD_MICROSECONDS: Final = 1_000_000
 #: The second function (driver 550 and newer) is used if the first one is not supported.
 _FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
 
-#: The host's pid, the wall clock's microseconds, and percent of the time in which the process' kernels ran.
+#: The host's pid, the wall clock's microseconds, and percent of the time in which the process's kernels ran.
 Sample = tuple[int, int, int]
 
 
@@ -75,7 +75,7 @@ class ProcessUtilization:
         before = self._states.get(uuid) or UtilizationState(newest=now - _PERIOD_MICROSECONDS)
         try:
             samples = nvml.list_first(_FUNCTIONS, handle, before.since(now))
-        except CallError:  # counted; the sample goes on without this value, and other calls show whether the GPU is lost
+        except CallError:  # `errors` counts it; the sample lacks this value, and other calls show whether the GPU is lost
             samples = None
         if samples is None:
             return None

@@ -17,8 +17,8 @@ from gpumgr.placement.topology.devices import Gpu, GpuFailure, Level, MigProfile
 
 _INTERNAL: Final = 0
 
-#: NVML's numbers in ascending order, with our levels. NVML's names: 0 INTERNAL, 10 SINGLE, 20 MULTIPLE, 30 HOSTBRIDGE, 40 NODE, 50 SYSTEM
-#: (nvml.h, nvmlGpuTopologyLevel_t).
+#: NVML's numbers in ascending order, with gpumgr's levels. NVML's names: 0 INTERNAL, 10 SINGLE, 20 MULTIPLE, 30 HOSTBRIDGE, 40 NODE, 50
+#: SYSTEM (nvml.h, nvmlGpuTopologyLevel_t).
 _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
     (_INTERNAL, Level.PSB),
     (10, Level.PIX),

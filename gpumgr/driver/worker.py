@@ -163,8 +163,8 @@ class NvmlWorker:
                 self._start()
 
     def _attend(self, jobs: list[_Job]) -> float | None:
-        """Marks the calls that are over their time limit, and starts a thread for calls that have waited too long for one. Returns in how
-        many seconds it must be called again; None if no call is left."""
+        """Marks the calls that are over their time limit, and starts a thread for calls that have waited too long for a thread. Returns in
+        how many seconds it must be called again; None if no call is left."""
         now = time.monotonic()
         due: list[float] = []
         without_thread = False
