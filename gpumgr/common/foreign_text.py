@@ -1,4 +1,4 @@
-"""Decodes JSON and YAML that other programs wrote, and turns all errors of the decoders into one.
+"""Decodes JSON and YAML that other programs wrote, and turns all errors of the decoders into one error.
 
 For every text (nested without end, not UTF-8, of another structure) the result is a value or `UnreadableText`. If a JSON object has a key
 twice, the last value counts, as in Go.

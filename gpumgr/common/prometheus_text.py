@@ -64,7 +64,7 @@ def render_all(families: Mapping[Family, Mapping[tuple[str, ...], float]]) -> It
 
 def render_metric(metric: Metric) -> RenderedFamily:
     """A gauge, counter or histogram of prometheus_client. The start time of each counter is left out: it would double the series, and
-    process_start_time_seconds has it once."""
+    process_start_time_seconds has this time once."""
     name = f"{metric.name}_total" if metric.type == "counter" else metric.name
     lines = [
         f"{s.name}{{{label_text(s.labels, s.labels.values())}}} {+s.value}\n" if s.labels else f"{s.name} {+s.value}\n"

@@ -94,7 +94,7 @@ class Amounts(msgspec.Struct, frozen=True):
 
 
 def inner_name(resource: str, names: Mapping[str, str]) -> str:
-    """The agent's name of a resource in the kubelet's lists. `names`: the kubelet's name -> the agent's, where they differ."""
+    """The agent's name of a resource in the kubelet's lists. `names`: the kubelet's name -> the agent's, if they differ."""
     return MIG_RESOURCE if resource.startswith(MIG_PREFIX) else names.get(resource, resource)
 
 

@@ -1,7 +1,8 @@
 """Makes, recognises and removes the file of a unix socket that a server listens on.
 
-Invariants: only a socket without a listener is replaced (or any socket, if the caller says so), never another kind of file. A file that
-another process has put in the place of the own socket is not removed. Clients can't connect before the file has the wanted mode.
+Invariants: only a socket without a listener is replaced (or any socket, if the caller says so), never another kind of file. If another
+process has put a file in the place of the server's socket, that file is not removed. Clients can't connect before the file has the wanted
+mode.
 """
 
 import errno

@@ -45,8 +45,8 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """A context manager. Raises SettingsError if the kubeconfig can't be used. At its end it publishes what is due, for FLUSH_SECONDS
-        at most."""
+        """A context manager. Raises SettingsError if the kubeconfig can't be used. At the end of its block it publishes what is due, for
+        FLUSH_SECONDS at most."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None, delete_failed=False)
             return

@@ -130,7 +130,7 @@ class Components:
         )
         application = partial(make_app, self.read_model, names=(settings.node.name,))
         self.web = PageServer(application, settings.http, unix_socket=settings.http.socket)
-        #: None if the settings disable it.
+        #: None if the settings disable the display service.
         self.display = self._make_display() if settings.display.enabled else None
 
     def apply(self, settings: Settings) -> None:
@@ -225,8 +225,8 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """Makes other containers' bursts end before a container starts. It samples soon: this may need two samples, and
-        nvml.sample_period_seconds may be an hour."""
+        """Makes other containers' bursts end before a container starts. Meanwhile the driver is sampled each second: two samples may be
+        needed, and nvml.sample_period_seconds may be an hour."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
 

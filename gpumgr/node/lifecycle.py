@@ -73,7 +73,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
         )
     driver = make_driver(settings) if settings.node.mode == "dra" else None
     # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that
-    # the next agent does not wait for that.
+    # the next agent does not wait for their end.
     async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
         preload = Preload(settings, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch)
         async with node_held(settings, driver, stop, preload, notifier.status) as held:

@@ -188,7 +188,7 @@ class NodeEnforcement:
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
         """Finds the MPS program, and keeps the MPS protocol that running containers use. `lost`: the checkpoint is lost, so it is unknown
-        what they use."""
+        which protocol they use."""
         self._agent_state = agent_state
         keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
         await self.mps.open(keep_protocol=keep or lost)
@@ -201,7 +201,7 @@ class NodeEnforcement:
         await self._choose()
 
     async def _choose(self) -> None:
-        # Backends have the obstacle that the runtime does not answer, so its answer is awaited first.
+        # That the container runtime does not answer is an obstacle for some backends, so its answer is awaited first.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()

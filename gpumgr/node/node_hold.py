@@ -7,9 +7,9 @@ In node mode dra the second agent also registers the driver with sockets of its 
 registered last; the calls wait until the first agent has ended and the second one has its ledger. If the first agent has pods of mode
 plugin, the second one registers nothing.
 
-While it waits, the second agent loads a session with the driver, the pods and the containers (`Preload`), and changes nothing on the node.
-It reads the checkpoint to see whether this version can read it; its content is not final, since the agent that has the node still writes
-it.
+While it waits, the second agent opens a session with the driver and lists the pods and the containers (`Preload`), but changes nothing on
+the node. It reads the checkpoint only to see whether this version can; the content is not final, since the agent that has the node still
+writes to it.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class Preload:
     async def run(self) -> None:
         """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
         watch of the pods raises."""
-        # The other agent may be writing the file now. If it is still corrupt at the start of this agent, it is renamed.
+        # The other agent may be writing the file now. If the file is still corrupt at the start of this agent, this agent renames it.
         with suppress(CorruptError):
             self.ledger = (await asyncio.to_thread(read_checkpoint, self._settings.checkpoint.dir)).ledger
         async with asyncio.TaskGroup() as group:
@@ -131,7 +131,7 @@ async def node_held(
     """Yields True with the node's locks held, or False if `stop` was set before they were free. While it waits, `preload` runs, and
     `on_wait` gets the reason.
 
-    Raises AlreadyRunning if another agent has this node and this one may not wait, InputError if the lock file can't be made,
+    Raises AlreadyRunning if another agent has this node and this agent may not wait, InputError if the lock file can't be made,
     ListenError, and what `preload` raises.
     """
     with contextlib.ExitStack() as locks:

@@ -32,7 +32,7 @@ class OpenServer(Server):
 
     @property
     def listener(self) -> AbstractServer | None:
-        """None before `start`. `start` requires None."""
+        """The listening server of asyncio; None before `start`, which requires None."""
         return self._server
 
     @listener.setter

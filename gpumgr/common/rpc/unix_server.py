@@ -110,8 +110,8 @@ class UnixServer(DrainingServer):
         return self._socket.in_place
 
     async def listen(self) -> None:
-        """Binds and listens, or does so again on a new socket file; connections and calls stay. An existing socket is replaced, even if a
-        process still listens on it; a file that is no socket is kept.
+        """Binds the path and listens. A further call makes a new socket file; connections and calls stay. An existing socket is replaced,
+        even if a process still listens on it; a file that is no socket is kept.
 
         Raises KubeletError if the path is too long or can't be bound.
         """

@@ -42,7 +42,7 @@ def decode_pre_start(data: bytes) -> list[str]:
 
 
 def encode_allocate(responses: Iterable[ContainerResponse]) -> bytes:
-    """AllocateResponse with one message per container. An empty one is written, too: without it the kubelet fails the pod."""
+    """AllocateResponse with one message per container. A message is written even if it is empty: without it the kubelet fails the pod."""
     return b"".join([wire.field(1, encode_container_response(response)) for response in responses])
 
 

@@ -1,6 +1,6 @@
 """Reads the kubelet's record of devices, `kubelet_internal_checkpoint`, which has priority when the ledger must be rebuilt.
 
-It has what PodResources lacks: pod UIDs, ordinary init containers, and the responses of Allocate (with a path that contains the
+The record has what PodResources lacks: pod UIDs, ordinary init containers, and the responses of Allocate (with a path that contains the
 allocation's id). The format is internal to the kubelet, so the reader accepts all variants: `DeviceIDs` is a list before 1.20 and a map
 from NUMA node to ids since; the oldest files have no `Data` level. The checksum is a hash of the data as Go prints it, and can't be
 verified here. The kubelet writes the file after Allocate has returned, so it can't be used inside Allocate.
@@ -70,7 +70,7 @@ class _RegisteredFile(_RegisteredData):
 
 
 def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
-    """The entries in the file's order. Raises KubeletError if `text` is not such a file, or incomplete."""
+    """The entries in the file's order. Raises KubeletError if `text` is not such a file, or is incomplete."""
     file = _decoded(text, _File)
     return (file.Data or file).PodDeviceEntries or ()
 
@@ -176,7 +176,7 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
 
 
 def granted_in(annotations: Mapping[str, str]) -> Granted:
-    """What the response to a container with replicas has in its annotation; nothing if it has none."""
+    """What these annotations of a response say about replicas; an empty Granted if they say nothing, or can't be read."""
     try:
         return decode_json(annotations.get(GRANTED_ANNOTATION, "{}"), Granted)
     except UnreadableText:

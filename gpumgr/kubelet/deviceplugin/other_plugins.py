@@ -101,8 +101,8 @@ def _locked(path: Path) -> int:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS: Final = 10.0
-#: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names,
-#: before 0.13 nvidia.sock. HAMi's plugin is derived from it and has the same names. GKE's plugin has nvidiaGPU-TIME.sock.
+#: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names, before
+#: 0.13 nvidia.sock. HAMi's plugin is derived from NVIDIA's and has the same names. GKE's plugin has nvidiaGPU-TIME.sock.
 _GPU_MANAGER: Final = frozenset({"vcore.sock", "vmemory.sock"})
 _NVIDIA: Final = "nvidia"
 #: A socket with a full backlog belongs to a running process.

@@ -143,8 +143,8 @@ _MOST_DISCONNECT_SECONDS: Final = 5.0
 
 
 class PluginServer(UnixServer):
-    """A DevicePlugin service on its socket. A server listens once; a new socket requires a new server. Its streams are those of
-    ListAndWatch."""
+    """A DevicePlugin service on its socket. A server listens once; a new socket requires a new server. Its streams are the ListAndWatch
+    calls."""
 
     def __init__(self, path: Path, plugin: DevicePlugin) -> None:
         super().__init__(path, [plugin], plugin.end_streams)

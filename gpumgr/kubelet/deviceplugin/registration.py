@@ -8,11 +8,11 @@ Invariants:
    can be lost.
 4. The kubelet has closed its connection to the former socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an
    old stream that ends later disconnects the new registration.
-5. Each registration has a socket path of its own. Kubelets since 1.36 find clients by resource name and path: if one registers again at a
-   path while the kubelet still knows the former client, the kubelet forgets the client but not its endpoint, and refuses the path until it
-   restarts.
-6. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: after that, pods may hold
-   GPUs that only this process knows of. Another plugin would grant them again, so this one stays registered.
+5. Each registration has a socket path of its own. Kubelets since 1.36 find clients by resource name and path: if a plugin registers again
+   at a path while the kubelet still knows the former client, the kubelet forgets the client but not its endpoint, and refuses the path
+   until the kubelet restarts.
+6. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: after that, pods may hold GPUs
+   that only this process knows of. Another plugin would grant these GPUs again, so this process stays registered.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ class KubeletLink:
         return _ResourceLink(self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key))
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
-        """Registers one more resource of this kind, also while `run` runs. Its name is its key in `states` and for `observe`."""
+        """Registers one more resource of this kind, also while `run` runs. The resource's name is its key in `states` and for `observe`."""
         self._resources[name] = self._make(name, kind, name, watched)
         if self._group is not None:
             self._start_registration(self._group, name)

@@ -12,8 +12,8 @@ Invariants:
    with the same `instance` then uses a second name for its sockets, if the path has room and no file is there. With the same name, the
    kubelet would need two looks at the folder (it looks once a second): one to notice that the socket is gone, and one for the new socket.
 
-Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that the registration has ended. Older kubelets connect only for
-the first call; until then the registration counts as valid.
+Kubelets since 1.34 keep a connection to the DRA socket, so the loss of the connection shows that the registration has ended. Older kubelets
+connect only for the first call; until then the registration counts as valid.
 """
 
 import asyncio

@@ -155,7 +155,7 @@ class DraPlugin:
                 return "ok", await decide(claim)
             except Refusal as refusal:
                 outcome, text = str(refusal.code), str(refusal)
-            except Exception as error:  # a bug in the decision about one claim must not fail the others; it is logged only here
+            except Exception as error:  # a bug in one claim's decision must not fail other claims; the error is logged only here
                 _log.exception("claim_failed", rpc=rpc, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
                 outcome, text = "internal", failed_inside(rpc, error)
             # To the kubelet an empty error means success, and an error that is not UTF-8 would fail the whole call.

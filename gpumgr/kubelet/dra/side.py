@@ -196,7 +196,7 @@ class DraSide:
             await asyncio.sleep(2.0)
 
     def _hold(self, reason: str | None) -> None:
-        """Sets why the driver (in mode plugin: the device plugins) must not be registered now; None: it may be."""
+        """Sets why the driver (in mode plugin: the device plugins) must not be registered now; None lifts this."""
         if reason is not None:
             if reason != self.held_back and self._settings.node.mode == "dra":
                 log.warning("registration_waits", reason=reason)
@@ -219,8 +219,8 @@ class DraSide:
             await asyncio.sleep(ADOPT_SECONDS)
 
     async def _adopt_once(self) -> str | None:
-        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known (it can't be read or saved),
-        else None. Claims that are already prepared may be prepared again."""
+        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known (the claim can't be read or
+        saved), else None. Claims that are already prepared may be prepared again."""
         if not self._pods.synced:
             return "the API server has not listed the pods"
         used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
@@ -272,8 +272,8 @@ class DraSide:
             logged = dict(failed)
 
     async def _keep_specs(self) -> None:
-        """Writes CDI specs again that other programs have removed or changed: the restart of a container makes no Prepare call that would
-        do it."""
+        """Writes CDI specs again that other programs have removed or changed: when a container restarts, no Prepare call writes its
+        spec."""
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)
             await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))

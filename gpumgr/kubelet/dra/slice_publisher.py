@@ -2,11 +2,12 @@
 
 Invariants:
 
-1. Nothing is written before the kubelet has registered the driver: pods on a node without it wait for more than a minute.
+1. Nothing is written before the kubelet has registered the driver: on a node without the driver, pods with claims wait for more than a
+   minute.
 2. A starting kubelet deletes the slices of its node, a moment before or after it registers the driver. So a deleted slice is created again
    at once if the driver was registered recently; else at the next registration, but after `notify_seconds` at the latest, since other
    clients delete slices, too.
-3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
+3. A change of the devices is written at once, and a further change `change_seconds` later. The last state is always written.
 4. A slice is compared with the form in which the API server has stored it, so no write is repeated without a change.
 5. A list may lack the slice although the watch has shown no deletion. Then the slice counts as deleted, unless it is newer than the list.
 6. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
@@ -182,8 +183,8 @@ class SlicePublisher:
             await wait_at_most(self._wake, pause)
 
     async def _step(self) -> float | None:
-        """Writes once if a write is due. Returns the seconds until the next step, or None if it depends on events. Raises what requests
-        raise."""
+        """Writes once if a write is due. Returns the seconds until the next step, or None if the next step waits for an event. Raises what
+        requests raise."""
         devices = self.devices
         if devices is None or not self.registration.registered or self._withdrawn:
             return None

@@ -102,7 +102,7 @@ def slice_devices(
 
 def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tuple[SliceDevice, ...]:
     """The devices of `now`, and the ones that only `before` has, with the taint LOST_TAINT, since existing claims may hold them. The order
-    of `before` is kept, since the topology without them has another order."""
+    of `before` is kept, since the topology without the lost devices has another order."""
     found = {device.name: device for device in now}
     lost = [device for device in before if device.name not in found]
     if not lost:
@@ -205,7 +205,8 @@ def dropped(sent: Json, stored: Mapping[str, Any]) -> Dropped | None:
 
 
 def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[SliceDevice, ...]:
-    """The devices that can be published although the API server drops fields: none without sharing, only untainted ones without taints."""
+    """The devices that can be published: none if the API server drops the fields for sharing, only devices without taints if it drops
+    taints."""
     if loss is None:
         return tuple(devices)
     return () if loss.sharing else tuple(device for device in devices if not device.taints)
