@@ -225,7 +225,7 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """Makes other containers' bursts end before a container starts. Meanwhile the driver is sampled each second: two samples may be
+        """Makes other containers' bursts end before a container starts. Until then the driver is sampled each second: two samples may be
         needed, and nvml.sample_period_seconds may be an hour."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
