@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from gpumgr.common.proc import PROC, mount_tables, mounted_root
+from gpumgr.common.proc import PROC, mount_tables, mounted_root, start_time_ticks
 from gpumgr.ledger.ledger import AllocationId
 
 #: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if the process is gone.
@@ -68,9 +68,11 @@ class Identities:
         return None if inside is None else Identity(namespace, inside)
 
     def all(self) -> Iterator[Identity]:
-        """Every process of the host that the agent may see. Raises OSError."""
+        """Every process of the host that the agent may see and that has not ended, as a zombie has. Raises OSError."""
         for name in os.listdir(self._proc_root):
-            if name.isdecimal() and (found := self.of(int(name))) is not None:
+            if not name.isdecimal() or start_time_ticks(int(name), self._proc_root) is None:
+                continue
+            if (found := self.of(int(name))) is not None:
                 yield found
 
 

@@ -83,6 +83,7 @@ static struct gpu {
     struct tenant *tenants, *holder;
     int64_t served_at, due; /* the last and the next look at it */
     int64_t until; /* the end of the holder's turn */
+    int64_t virtual_ns; /* the lowest one of the tenants that were active last */
     bool draining; /* its turn is over, its work has not ended */
 } gpus[GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -181,11 +182,11 @@ static void refresh(struct tenant *t, int64_t now) {
         t->share = limits.share < 1 ? 100 : limits.share > 100 ? 100 : limits.share; /* 0: not limited by the library */
         t->ceiling = limits.ceiling < t->share ? t->share : limits.ceiling > 100 ? 100 : limits.ceiling;
         t->quantum_ns = (limits.quantum_us < 1000 ? 1000 : limits.quantum_us > 100000 ? 100000 : limits.quantum_us) * 1000ll;
-    }
+    } else limits.share = 0;
     if (pread(t->limits_fd, &t->suspended, sizeof t->suspended, (off_t)offsetof(struct gm_limits, suspend)) < 0) t->suspended = 0;
     put(t->limits_fd, &beat, sizeof beat, (off_t)offsetof(struct gm_limits, heartbeat_ns));
     restore(t);
-    plan_absence(t);
+    if (limits.share) plan_absence(t);
     uint32_t pass = t->ceiling >= 100 && t->gpu->tenants == t && !t->next;
     if (pass == t->pass) return;
     t->pass = pass;
@@ -193,10 +194,10 @@ static void refresh(struct tenant *t, int64_t now) {
     wake(t);
 }
 
-/* The lowest virtual time of the GPU's active tenants except `but`; `own` if there is none. */
-static int64_t lowest(const struct gpu *g, const struct tenant *but, int64_t now, int64_t own) {
+/* The lowest virtual time of the GPU's active tenants except `but`; `other` if there is none. */
+static int64_t lowest(const struct gpu *g, const struct tenant *but, int64_t now, int64_t other) {
     bool found = false;
-    int64_t least = own;
+    int64_t least = other;
     for (struct tenant *t = g->tenants; t; t = t->next) {
         if (t == but || now - t->active_at > AWAY_NS) continue;
         if (!found || t->virtual_ns < least) least = t->virtual_ns;
@@ -227,7 +228,7 @@ static void look(struct tenant *t, int64_t now) {
     if (!(t->flags & GM_BUSY)) t->overran = false;
     if (!t->flags) return;
     if (now - t->active_at > AWAY_NS) {
-        int64_t least = lowest(t->gpu, t, now, t->virtual_ns);
+        int64_t least = lowest(t->gpu, t, now, t->gpu->virtual_ns);
         if (t->virtual_ns < least) t->virtual_ns = least;
     }
     t->active_at = now;
@@ -314,6 +315,7 @@ static int64_t serve(struct gpu *g, int64_t now) {
     for (struct tenant *t = g->tenants; t; t = t->next) parts += has_gpu(t, other);
     for (struct tenant *t = g->tenants; t; t = t->next)
         if (has_gpu(t, other)) charge(t, (now - g->served_at) / parts, now);
+    g->virtual_ns = lowest(g, NULL, now, g->virtual_ns);
     g->served_at = now;
     g->draining = false;
     if (h) serve_holder(g, h, other, now);

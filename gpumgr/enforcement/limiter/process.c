@@ -1,5 +1,5 @@
-/* The pages, this process's slot, its devices; fork. */
-#define _GNU_SOURCE
+/* The pages, this process's slot, its devices; fork. Without _GNU_SOURCE: with it, glibc 2.38 and newer replaces strtoull and sscanf by
+ * functions that older ones lack. */
 #include "library.h"
 #include "old_glibc.h"
 #include <errno.h>
@@ -103,6 +103,19 @@ int gm_slots(void) {
     uint32_t slots = __atomic_load_n(&process.use->slots, __ATOMIC_ACQUIRE);
     return slots < GM_SLOTS ? (int)slots : GM_SLOTS;
 }
+/* A zombie has ended, unless it is the first thread of a process in which others still run. */
+static bool has_ended(uint32_t pid) {
+    char path[32], text[512];
+    if (kill((pid_t)pid, 0) && errno == ESRCH) return true;
+    snprintf(path, sizeof path, "/proc/%u/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC), threads = 2;
+    ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    text[n < 0 ? 0 : n] = 0;
+    const char *state = strrchr(text, ')');
+    if (state) sscanf(state, ") Z %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %d", &threads);
+    return threads < 2;
+}
 int gm_reap_slots(void) {
     struct gm_process *p = process.turn ? &process : NULL;
     uint64_t own = p ? pid_namespace() : 0;
@@ -110,7 +123,7 @@ int gm_reap_slots(void) {
     for (int i = 0; own && i < gm_slots(); i++) {
         struct gm_use_slot *s = &p->use->slot[i];
         uint32_t pid = __atomic_load_n(&s->pid, __ATOMIC_ACQUIRE);
-        if (!pid || s->pid_namespace != own || kill((pid_t)pid, 0) == 0 || errno != ESRCH) continue;
+        if (!pid || s->pid_namespace != own || !has_ended(pid)) continue;
         /* With our pid the slot is ours until it is empty. If we are killed before, it is a dead process's slot again. */
         if (!__atomic_compare_exchange_n(&s->pid, &pid, p->pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
         empty_slot(i);

@@ -19,6 +19,7 @@
  *   crowd N                     N children that use CUDA and stay, without a context; how many had an answer
  *   close                       dlclose of the driver
  *   exec                        the program anew
+ *   leave                       the first thread ends, another one stays; no answer
  *   child                       a child by fork that launches and ends; its status
  *   latency BURSTS              launches of kernels that take no time, in bursts within a turn; ns of each: p50 and p99
  *   calls                       how many calls of the driver this thread has made
@@ -397,6 +398,10 @@ static int crowd(int number) {
     while (n < number && read(ready[0], &one, 1) == 1) n++;
     return n;
 }
+static V stay(V unused) {
+    for (;;) pause();
+    return unused;
+}
 /* A child that uses what it must not, after its parent's CUDA: it ends all the same. */
 static R child_launches(void) {
     V kernel = launched("work_1000");
@@ -702,7 +707,11 @@ int main(int argc, char **argv) {
             if (model_leave) model_leave();
             r = execv("/proc/self/exe", argv);
         }
-        else if (!strcmp(word, "child")) r = child_launches();
+        else if (!strcmp(word, "leave")) {
+            pthread_t thread;
+            pthread_create(&thread, NULL, stay, NULL);
+            pthread_exit(NULL);
+        } else if (!strcmp(word, "child")) r = child_launches();
         else if (!strcmp(word, "latency")) r = latency((int)a, &x, &y);
         else if (!strcmp(word, "calls")) r = FOUND(cuFakeCalls, (N *))(&x);
         else if (!strcmp(word, "own")) x = own_p50, y = own_p99;

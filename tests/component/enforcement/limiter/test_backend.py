@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -259,6 +260,18 @@ async def test_the_slot_of_a_process_that_was_killed_is_freed(place: Place) -> N
         assert tenant.ask("info")[1] == GPU.memory_bytes - CONTEXT_BYTES
         most = (GPU.memory_bytes - CONTEXT_BYTES) // (64 * MIB) * 64 * MIB
         assert tenant.ask(f"grab alloc {64 * MIB} {most}")[:2] == (0, most)
+
+
+async def test_the_slot_of_a_zombie_is_freed(place: Place) -> None:
+    await place.start()
+    with place.tenant() as tenant:
+        os.kill(tenant.pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, tenant.pid, os.WEXITED | os.WNOWAIT)
+        place.tenants.remove(tenant)  # the runtime does not list it
+        for _ in range(3):
+            await place.check()
+        assert place.turns().memory_bytes_by_kind == {}
+        place.tenants.append(tenant)
 
 
 # -- cores -----------------------------------------------------------------------------------------------------------------------

@@ -101,6 +101,12 @@ def test_a_container_has_the_same_part_of_the_time_on_its_gpus(node: Node, tmp_p
     assert _parts(containers[1:], 0) == set(range(80))
 
 
+def test_a_tenant_without_a_limit_of_cores_takes_no_part_of_the_time_without_an_arbiter(node: Node, tmp_path: Path) -> None:
+    containers = containers_of(tmp_path, [0, 30, 70])
+    node.arbitrate(containers)
+    assert len(_parts(containers, 0)) == 100
+
+
 @pytest.mark.parametrize("away_seconds", [0, 8])
 def test_processes_of_a_container_share_its_turn_and_its_part_while_the_arbiter_is_away(
     node: Node, tmp_path: Path, away_seconds: int
@@ -185,6 +191,14 @@ def test_a_tenant_that_comes_back_has_no_claim_on_the_time_before(node: Node, tm
     _, tenants = arbitrated(node, containers_of(tmp_path, [50, 50], 100))
     assert tenants[0].ask(f"work products {_MS} 1")[0] == 0
     assert gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([50, 50], abs=3)
+
+
+def test_a_tenant_that_used_a_free_gpu_does_not_pay_for_it_when_another_one_comes(node: Node, tmp_path: Path) -> None:
+    """Also if it pauses at that moment."""
+    _, tenants = arbitrated(node, containers_of(tmp_path, [10, 90], 100))
+    for tenant, milliseconds in ((tenants[0], 3000), (started(node, None), 500), (tenants[1], 20)):
+        assert tenant.ask(f"work products {milliseconds} 1")[0] == 0
+    assert gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([10, 90], abs=3)
 
 
 def test_a_tenant_that_launches_seldom_leaves_its_turn_to_the_other(node: Node, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gpumgr.common.errors import InputError
 from gpumgr.enforcement.limiter.libraries import library_path
 from tests.component.enforcement.limiter.harness import PROGRAMS, Container, Node, Target, hooks, take_all_slots
-from tools.limiter import LIBRARY, compile_program
+from tools.limiter import LIBRARY, SOURCES, compile_program
 
 
 def _readelf(option: str, library: Path) -> str:
@@ -48,6 +48,14 @@ def test_each_function_of_another_library_has_a_version(target: Target) -> None:
     undefined = re.findall(r" (GLOBAL|WEAK) +\w+ +UND (\S+)", _readelf("--dyn-syms", target.programs / LIBRARY))
     assert ("GLOBAL", "open") in [(binding, name.split("@")[0]) for binding, name in undefined]
     assert [name for binding, name in undefined if binding == "GLOBAL" and "@GLIBC_" not in name] == []
+
+
+def test_no_function_is_replaced_by_one_of_a_newer_glibc() -> None:
+    """With _GNU_SOURCE, glibc 2.38 and newer replaces these when the library is compiled."""
+    sources = {path.name: path.read_text() for path in SOURCES.glob("*.c") if path.name != "arbiter.c"}
+    extended = [name for name, text in sources.items() if "#define _GNU_SOURCE" in text]
+    assert extended
+    assert [name for name in extended if re.search(r"\b(strto[a-z]+|v?[fs]?scanf)\b", sources[name])] == []
 
 
 #: Functions for threads that glibc 2.17 has in libc.

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -331,6 +332,28 @@ def test_what_killed_processes_held_can_be_had_again(node: Node, tmp_path: Path,
     tenant = _started(node, container)
     assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
     assert node.used_bytes() == container.reserved_bytes() == _LIMIT
+
+
+def test_what_a_zombie_held_can_be_had_again(node: Node, tmp_path: Path) -> None:
+    """Many containers have a first process that does not wait for its children."""
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
+    os.kill(tenant.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, tenant.pid, os.WEXITED | os.WNOWAIT)
+    assert _started(node, container).ask(f"grab alloc {_ROOM} 1")[0] == 0
+    assert container.reserved_bytes() == _LIMIT
+
+
+def test_a_process_whose_first_thread_has_ended_keeps_its_memory(node: Node, tmp_path: Path) -> None:
+    """It looks like a zombie."""
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
+    tenant.send("leave")
+    while ") Z " not in Path(f"/proc/{tenant.pid}/stat").read_text():
+        time.sleep(0.001)
+    assert node.start(container).ask("init 0")[0] == _OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("seed", range(4))
