@@ -1,4 +1,4 @@
-"""An answer with kept parts equals a new one after any change between its steps."""
+"""An answer with kept parts equals a new one after any change between its steps; its choices are allowed, and no allowed node is missed."""
 
 from itertools import islice
 from typing import Any
@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpumgr.cluster.core.choose import NodeChoice
 from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PodRequest
-from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
-from tests.cluster_states import node_state, request, share
+from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
+from tests.cluster_states import expect, node_state, request, share
 
 
 def gpus(name: str, models: tuple[str, ...]) -> NodeState:
@@ -70,12 +72,19 @@ def test_a_kept_answer_equals_a_new_one(
 ) -> None:
     """Each change happens after some steps of a call that asks the same."""
     quotas = Quotas({"one": NamespaceQuota(limits=tuple(limits))})
-    index, kept = ClusterIndex([quotas]), KeptAnswers()
+    index, kept = ClusterIndex([quotas]), KeptRejections()
     for name in PLACES:
         index.set_node(gpus(name, {"a": ("A100",) * 4, "v": ("V100",) * 4}.get(name, DIFFERENT[0])))
 
-    def question(kept: KeptAnswers | None) -> RankWithinQuota:
+    def question(kept: KeptRejections | None) -> RankWithinQuota:
         return RankWithinQuota(index, quotas, "one", wanted, "binpack", PLACES, most, kept)
+
+    def chosen_on(name: str) -> object:
+        node = expect(NodeState, index.node(name))
+        return quotas.choose("one", node, index.used(name), wanted, "binpack")
+
+    def refused(name: str, choice: NodeChoice) -> str | None:
+        return quotas.refusal("one", quotas.choice_holding(choice, wanted, expect(NodeState, index.node(name))))
 
     for number, change in enumerate(steps):
         asked = question(kept).examine()
@@ -86,3 +95,9 @@ def test_a_kept_answer_equals_a_new_one(
         found = question(kept).rank()
         assert found
         assert found == question(None).rank()
+        allowed = [name for name in PLACES if isinstance(chosen_on(name), NodeChoice)]
+        if isinstance(found, Rejection):
+            assert not allowed
+        else:
+            assert {name for name, _ in found} <= set(allowed)
+            assert not any(refused(name, choice) for name, choice in found)

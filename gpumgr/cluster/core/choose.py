@@ -62,7 +62,7 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
     """Finds room for the pod's containers, one after another. Changes none of its arguments."""
     constraints = request.constraints
-    allowed = node.allowed(constraints)
+    allowed = node.allowed(request)
     use, chosen, score, vcuda = PodUse(), list[Shares](), 0, list[GpuCapacity]()
     for position, container in enumerate(request.containers):
         if position and container.kind == "init" and container == request.containers[position - 1]:
@@ -84,7 +84,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
             if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
                 placement = _find(node, capacities, wanted, required, policy, constraints)
         if placement is None:
-            return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], constraints)
+            return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], request)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
         shares = tuple((gpu, devices.get(gpu) or _on(container, node.gpus[gpu])) for gpu in sorted(gpus))
         use.add(container.kind, shares)
@@ -247,15 +247,16 @@ def _any_share(container: ContainerRequest) -> ContainerRequest:
     return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
 
 
-def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], constraints: Constraints) -> Misfit:
-    """`capacities`: only of the GPUs that the constraints allow."""
+def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], request: PodRequest) -> Misfit:
+    """`capacities`: only of the GPUs that the request allows."""
     if not node.gpus:
         return Misfit(container=None)
+    constraints = request.constraints
     misfit = partial(Misfit, container=container, constraints=constraints)
     sets = _sets(node, list(capacities), container.gpus, constraints)
     if not capacities or not sets:
         named = replace(node, naming="uuid")
-        fixed = any(named.allowed(constraints)) and named.numa_nodes(constraints, container.gpus) != []
+        fixed = any(named.allowed(request)) and named.numa_nodes(constraints, container.gpus) != []
         agent_chooses = node.naming == "none" and fixed
         return misfit(none_allowed=True, agent_chooses=agent_chooses, distance=float("inf"))
     free = max(_free(each) for each in sets)

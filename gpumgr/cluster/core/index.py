@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.node import NodeState, Used, plus_taken
-from gpumgr.cluster.core.profiles import Profile, Profiles
+from gpumgr.cluster.core.profiles import Profile, Profiles, Rank
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.cluster.core.summary import covers, frontier
@@ -288,25 +288,33 @@ class ClusterIndex:
 
     def rank(self, shape: Shape, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
         """The best nodes of `names` for the request, the best one first, at most `most` of them. `names` must not be empty."""
-        found = self._fitting(shape, names, most)
-        if isinstance(found, Rejection):
-            return found
-        made = ((name, self._choice_on(name, shape) if room is None else shape.in_room(room, name)) for _, name, room in found)
-        return [(name, choice) for name, choice in made if isinstance(choice, NodeChoice)]
+        return [each[1:] for each in self.best(shape, names, most)] or self.rejection(shape, names)
 
     def order(self, shape: Shape, names: Names, most: int | None = None) -> list[str] | Rejection:
         """The names of `rank`; without `most` all that fit."""
-        found = self._fitting(shape, names, most)
-        return found if isinstance(found, Rejection) else [name for _, name, _ in found]
+        return [name for _, name, _ in self.fitting(shape, names, most)] or self.rejection(shape, names)
 
-    def _fitting(self, shape: Shape, names: Names, most: int | None) -> list[Found] | Rejection:
-        offered = self.node_set(names)
-        named, nodes = self._named(shape.request, offered)
+    def best(self, shape: Shape, names: Names, most: int) -> list[tuple[Rank, str, NodeChoice]]:
+        """The nodes of `rank` with their ranks; empty if no node fits."""
+        found = self.fitting(shape, names, most)
+        made = (
+            (rank, name, self._choice_on(name, shape) if room is None else shape.in_room(room, name))
+            for rank, name, room in found
+        )
+        return [(rank, name, choice) for rank, name, choice in made if isinstance(choice, NodeChoice)]
+
+    def fitting(self, shape: Shape, names: Names, most: int | None = None) -> list[Found]:
+        """The nodes of `order`; empty if no node fits."""
+        named, nodes = self._named(shape.request, self.node_set(names))
         fits = shape.fitting(nodes, most)
         choices = [(name, self._choice_on(name, shape)) for name in named]
         fits += [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
-        if fits:
-            return sorted(fits, key=itemgetter(0, 1))[:most] if named else fits
+        return sorted(fits, key=itemgetter(0, 1))[:most] if named else fits
+
+    def rejection(self, shape: Shape, names: Names) -> Rejection:
+        """Why none of these nodes fits. The caller has checked that none does."""
+        offered = self.node_set(names)
+        named, nodes = self._named(shape.request, offered)
         closest = [*shape.misfits(nodes), *((1, name, None) for name in named)]
         if offered.others:
             closest.append((len(offered.others), min(offered.others), None))

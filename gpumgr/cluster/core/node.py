@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from gpumgr.cluster.core.request import Shares
+from gpumgr.cluster.core.request import GpuType, PodRequest, Shares
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
@@ -33,6 +33,10 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 0
     scaling: Scaling | None = None
     mig: tuple[MigProfile, ...] = ()
+
+    @property
+    def type(self) -> GpuType:
+        return self.model, self.memory_mebibytes, self.scaling
 
     @property
     def offered(self) -> bool:
@@ -75,17 +79,16 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
         by_uuid = {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
         return by_uuid | {index: position for position, index in enumerate(self.indices)}
 
-    def allowed(self, constraints: Constraints) -> Sequence[bool]:
-        """For each GPU, whether a pod with these constraints may use it. If the node's agent chooses the GPUs, the pod may use all of them
-        or none."""
-        if constraints == UNCONSTRAINED:
+    def allowed(self, request: PodRequest) -> Sequence[bool]:
+        """For each GPU, whether the constraints and the quota of the pod allow it. If the node's agent chooses the GPUs, the pod may use
+        all of them or none."""
+        constraints, denied = request.constraints, request.denied
+        if constraints == UNCONSTRAINED and not denied:
             return [True] * len(self.gpus)
         chosen_here = self.naming == "none"
         if constraints.unused and chosen_here and len(self.gpus) > 1:
             return [False] * len(self.gpus)
-        if not constraints.of_single_gpus:
-            return [True] * len(self.gpus)
-        each = [constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in self.gpus]
+        each = [gpu.type not in denied and constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in self.gpus]
         return each if not chosen_here or all(each) else [False] * len(each)
 
     def numa_nodes(self, constraints: Constraints, gpus: int) -> Sequence[int] | None:

@@ -4,10 +4,10 @@ What a pod holds is added when it is placed (assumed or bound) and subtracted wh
 number of pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Final
+from functools import cache, lru_cache
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -16,7 +16,7 @@ from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import memory_text
 from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import NodeState, Used
-from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, PodUse, Policy
+from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodRequest, PodUse, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.replicas import Scaling
@@ -53,8 +53,6 @@ NONE_HELD: Final = Held()
 #: What a pod holds of each kind of GPU.
 Holding = Mapping[GpuKind, Held]
 NO_HOLDING: Final[Holding] = {}
-#: A choice that was tried: what the pod would hold, and on which kinds of GPUs it exceeds a limit; on none: it is allowed.
-Trial = tuple[frozenset[tuple[GpuKind, Held]], frozenset[GpuKind]]
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +124,17 @@ class _Class:
     names: set[str] = field(default_factory=set)
 
 
+class Denial(NamedTuple):
+    """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `entire`: every choice of GPUs on these nodes. `whole`: the
+    GPUs that can't have the whole pod. `each`: the GPUs that can have no container of it."""
+
+    nodes: Set[str]
+    reason: str
+    entire: bool
+    whole: frozenset[GpuType]
+    each: frozenset[GpuType]
+
+
 class Quotas:
     """Follows a ClusterIndex as its listener. `limits`: by namespace; other namespaces have none. `problem`: why no limits are known."""
 
@@ -181,29 +190,19 @@ class Quotas:
 
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
-    def excluded(self, namespace: str, request: PodRequest) -> Mapping[str, Set[str]]:
-        """Maps each reason, a text with the numbers, to the nodes on which every choice of GPUs exceeds the quota."""
-        reasons: dict[str, set[str]] = {}
+    def denials(self, namespace: str, request: PodRequest) -> Iterator[Denial]:
+        """For all nodes with GPUs that the quota denies the pod."""
         if namespace not in self.limits:
-            return reasons
-        for each in self._classes.values():
-            if each.uniform is not None:
-                refusal = self.refusal(namespace, on_equal_gpus(each.uniform, request.containers))
-            else:
-                closed = self.closed(namespace, each.gpus, request)
-                refusal = min(closed.values()) if len(closed) == len(each.gpus) else None
-            if refusal is not None:
-                reasons.setdefault(refusal, set()).update(each.names)
-        return reasons
-
-    def closed(self, namespace: str, gpus: Set[CountedGpu], request: PodRequest) -> Mapping[CountedGpu, str]:
-        """The GPUs that no container of the pod may have, with the reason."""
+            return
         parts = {replace(each, gpus=1) for each in request.containers}
-        found = {}
-        for gpu in gpus:
-            if all(self.refusal(namespace, on_equal_gpus(gpu, (part,))) for part in parts):
-                found[gpu] = str(self.refusal(namespace, on_equal_gpus(gpu, request.containers)))
-        return found
+        whole = cache(lambda gpu: self.refusal(namespace, on_equal_gpus(gpu, request.containers)))
+        denied = cache(lambda gpu: all(self.refusal(namespace, on_equal_gpus(gpu, (part,))) for part in parts))
+        for found in self._classes.values():
+            refused = {gpu: text for gpu in found.gpus if (text := whole(gpu)) is not None}
+            closed = refused.keys() if found.uniform else {gpu for gpu in refused if denied(gpu)}
+            if refused:
+                entire = len(closed) == len(found.gpus)
+                yield Denial(found.names, min(refused.values()), entire, _types(refused), _types(closed))
 
     def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
         """Why the namespace may not hold `wanted` besides what it holds, or None."""
@@ -233,11 +232,8 @@ class Quotas:
         request: PodRequest,
         policy: Policy,
         freed: Holding = NO_HOLDING,
-        *,
-        tried: list[Trial] | None = None,
     ) -> NodeChoice | Misfit | Rejection:
         """The choice on this node among the GPUs that the quota allows. The quota's Rejection if only other GPUs have room for the pod.
-        The choices that were tried are appended to `tried`.
 
         While a choice exceeds the quota, one of the GPUs that count against the limit is closed, and the next choice is tried. If the pod
         needs only one GPU, all GPUs that count in the same way are closed with it. With several containers an allowed choice may be
@@ -250,10 +246,7 @@ class Quotas:
             choice = choose(node, used, request, policy)
             if isinstance(choice, Misfit):
                 return choice if refused is None else Rejection(refused[0])
-            holding = self.choice_holding(choice, request, node)
-            found = self._refused(namespace, holding, freed)
-            if tried is not None:
-                tried.append((frozenset(holding.items()), found[1] if found is not None else frozenset()))
+            found = self._refused(namespace, self.choice_holding(choice, request, node), freed)
             if found is None:
                 return choice
             refused = refused or found
@@ -264,18 +257,6 @@ class Quotas:
             offered = (replace(gpu, cordoned=gpu.cordoned or place in closed) for place, gpu in enumerate(node.gpus))
             node = replace(node, gpus=tuple(offered))
 
-    def denial(self, namespace: str, tried: Iterable[Trial]) -> str | None:
-        """Why `choose` would deny a node on which it once tried these choices; "": it would not; None: it would now try other choices."""
-        reason = ""
-        for holding, exceeding in tried:
-            found = self._refused(namespace, dict(holding), NO_HOLDING)
-            if found is None:
-                return ""
-            if found[1] != exceeding:
-                return None
-            reason = reason or found[0]
-        return reason
-
     def without(self, namespace: str, uid: str) -> "Quotas":
         """A copy of one namespace's quota and use, without what this pod holds. Later changes do not reach the copy."""
         made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
@@ -284,11 +265,6 @@ class Quotas:
         if owner == namespace:
             _add(made._used[namespace], holding, -1)
         return made
-
-    def gpus_on(self, node: NodeState) -> frozenset[CountedGpu]:
-        """The different GPUs of a node of the index. A node that the index knows only from its pods has no class yet."""
-        known = self._class_of.get(node.name)
-        return known.gpus if known is not None else frozenset(gpus_of(node))
 
     def used(self, namespace: str, limit: Limit) -> Held:
         """What the pods of the namespace hold within this limit."""
@@ -362,6 +338,10 @@ def _sum(holding: Holding, limit: Limit) -> Held:
         if limit.covers(kind):
             total = total.plus(held)
     return total
+
+
+def _types(gpus: Iterable[CountedGpu]) -> frozenset[GpuType]:
+    return frozenset((kind.model, memory, scaling) for kind, memory, scaling in gpus)
 
 
 def gpus_of(node: NodeState) -> list[CountedGpu]:

@@ -22,6 +22,8 @@ MAX_GPU_CONTAINERS: Final = 64
 #: (position of the GPU on its node, amounts) of each GPU of a container.
 Shares = tuple[tuple[int, Amounts], ...]
 NOTHING: Final = Amounts()
+#: What a quota distinguishes among the GPUs of one node: model, memory in MiB, scaling (see GpuState).
+GpuType = tuple[str, int, Scaling | None]
 
 #: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.core.shape`.
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
@@ -87,13 +89,15 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
     `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy that chooses the node, if it differs from the
-    policy that chooses the GPUs of the node. A request has no names, so that pods with equal requests share every result.
+    policy that chooses the GPUs of the node. `denied`: GPUs that the quota of the pod's namespace denies. A request has no names, so that
+    pods with equal requests share every result.
     """
 
     containers: tuple[ContainerRequest, ...] = ()
     constraints: Constraints = UNCONSTRAINED
     cpu_milli: int = 0
     node_policy: Policy | None = None
+    denied: frozenset[GpuType] = frozenset()
 
     @property
     def without_cpu(self) -> "PodRequest":
@@ -103,7 +107,7 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def gpu_digest(self) -> bytes:
-        """A digest of the request without CPU. It is the key of stored results, because constraints may have long texts."""
+        """A digest of the pod's own request without CPU. It is the key of stored results, because constraints may have long texts."""
         return blake2b(repr((self.containers, self.constraints, self.node_policy)).encode(), digest_size=16).digest()
 
     @cached_property

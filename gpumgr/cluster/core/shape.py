@@ -22,13 +22,13 @@ from functools import lru_cache, reduce
 from heapq import nlargest, nsmallest
 from itertools import count, groupby, islice
 from operator import itemgetter, or_
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose, lack_of
-from gpumgr.cluster.core.node import NodeState, Used, plus_taken
+from gpumgr.cluster.core.node import GpuState, NodeState, Used, plus_taken
 from gpumgr.cluster.core.profiles import (
     FreeCores,
     Place,
@@ -41,7 +41,7 @@ from gpumgr.cluster.core.profiles import (
     taken_cores,
     usable_cores,
 )
-from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodRequest, Policy
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
@@ -82,6 +82,16 @@ class _Best:
             self._worst = self.found[-1][0]
 
 
+class _OnState(NamedTuple):
+    """What a request is on nodes with this state. `number`: of all that decides the choice besides the use of the GPUs: the request, the
+    policy, and which GPUs are allowed (not the constraints' text). `least`: what the pod takes at least in total. `state` is kept, so that
+    no other state gets its id()."""
+
+    state: NodeState
+    number: int
+    least: Amounts
+
+
 class Shape:
     """One request under one policy. `offered` and `nodes` are sets of nodes as in `gpumgr.cluster.core.profiles`."""
 
@@ -102,13 +112,16 @@ class Shape:
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
-        #: `_allowed`: (UUID, model) -> whether the pod may use the GPU; None: it may use any. `_wanted`: (MiB, scaling) -> what a share
-        #: takes of the GPU.
-        self._allowed: dict[tuple[str, str], bool] | None = None if request.constraints == UNCONSTRAINED else {}
+        constraints = request.constraints
+        #: Whether the pod may use only some of the GPUs with room for it.
+        of_each = constraints != UNCONSTRAINED and (constraints.of_single_gpus or constraints.unused)
+        self._restricted = of_each or bool(request.denied)
+        #: `_allowed`: (UUID, type, has MIG devices) -> whether the pod may use the GPU. `_wanted`: (MiB, scaling) -> what a share takes of
+        #: the GPU.
+        self._allowed: dict[tuple[str, GpuType, bool], bool] = {}
         self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
-        #: id() of a profile's state, which equal nodes share -> the state, its key, and the least that the pod takes there in total. The
-        #: state is kept, so that no other one gets this id().
-        self._states: dict[int, tuple[NodeState, int, Amounts]] = {}
+        #: By id() of a profile's state, which equal nodes share.
+        self._states: dict[int, _OnState] = {}
 
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
@@ -147,15 +160,12 @@ class Shape:
             return
         offered &= -1 if self._share is None else self._apart
         fits = False
-        for profile in self._candidates(offered, most, None if reasons else 1):
-            if self._kept(profile) is None:
-                self.examined(profile)
-                yield
-            fits = fits or isinstance(self._kept(profile), Ranked)
+        for _, found in self._choices(offered, most, None if reasons else 1):
+            fits = fits or isinstance(found, Ranked)
+            yield
         for profile in self._nearest(offered)[0] if reasons and not fits else ():
-            if self._kept(profile) is None:
-                self.examined(profile)
-                yield
+            self.examined(profile)
+            yield
 
     def examined(self, profile: Profile) -> Ranked | Misfit:
         """The rank of the nodes of a profile, or why they do not fit."""
@@ -168,13 +178,13 @@ class Shape:
             else:
                 found = replace(choice, constraints=UNCONSTRAINED)
             if self._own is None:
-                profile.keep(self._key(profile), found)
+                profile.keep(self._on_state(profile.state).number, found)
             else:
                 self._own[profile] = found
         return found
 
     def _may_fit(self, profile: Profile) -> bool:
-        least = self._on_state(profile.state)[2]
+        least = self._on_state(profile.state).least
         if (
             profile.idle_gpus < self._whole_gpus
             or profile.cores.free < least.cores
@@ -186,8 +196,8 @@ class Shape:
             for cores, blocks in self._largest
         )
 
-    def _candidates(self, offered: int, most: int | None, enough: int | None) -> Iterator[Profile]:
-        """The profiles that may fit. The caller examines each before it takes the next one."""
+    def _choices(self, offered: int, most: int | None, enough: int | None) -> Iterator[tuple[Profile, Ranked | Misfit]]:
+        """The profiles that may fit, as `examined`."""
         if self._whole_gpus:
             offered &= self._profiles.with_idle_gpus(self._whole_gpus)
         profiles = self._there(offered)
@@ -196,39 +206,38 @@ class Shape:
             places = self._profiles.in_order(offered)
             profiles = list(dict.fromkeys(each.profile.idle if self._whole else each.profile for each in places))
         for profile in profiles:
-            if self._may_fit(profile):
-                yield profile
-                left -= isinstance(self._kept(profile), Ranked)
-                if not left:
-                    return
+            if (found := self._kept(profile)) is None:
+                if not self._may_fit(profile):
+                    continue
+                found = self.examined(profile)
+            yield profile, found
+            left -= isinstance(found, Ranked)
+            if not left:
+                return
 
     def _kept(self, profile: Profile) -> Ranked | Misfit | None:
-        return profile.choices.get(self._key(profile)) if self._own is None else self._own.get(profile)
+        if self._own is not None:
+            return self._own.get(profile)
+        known = self._states.get(id(profile.state)) or self._on_state(profile.state)
+        return profile.choices.get(known.number)
 
-    def _key(self, profile: Profile) -> int:
-        """A number for all that decides the choice in a profile: the request, the policy, and which GPUs the constraints allow (not the
-        constraints' text)."""
-        return self._on_state(profile.state)[1]
-
-    def _on_state(self, state: NodeState) -> tuple[NodeState, int, Amounts]:
+    def _on_state(self, state: NodeState) -> _OnState:
         if (known := self._states.get(id(state))) is not None:
             return known
         constraints, gpus = self.request.constraints, state.gpus
-        restricted = self._allowed is not None and constraints.of_single_gpus
-        allowed = restricted and tuple(constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig)) for gpu in gpus)
+        allowed = self._restricted and tuple(self._is_allowed(gpu) for gpu in gpus)
         decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
-        number = _number_of((replace(self._gpu_request, constraints=decisive), allowed, self.policy))
+        plain = replace(self._gpu_request, constraints=decisive, denied=frozenset())
+        number = _number_of((plain, allowed, self.policy))
         kinds = {(gpu.memory_mebibytes, gpu.scaling) for gpu in gpus}
         sums = [NOTHING] if any(gpu.mig for gpu in gpus) else [self.request.least_in_total(*kind) for kind in kinds]
         least = Amounts(min(each.cores for each in sums), min(each.memory_mebibytes for each in sums)) if sums else NOTHING
-        return self._states.setdefault(id(state), (state, number, least))
+        return self._states.setdefault(id(state), _OnState(state, number, least))
 
     @property
     def _apart(self) -> int:
         """Nodes where more than one GPU decides whether a share fits: they have GPUs with MIG devices, or their agent chooses the GPU."""
-        constraints, profiles = self.request.constraints, self._profiles
-        restricted = self._allowed is not None and (constraints.of_single_gpus or constraints.unused)
-        return profiles.with_mig | (profiles.unnamed if restricted else 0)
+        return self._profiles.with_mig | (self._profiles.unnamed if self._restricted else 0)
 
     def _there(self, offered: int) -> list[Profile]:
         return self._profiles.there(offered, idle=self._whole)
@@ -250,8 +259,8 @@ class Shape:
 
     def _in_profiles(self, offered: int, best: _Best, enough: int | None) -> None:
         alike: dict[tuple[Rank, FreeCores | None, bool], int] = {}
-        for profile in self._candidates(offered, best.most, enough):
-            if isinstance(found := self.examined(profile), Ranked):
+        for profile, found in self._choices(offered, best.most, enough):
+            if isinstance(found, Ranked):
                 for short in (False, True):
                     if nodes := profile.nodes[short] & offered:
                         key = found.rank, found.taken, short
@@ -332,19 +341,20 @@ class Shape:
         return _by_policy(self.policy, (cores_free - most,))[: 2 if self.policy == "topology" else 1]
 
     def _fits(self, room: Room, share: ContainerRequest) -> bool:
-        if not (self._is_allowed(room) and room.offered) or (self.request.constraints.unused and room.used != NOTHING):
+        if not (self._is_allowed(room.gpu) and room.offered) or (self.request.constraints.unused and room.used != NOTHING):
             return False
         if share.replica is None:
             return room.cores_free >= share.cores and room.blocks_free >= share.memory_blocks
         wanted = self._amounts(room, share)
         return (wanted.memory_mebibytes > 0 or wanted.whole) and room.gpu.has_room(room.used, wanted)
 
-    def _is_allowed(self, room: Room) -> bool:
-        if self._allowed is None:
+    def _is_allowed(self, gpu: GpuState) -> bool:
+        if not self._restricted:
             return True
-        key = room.gpu.uuid, room.gpu.model
+        key = gpu.uuid, gpu.type, bool(gpu.mig)
         if key not in self._allowed:
-            self._allowed[key] = self.request.constraints.allows(*key)
+            allowed = self.request.constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig))
+            self._allowed[key] = allowed and gpu.type not in self.request.denied
         return self._allowed[key]
 
     def _amounts(self, room: Room, share: ContainerRequest) -> Amounts:
@@ -390,7 +400,7 @@ class Shape:
         allowed = closed = 0
         lacks: list[tuple[float, int]] = []
         for room in self._profiles.rooms_of(nodes):
-            if (here := (room.nodes[0] | room.nodes[1]) & nodes) and self._is_allowed(room):
+            if (here := (room.nodes[0] | room.nodes[1]) & nodes) and self._is_allowed(room.gpu):
                 allowed |= here
                 lack = self._lack(room, share)
                 if not room.offered:

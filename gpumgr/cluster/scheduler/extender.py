@@ -19,7 +19,7 @@ from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, placed_pod
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
+from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from gpumgr.cluster.scheduler.binding import (
     WRITE_SECONDS,
     BindingError,
@@ -82,7 +82,7 @@ class Extender:
         self._quotas = quotas
         self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
-        self._kept = KeptAnswers()
+        self._kept = KeptRejections()
         self._rejections = Rejections(index, quotas, watches, self._kept, clock=clock)
         #: UIDs of the pods for which a Binding is being sent.
         self._sending: set[str] = set()

@@ -79,7 +79,7 @@ class Reasons:
                 await asyncio.sleep(0)
             state = self._index.node(name)
             if state is not None and covers(self._overview.sums(name), wanted):
-                used, allowed = self._index.used(name), state.allowed(request.constraints)
+                used, allowed = self._index.used(name), state.allowed(request)
                 gpus = [each for each in zip(state.gpus, used, allowed, strict=True) if each[2]]
                 if covers(free_sum((gpu, held) for gpu, held, _ in gpus), wanted):
                     return True
@@ -105,8 +105,8 @@ class Reasons:
         waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
         if pod.refusal is not None:
             return waiting
-        excluded = self._quotas.excluded(pod.namespace, pod.request)
-        denied = {name: text for text, names in excluded.items() for name in names}
+        denials = self._quotas.denials(pod.namespace, pod.request)
+        denied = {name: each.reason for each in denials if each.entire for name in each.nodes}
         found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
         for number, name in enumerate(list(self._overview.names)):
             if number % _SLICE == 0:

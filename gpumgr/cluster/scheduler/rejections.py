@@ -22,7 +22,7 @@ from gpumgr.cluster.core.index import ClusterIndex, Largest, NodeSet
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.within_quota import KeptAnswers, RankWithinQuota
+from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common import aio
@@ -63,7 +63,7 @@ class Rejections:
         index: ClusterIndex,
         quotas: Quotas,
         watches: ClusterWatches,
-        kept: KeptAnswers,
+        kept: KeptRejections,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
