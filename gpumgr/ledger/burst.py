@@ -5,16 +5,15 @@ stays guaranteed, although memory in use can't be taken back.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
 from gpumgr.common.units import BLOCK_MEBIBYTES, Amounts, GpuName
-from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.placement.pods import PodView
 
 _MEBIBYTE: Final = 1 << 20
-_K = TypeVar("_K")
 
 
 class ContainerMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,14 +25,46 @@ class ContainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int | None = None
 
     @property
-    def unused_bytes(self) -> int:
-        """The memory that it was granted and does not use."""
-        return max(0, self.request_bytes - (self.used_bytes or 0))
-
-    @property
     def burst_bytes(self) -> int:
         """The memory that it holds above its request."""
         return max(0, (self.used_bytes or 0) - self.request_bytes)
+
+
+class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of some containers on one GPU. `free_bytes`: the GPU's memory that no process uses; None: not known. `granted_bytes`: what
+    these containers were granted together; memory that a container took over from an init container was granted only once."""
+
+    containers: Mapping[AllocationId, ContainerMemory]
+    free_bytes: int | None
+    granted_bytes: int
+
+    @property
+    def unused_bytes(self) -> int:
+        """What was granted and is not used."""
+        return max(
+            0, self.granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in self.containers.values())
+        )
+
+    def limits(self, *, starting: bool) -> dict[AllocationId, int]:
+        """The limits that the containers have now, in bytes: whole MiB, and never below a request. `starting`: another container needs
+        memory of the GPU, so none of these may burst further now."""
+        room = 0 if starting or self.free_bytes is None else max(0, self.free_bytes - self.unused_bytes) // _MEBIBYTE * _MEBIBYTE
+        return {
+            key: each.request_bytes
+            + min(each.limit_bytes - each.request_bytes, -(-each.burst_bytes // _MEBIBYTE) * _MEBIBYTE + room)
+            for key, each in self.containers.items()
+        }
+
+    def missing_bytes(self, need_bytes: int, guaranteed_bytes: int, reach_bytes: int = 0) -> int:
+        """How much memory the GPU lacks for another container that starts or is resumed; 0: it can begin. `need_bytes` must be free, and
+        `guaranteed_bytes` must be free after what these containers were granted and do not use yet is set aside, and `reach_bytes`, which
+        they may take beyond that. Both are the same, unless the GPU's memory is oversubscribed: then only what the ledger counts for a
+        container is guaranteed, and the rest of the free memory goes to the container that takes it first. While the free memory is not
+        known, what others may take is missing."""
+        if self.free_bytes is None:
+            return reach_bytes
+        left = max(0, self.free_bytes - self.unused_bytes - reach_bytes)
+        return max(0, need_bytes - self.free_bytes, guaranteed_bytes - left)
 
 
 def wanted_limits(allocation: Allocation, view: PodView, memory_mebibytes: Mapping[GpuName, int]) -> dict[GpuName, int]:
@@ -64,40 +95,6 @@ def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int])
         for gpu, granted in a.gpus.items() if a.resized or a.container in limits else ():
             above += a.limits_on(gpu).most(Amounts(0, limits.get(a.container or "", 0))).beyond(granted)
     return above
-
-
-def limits_now(
-    memories: Mapping[_K, ContainerMemory], *, free_bytes: int | None, granted_bytes: int, starting: bool
-) -> dict[_K, int]:
-    """The limits that all containers on one GPU have now, in bytes: whole MiB, and never below a request. `free_bytes`: memory that no
-    process uses; None: not known. `granted_bytes`: the sum of all requests on the GPU. `starting`: a container is about to start on the
-    GPU, so no container may burst further now."""
-    unused = unused_bytes(memories.values(), granted_bytes)
-    room = 0 if starting or free_bytes is None else max(0, free_bytes - unused) // _MEBIBYTE * _MEBIBYTE
-    return {
-        key: each.request_bytes + min(each.limit_bytes - each.request_bytes, -(-each.burst_bytes // _MEBIBYTE) * _MEBIBYTE + room)
-        for key, each in memories.items()
-    }
-
-
-def unused_bytes(memories: Iterable[ContainerMemory], granted_bytes: int) -> int:
-    """What was granted and is not used. Memory that a container took over from an init container was granted only once."""
-    return max(0, granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in memories))
-
-
-def obstacle_to_start(
-    memories: Mapping[_K, ContainerMemory], own: ContainerMemory, *, free_bytes: int, granted_bytes: int, slack_bytes: int
-) -> tuple[int, _K] | None:
-    """Whether a container with the memory `own` can start while the containers in `memories` are on the GPU. None: it can. Otherwise the
-    bytes that are left for it, and the container that holds most above its request. `granted_bytes`: the sum of all requests on the GPU,
-    its own included. Memory that was granted to others does not count as left. A container that holds at most `slack_bytes` above its
-    request (contexts, rounding) is no obstacle."""
-    unused = unused_bytes([own, *memories.values()], granted_bytes)
-    left = max(0, free_bytes - max(0, unused - own.unused_bytes))
-    holder = max(memories, key=lambda key: memories[key].burst_bytes, default=None)
-    if own.unused_bytes <= left or holder is None or memories[holder].burst_bytes <= slack_bytes:
-        return None
-    return left, holder
 
 
 def blocks_of_burst(mebibytes: int) -> int:

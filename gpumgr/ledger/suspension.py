@@ -249,14 +249,6 @@ def overcommitted(
     return found if scaled and sum(a.limits_on(gpu).memory_mebibytes for a in found) > memory_mebibytes else ()
 
 
-def missing_bytes(need_bytes: int, guaranteed_bytes: int, *, free_bytes: int, unused_bytes: int) -> int:
-    """How much memory a GPU lacks for a resume; 0: it can begin. `guaranteed_bytes`: how much must be free after `unused_bytes` (what
-    others were granted and do not use yet) is set aside. It is the container's request, or what it used before the suspension if that was
-    more. With oversubscribed memory it is only what the ledger counts for the container; the rest of the free memory goes to the container
-    that takes it first."""
-    return max(0, need_bytes - free_bytes, guaranteed_bytes - max(0, free_bytes - unused_bytes))
-
-
 def waits_for(missing: int, gpu: GpuName, holders: Mapping[str, int]) -> str:
     """The reason of a resume that waits for memory. `holders`: the names of the other containers on the GPU, and what they use in bytes."""
     return f"it waits for {-(-missing >> 20)} MiB of GPU {gpu}, used by {used_by(holders)}"

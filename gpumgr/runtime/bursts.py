@@ -2,8 +2,8 @@
 other containers wait here until their memory is free. See `gpumgr.ledger.burst` and `gpumgr.ledger.limits_in_force`."""
 
 import asyncio
-import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from msgspec.structs import replace
@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from gpumgr.agent.container_starts import is_share
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import GpuName
-from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, unused_bytes
+from gpumgr.ledger.burst import ContainerMemory, GpuMemory
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.limits_in_force import UNKNOWN_BYTES, Enforced, LimitsInForce
-from gpumgr.ledger.suspension import missing_bytes, waits_for
+from gpumgr.ledger.suspension import waits_for
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.burst_demands import BurstDemands
@@ -34,7 +34,7 @@ class Bursts:
         self._records, self.demands, self.slack_bytes = records, demands, 0
         #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
-        self._memories: Mapping[GpuName, Mapping[AllocationId, ContainerMemory]] = {}
+        self._memories: Mapping[AllocationOnGpu, ContainerMemory] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
         #: Suspended container -> the memory that it had on each GPU. Others may use it until the resume.
         self._away: Mapping[AllocationId, Mapping[GpuName, int]] = {}
@@ -67,23 +67,28 @@ class Bursts:
         limits |= {
             place: -(-each.memory_bytes >> 20) << 20
             for place, each in use.containers.items()
-            if place[0] in unknown and (each.memory_bytes or 0) > (each.memory_request_bytes or 0) and each.memory_bytes
+            if place[0] in unknown and each.memory_bytes and each.memory_bytes > (each.memory_request_bytes or 0)
         }
         self._away = {a: each.memory_bytes for a, each in self._records.suspensions.items() if each.away}
-        memories = _memories(ledger, use, limits, self._away)
-        self._memories = {gpu: {a: each for a, each in found.items() if a not in self._away} for gpu, found in memories.items()}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
-        held = {(a, gpu): each for gpu, found in memories.items() for a, each in found.items()}
+        self._memories = {
+            place: ContainerMemory(
+                request_bytes=(request_bytes := each.memory_request_bytes or 0),
+                limit_bytes=max(request_bytes, limits.get(place, 0)),
+                used_bytes=self._away[place[0]].get(place[1], 0) if place[0] in self._away else each.memory_bytes,
+            )
+            for place, each in use.containers.items()
+            if is_share(ledger.allocations[place[0]])
+        }
         self._above = frozenset(
             place
-            for place, each in held.items()
-            if place in limits
-            or (each.burst_bytes and (place in self._above or place[0] in unknown or self._burst_before(ledger, place, each)))
+            for place, each in self._memories.items()
+            if place in limits or (each.burst_bytes and (place in self._above or self._burst_before(ledger, place, each)))
         )
-        sums: dict[GpuName, int] = {}
+        held = Counter[GpuName]()
         for place in self._above:
-            sums[place[1]] = sums.get(place[1], 0) + held[place].burst_bytes
-        await self._records.set_burst({gpu: -(-size >> 20) for gpu, size in sums.items() if size})
+            held[place[1]] += self._memories[place].burst_bytes
+        await self._records.set_burst({gpu: -(-size >> 20) for gpu, size in held.items() if size})
         if limits:
             uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
             shares, use = self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
@@ -145,15 +150,7 @@ class Bursts:
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
         moving = [each.memory_bytes for each in self._records.suspensions.values() if each.needs_room]
         starting = {gpu for gpus in (*self._starting.values(), self.growing, *moving) for gpu in gpus}
-        now = {
-            gpu: limits_now(
-                memories,
-                free_bytes=self._free_bytes.get(gpu),
-                granted_bytes=self._granted_bytes(ledger, gpu),
-                starting=gpu in starting,
-            )
-            for gpu, memories in self._memories.items()
-        }
+        now = {gpu: self._memory(ledger, gpu).limits(starting=gpu in starting) for gpu in {gpu for _, gpu in self._above}}
         limited = dict(shares)
         for name, share in shares.items():
             if any((name, gpu.name) in self._above for gpu in share.gpus):
@@ -171,11 +168,12 @@ class Bursts:
         gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._contested(allocation, gpu)]
         if not gpus:
             return
+        key = object()
+        self._starting[key] = gpus
         try:
             async with asyncio.timeout(_ROOM_SECONDS):
-                with self.kept_free(gpus):
-                    while any(self._may_lack_memory(allocation, gpu) for gpu in gpus):
-                        await self._news.wait()
+                while any(self._may_lack_memory(allocation, gpu) for gpu in gpus):
+                    await self._news.wait()
         except TimeoutError:
             why = [": ".join(found) for gpu in gpus if (found := self._not_lowered(self._reach(allocation, gpu)))]
             raise Refusal(
@@ -183,6 +181,8 @@ class Bursts:
                 f"the memory limits of other containers on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
                 f"{f': {why[0]}' if why else ''}; the kubelet tries again by itself",
             ) from None
+        finally:
+            del self._starting[key]
         for gpu in gpus:
             self._refuse_full(allocation, gpu)
 
@@ -190,16 +190,6 @@ class Bursts:
         """Whether other containers on the GPU have memory above their requests, or may take it."""
         above = {name for name, place in self._above if place == gpu and name != allocation.id}
         return bool(above or self._reach(allocation, gpu))
-
-    @contextlib.contextmanager
-    def kept_free(self, gpus: Collection[GpuName]) -> Iterator[None]:
-        """A context manager: while its block runs, no container on these GPUs may take more memory for a burst."""
-        key = object()
-        self._starting[key] = gpus
-        try:
-            yield
-        finally:
-            del self._starting[key]
 
     async def measured(self) -> None:
         """Returns when the next evaluation of a sample has computed the limits of bursts."""
@@ -213,7 +203,7 @@ class Bursts:
         reach = {}
         for other in self._records.ledger.on(gpu):
             if other.id != allocation.id and is_share(other) and other.id not in self._away:
-                memory = self._memories.get(gpu, {}).get(other.id)
+                memory = self._memories.get((other.id, gpu))
                 aside = other.held_on(gpu).most(other.guaranteed_on(gpu)).memory_mebibytes << 20
                 above = self._most_bytes(other, gpu) - max(aside, (memory and memory.used_bytes) or 0)
                 if above > 0:
@@ -225,24 +215,29 @@ class Bursts:
         known = self._records.ledger.allocations
         return next(((known[name].describe(), why) for name, why in self.obstacles.items() if name in reach), None)
 
-    def _memory_of(self, allocation: Allocation, gpu: GpuName) -> tuple[ContainerMemory, Mapping[AllocationId, ContainerMemory]]:
-        """The memory of the container, and of the others on the GPU that are in the ledger now."""
-        found = {name: each for name, each in self._memories.get(gpu, {}).items() if name in self._records.ledger.allocations}
-        request_bytes = allocation.guaranteed_on(gpu).memory_mebibytes << 20
-        own = found.pop(allocation.id, None) or ContainerMemory(request_bytes=request_bytes, limit_bytes=request_bytes)
-        return own, found
+    def _memory(self, ledger: Ledger, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
+        """The memory of the containers on the GPU, without suspended ones and without the one of `but`."""
+        left_out = {*self._away, but.id if but else ""}
+        not_counted = sum((a.amounts_on(gpu) - a.shrunk_on(gpu)).memory_mebibytes for a in ledger.on(gpu) if a.id in left_out)
+        names = ledger.allocations.keys() - left_out
+        return GpuMemory(
+            containers={name: each for (name, place), each in self._memories.items() if place == gpu and name in names},
+            free_bytes=self._free_bytes.get(gpu),
+            granted_bytes=(ledger.in_force(gpu).memory_mebibytes - not_counted) << 20,
+        )
+
+    def _others(self, allocation: Allocation, gpu: GpuName) -> GpuMemory:
+        return self._memory(self._records.ledger, gpu, but=allocation)
 
     def _may_lack_memory(self, allocation: Allocation, gpu: GpuName) -> bool:
         """Whether others may still take memory that the starting container needs."""
-        (own, others), reach, free_bytes = (
-            self._memory_of(allocation, gpu),
-            self._reach(allocation, gpu),
-            self._free_bytes.get(gpu),
-        )
-        if not reach or free_bytes is None:
-            return bool(reach)
-        unused = unused_bytes(others.values(), self._granted_bytes(self._records.ledger, gpu) - own.request_bytes)
-        return own.unused_bytes > free_bytes - unused - sum(reach.values())
+        reach_bytes, need_bytes = sum(self._reach(allocation, gpu).values()), self._needed_bytes(allocation, gpu)
+        return bool(reach_bytes and self._others(allocation, gpu).missing_bytes(need_bytes, need_bytes, reach_bytes))
+
+    def _needed_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
+        """What a container that starts needs there in addition to what it uses."""
+        known = self._memories.get((allocation.id, gpu))
+        return max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
         """Says which of these GPUs has an unknown amount of free memory; None if all are known."""
@@ -254,66 +249,41 @@ class Bursts:
         `lowers`: others on these GPUs have time to get lower limits; an empty text means that the next samples show whether the limits are
         lower."""
         for gpu, need_bytes in needs.items():
-            if (free_bytes := self._free_bytes.get(gpu)) is None:
-                # A restore without enough memory can end the processes.
-                return self.unknown_memory([gpu])
-            oversubscribed = gpu in allocation.limits
-            granted = allocation.gpus[gpu] if oversubscribed else allocation.guaranteed_on(gpu)
-            guaranteed_bytes = max(granted.memory_mebibytes << 20, 0 if oversubscribed else need_bytes)
-            unused = unused_bytes(self._memory_of(allocation, gpu)[1].values(), self._granted_bytes(self._records.ledger, gpu))
-            reach = self._reach(allocation, gpu) if lowers else {}
-            for reach_bytes in (sum(reach.values()), 0):
-                missing = missing_bytes(need_bytes, guaranteed_bytes, free_bytes=free_bytes, unused_bytes=unused + reach_bytes)
-                if missing and reach_bytes:
-                    found = self._not_lowered(reach)
-                    return f"the memory limit of {found[0]} can't be lowered: {found[1]}" if found else ""
-                if missing:
-                    return waits_for(missing, gpu, self.others_use(allocation, gpu))
+            if unknown := self.unknown_memory([gpu]):  # a restore without enough memory can end the processes
+                return unknown
+            guaranteed_bytes = _guaranteed_bytes(allocation, gpu)
+            if gpu not in allocation.limits:  # it gets back a burst, too
+                guaranteed_bytes = max(guaranteed_bytes, need_bytes)
+            others, reach = self._others(allocation, gpu), self._reach(allocation, gpu) if lowers else {}
+            if reach and others.missing_bytes(need_bytes, guaranteed_bytes, sum(reach.values())):
+                found = self._not_lowered(reach)
+                return f"the memory limit of {found[0]} can't be lowered: {found[1]}" if found else ""
+            if missing := others.missing_bytes(need_bytes, guaranteed_bytes):
+                return waits_for(missing, gpu, self.others_use(allocation, gpu))
         return None
 
     def others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
         """What the other containers on the GPU use, by their names, in bytes."""
         known = self._records.ledger.allocations
-        return {known[name].describe(): each.used_bytes or 0 for name, each in self._memory_of(allocation, gpu)[1].items()}
-
-    def _granted_bytes(self, ledger: Ledger, gpu: GpuName) -> int:
-        """What all containers on the GPU may use, without suspended containers."""
-        away = (a.amounts_on(gpu) - a.shrunk_on(gpu) for a in ledger.on(gpu) if a.id in self._away)
-        return (ledger.in_force(gpu).memory_mebibytes - sum(each.memory_mebibytes for each in away)) << 20
+        return {known[name].describe(): each.used_bytes or 0 for name, each in self._others(allocation, gpu).containers.items()}
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        if (free_bytes := self._free_bytes.get(gpu)) is None:
-            return
-        own, others = self._memory_of(allocation, gpu)
-        granted_bytes = self._granted_bytes(self._records.ledger, gpu)
-        found = obstacle_to_start(others, own, free_bytes=free_bytes, granted_bytes=granted_bytes, slack_bytes=self.slack_bytes)
-        if found:
-            left, holder = found
-            name, burst_bytes = self._records.ledger.allocations[holder].describe(), others[holder].burst_bytes
+        """Raises Refusal if the container's memory is not free, and another one holds more than the slack above its request."""
+        need_bytes, others = self._needed_bytes(allocation, gpu), self._others(allocation, gpu)
+        burst_bytes, holder = max(((each.burst_bytes, name) for name, each in others.containers.items()), default=(0, ""))
+        if (missing := others.missing_bytes(need_bytes, need_bytes)) and burst_bytes > self.slack_bytes:
             raise Refusal(
                 "conflict",
-                f"GPU {gpu} has {left >> 20} MiB of memory left for the container, which needs {own.unused_bytes >> 20} MiB: {name} holds "
-                f"{burst_bytes >> 20} MiB above its request; the kubelet tries again by itself",
+                f"GPU {gpu} has {need_bytes - missing >> 20} MiB of memory left for the container, which needs {need_bytes >> 20} MiB: "
+                f"{self._records.ledger.allocations[holder].describe()} holds {burst_bytes >> 20} MiB above its request; the kubelet tries "
+                "again by itself",
             )
 
 
-def _memories(
-    ledger: Ledger,
-    use: NodeUse,
-    limits: Mapping[AllocationOnGpu, int],
-    away: Mapping[AllocationId, Mapping[GpuName, int]],
-) -> Mapping[GpuName, Mapping[AllocationId, ContainerMemory]]:
-    found: dict[GpuName, dict[AllocationId, ContainerMemory]] = {}
-    for (name, gpu), each in use.containers.items():
-        if is_share(ledger.allocations[name]):
-            request = each.memory_request_bytes or 0
-            limit = max(request, limits.get((name, gpu), 0))
-            found.setdefault(gpu, {})[name] = ContainerMemory(
-                request_bytes=request,
-                limit_bytes=limit,
-                used_bytes=away[name].get(gpu, 0) if name in away else each.memory_bytes,
-            )
-    return found
+def _guaranteed_bytes(allocation: Allocation, gpu: GpuName) -> int:
+    """What is kept for the container there. It may use more if the memory is oversubscribed."""
+    kept = allocation.gpus[gpu] if gpu in allocation.limits else allocation.guaranteed_on(gpu)
+    return kept.memory_mebibytes << 20
 
 
 def _free_bytes(gpu: Gpu, sample: NodeSample) -> int | None:

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
-from gpumgr.ledger.burst import ContainerMemory, limits_now, obstacle_to_start, wanted_limits
+from gpumgr.ledger.burst import ContainerMemory, GpuMemory, wanted_limits
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request, candidates, choose
 from gpumgr.ledger.ids import count
@@ -24,6 +24,12 @@ SHARE = Allocation(id="a", container="main", gpus={GPU: Amounts(30, 1024)})
 def memory(request: int, limit: int, used: int | None) -> ContainerMemory:
     """In GiB."""
     return ContainerMemory(request_bytes=request * GIB, limit_bytes=limit * GIB, used_bytes=None if used is None else used * GIB)
+
+
+def on_gpu(memories: list[ContainerMemory], free: int | None, granted: int) -> GpuMemory:
+    """`free`, `granted`: in GiB."""
+    containers = {str(number): each for number, each in enumerate(memories)}
+    return GpuMemory(containers=containers, free_bytes=None if free is None else free * GIB, granted_bytes=granted * GIB)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +78,7 @@ def view(limits: dict[str, int]) -> PodView:
 def test_how_far_containers_may_go_now(
     memories: list[ContainerMemory], free: int | None, granted: int, limits: list[int]
 ) -> None:
-    now = limits_now(
-        dict(enumerate(memories)),
-        free_bytes=None if free is None else free * GIB,
-        granted_bytes=granted * GIB,
-        starting=False,
-    )
+    now = on_gpu(memories, free, granted).limits(starting=False)
     assert [size / GIB for size in now.values()] == limits
 
 
@@ -87,33 +88,47 @@ def test_while_a_container_starts_nobody_gets_more_than_it_uses_or_requests() ->
         "b": memory(4, 16, 1),
         "c": ContainerMemory(request_bytes=GIB, limit_bytes=4 * GIB, used_bytes=GIB + 1),
     }
-    now = limits_now(memories, free_bytes=9 * GIB, granted_bytes=9 * GIB, starting=True)
+    now = GpuMemory(containers=memories, free_bytes=9 * GIB, granted_bytes=9 * GIB).limits(starting=True)
     assert now == {"a": 6 * GIB, "b": 4 * GIB, "c": GIB + (1 << 20)}
 
 
 @pytest.mark.parametrize(
-    ("memories", "own", "free", "granted", "obstacle"),
+    ("memories", "free", "granted", "need", "missing"),
     [
-        ([memory(4, 16, 8)], memory(4, 4, None), 4, 8, None),
-        ([memory(4, 16, 9), memory(1, 16, 3)], memory(4, 4, None), 3, 9, (3, 0)),
+        ([memory(4, 16, 8)], 4, 4, 4, 0),
+        ([memory(4, 16, 9), memory(1, 16, 3)], 3, 5, 4, 1),
         # What others were granted is not left for it.
-        ([memory(4, 16, 8), memory(2, 2, 1)], memory(4, 4, None), 4, 10, (3, 0)),
+        ([memory(4, 16, 8), memory(2, 2, 1)], 4, 6, 4, 1),
+        ([memory(2, 2, None)], 8, 4, 4, 0),
+        ([memory(2, 2, None)], 8, 5, 4, 1),
         # Its own init container had the same memory, and so had another pod's.
-        ([memory(4, 16, 8), memory(4, 4, None)], memory(4, 4, None), 4, 8, None),
-        ([memory(4, 16, 8), memory(2, 2, 2), memory(2, 2, None)], memory(4, 4, None), 4, 10, None),
-        # It has started before, and holds a part.
-        ([memory(4, 16, 8)], memory(4, 4, 3), 1, 8, None),
-        # No burst is to blame.
-        ([memory(4, 16, 4)], memory(4, 4, None), 1, 8, None),
-        ([memory(4, 16, 5)], memory(4, 4, None), 1, 8, None),
-        ([], memory(4, 4, None), 1, 4, None),
+        ([memory(4, 16, 8), memory(4, 4, None)], 4, 4, 4, 0),
+        ([memory(4, 16, 8), memory(2, 2, 2), memory(2, 2, None)], 4, 6, 4, 0),
+        ([], 1, 0, 4, 3),
+        ([memory(2, 2, None)], 1, 9, 4, 4),
     ],
 )
-def test_who_is_in_the_way_of_a_start(
-    memories: list[ContainerMemory], own: ContainerMemory, free: int, granted: int, obstacle: tuple[int, int] | None
+def test_what_the_gpu_lacks_for_another_container(
+    memories: list[ContainerMemory], free: int, granted: int, need: int, missing: int
 ) -> None:
-    found = obstacle_to_start(dict(enumerate(memories)), own, free_bytes=free * GIB, granted_bytes=granted * GIB, slack_bytes=GIB)
-    assert found == (None if obstacle is None else (obstacle[0] * GIB, obstacle[1]))
+    assert on_gpu(memories, free, granted).missing_bytes(need * GIB, need * GIB) == missing * GIB
+
+
+@pytest.mark.parametrize(
+    ("need", "guaranteed", "free", "unused", "missing"),
+    [(6, 2, 6, 4, 0), (6, 2, 5, 0, 1), (0, 4, 3, 0, 1), (6, 3, 6, 4, 1)],
+)
+def test_only_a_part_of_oversubscribed_memory_is_guaranteed(
+    need: int, guaranteed: int, free: int, unused: int, missing: int
+) -> None:
+    gpu = on_gpu([], free, unused)
+    assert gpu.missing_bytes(need * GIB, guaranteed * GIB) == missing * GIB
+
+
+def test_what_others_may_take_is_missing_too() -> None:
+    assert on_gpu([memory(4, 16, 8)], 6, 4).missing_bytes(4 * GIB, 4 * GIB, 3 * GIB) == 1 * GIB
+    assert on_gpu([memory(4, 16, 8)], None, 4).missing_bytes(4 * GIB, 4 * GIB, 3 * GIB) == 3 * GIB
+    assert on_gpu([memory(4, 16, 8)], None, 4).missing_bytes(4 * GIB, 4 * GIB) == 0
 
 
 @pytest.mark.parametrize(("mebibytes", "closed"), [(0, 0), (1, 1), (256, 1), (257, 2), (4096, 14)])

@@ -17,7 +17,6 @@ from gpumgr.ledger.suspension import (
     activity,
     ahead,
     idle_seconds_to_suspend,
-    missing_bytes,
     next_step,
     obstacle,
     resumed,
@@ -151,14 +150,6 @@ def test_resumes_have_the_order_of_demand_on_each_gpu() -> None:
     assert [ahead(known, name) for name in "ae"] == [None, "a"]
     known["f"] = replace(away("h", None), state="suspending")
     assert ahead(known, "c") == "f"
-
-
-@pytest.mark.parametrize(
-    ("need", "guaranteed", "free", "unused", "missing"),
-    [(4, 4, 8, 4, 0), (4, 4, 8, 5, 1), (4, 4, 3, 0, 1), (6, 2, 6, 4, 0), (6, 2, 5, 0, 1), (0, 4, 3, 0, 1), (4, 4, 2, 9, 4)],
-)
-def test_what_a_resume_lacks(need: int, guaranteed: int, free: int, unused: int, missing: int) -> None:
-    assert missing_bytes(need, guaranteed, free_bytes=free, unused_bytes=unused) == missing
 
 
 def test_the_reason_names_the_holders_with_most_memory() -> None:

@@ -272,6 +272,35 @@ async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder
     await again
 
 
+async def test_a_holder_within_the_tolerance_of_the_limit_prevents_no_start() -> None:
+    """Its contexts need memory, too."""
+    node = bursting()
+    node.memory_watcher.apply(replace(rule(allowed=True), slack_bytes=200 * MIB))
+    node.holds(T)
+    for used, starts in ((712, True), (713, False)):
+        for _ in range(2):
+            await node.sampled(replace_used(uses(a=used), 1100))
+        if starts:
+            await node.memory_watcher.bursts.make_room(T)
+            continue
+        with pytest.raises(Refusal, match=r"948 MiB of memory left .* needs 1024 MiB: team/web .main. holds 201 MiB above"):
+            await node.memory_watcher.bursts.make_room(T)
+
+
+def replace_used(sample: NodeSample, mebibytes: int) -> NodeSample:
+    """With so much memory in use on GPU 0, also by processes outside of containers."""
+    (gpu,) = sample.gpus.values()
+    return NodeSample(gpus={gpu.uuid: replace(gpu, memory_used_bytes=mebibytes * MIB)})
+
+
+async def test_a_start_that_has_a_part_of_its_memory_needs_the_rest() -> None:
+    """The container was started again, and a process of its first start is still there."""
+    node = bursting(A, T)
+    for _ in range(2):
+        await node.sampled(uses(a=1024, t=256))
+    await node.memory_watcher.bursts.make_room(T)
+
+
 async def test_a_holder_that_ended_after_the_last_sample_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     node = bursting()
     node.holds(T)
