@@ -17,7 +17,7 @@ from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, finding, listed
 from gpumgr.enforcement.container_files import BoundedFolders
-from gpumgr.enforcement.operator_library import PRELOAD, CheckedLibrary, install_preloaded, installed_path, make_folder
+from gpumgr.enforcement.operator_library import PRELOAD, CheckedLibrary, LibraryError, install_preloaded, installed_path, make_folder
 from gpumgr.ledger.answer import Mount
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
@@ -110,8 +110,12 @@ class PreloadedBackend(Backend, Generic[_M]):
         for monitor in monitors.values():
             monitor.close()
 
-    def _library_mounts(self, sha256: str) -> tuple[Mount, Mount]:
-        library = installed_path(self._library_dir, sha256, self._path_in_container.name)
+    def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
+        """Installs the library already now: when the container starts, another version may be in use, and a runtime makes a folder where
+        the file of a mount is missing."""
+        with suppress(LibraryError, OSError):  # the start reports it
+            self._install(checked)
+        library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)
         return (
             Mount(container_path=str(self._path_in_container), host_path=str(library), read_only=True),
             Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(PRELOAD)), read_only=True),

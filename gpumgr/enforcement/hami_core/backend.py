@@ -101,8 +101,8 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
                     if not gpu.whole
                 }
             )
-        _, sha256 = self._library
-        if sha256 is None:
+        path, sha256 = self._library
+        if path is None or sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
         return ContainerResponse(
@@ -119,7 +119,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
                 "LIBCUDA_LOG_LEVEL": str(self._log_level),
             },
             mounts=(
-                *self._library_mounts(sha256),
+                *self._library_mounts(CheckedLibrary(path=path, sha256=sha256.lower())),
                 Mount(container_path=REGION_IN_CONTAINER, host_path=region),
                 Mount(container_path=DEFAULT_REGION_IN_CONTAINER, host_path=region),
             ),

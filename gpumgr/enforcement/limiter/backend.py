@@ -85,7 +85,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         if kind == "memory":
             return ContainerResponse()
         try:
-            library = self._library_mounts(self._library.sha256)
+            library = self._library_mounts(self._library)
         except GpumgrError as error:
             raise Refusal("internal", f"the limiter can't limit {tenant.describe()}: {error}") from error
         folder = self._folder / tenant.allocation

@@ -190,6 +190,17 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
     assert await backend.observe([running()]) == []
 
 
+async def test_a_container_finds_its_library_if_another_one_is_used_before_its_start(
+    tmp_path: Path, library: Path, backend: HamiCore
+) -> None:
+    answer = backend.prepare(tenant(), "core")
+    newer = tmp_path / "newer.so"
+    newer.write_bytes(content(library) + b"newer")
+    backend.supply(newer, sha256(newer.read_bytes()).hexdigest())
+    await backend.start(tenant())
+    assert [content(each.host_path) for each in answer.mounts[:2]] == [content(library), b"/usr/local/vgpu/libvgpu.so\n"]
+
+
 async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Path, library: Path) -> None:
     mine = tmp_path / "libvgpu.so"
     mine.write_bytes(content(library))

@@ -162,6 +162,19 @@ async def test_the_core_call_brings_library_and_pages(place: Place) -> None:
     assert place.agent().prepare(SHARE, "core") == answer
 
 
+async def test_a_container_whose_agent_is_updated_before_its_start_finds_its_library(place: Place) -> None:
+    """Its mounts are in the answer of the former agent."""
+    library, preload, *_ = place.backend.prepare(SHARE, "core").mounts
+    other = place.folder / "libgpumgr.so"
+    other.write_bytes(content(place.programs / "libgpumgr.so") + b"\0")
+    await place.restart()
+    place.backend._find = lambda name: other if name == other.name else place.programs / name
+    await place.start()
+    assert place.backend.prepare(SHARE, "core").mounts[0] != library
+    assert content(library.host_path) == content(place.programs / "libgpumgr.so")
+    assert content(preload.host_path) == b"/etc/gpumgr/libgpumgr.so\n"
+
+
 async def test_without_its_libraries_it_is_unavailable_and_refuses(tmp_path: Path) -> None:
     def find(name: str) -> Path:
         raise InputError(f"this installation has no {name}")
