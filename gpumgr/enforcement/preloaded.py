@@ -17,7 +17,14 @@ from gpumgr.common.files import names_in
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, finding, listed
 from gpumgr.enforcement.container_files import BoundedFolders
-from gpumgr.enforcement.operator_library import PRELOAD, CheckedLibrary, LibraryError, install_preloaded, installed_path, make_folder
+from gpumgr.enforcement.operator_library import (
+    PRELOAD,
+    CheckedLibrary,
+    LibraryError,
+    install_preloaded,
+    installed_path,
+    make_folder,
+)
 from gpumgr.ledger.answer import Mount
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
