@@ -178,7 +178,7 @@ def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
 
 
 async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:
-    """Runs `work` until it or `end` is done, and cancels the other. Returns `work`, which has ended or was cancelled."""
+    """Runs `work` until `work` or `end` is done, and cancels the unfinished one. Returns `work`, which has ended or was cancelled."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)

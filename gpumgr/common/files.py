@@ -84,7 +84,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder; none if it does not exist. Raises OSError."""
+    """The names in a folder; none if the folder does not exist. Raises OSError."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """Talks to systemd: sends log entries to the journal in its native protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds the entries
 about a pod; and sends notifications to the service manager.
 
-Source of the journal: systemd's "Native Journal Protocol". One datagram is one entry, a line FIELD=value for each field. A value with
-newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. An entry that is too long for a datagram
-is sent as a sealed memory file.
+Source of the journal: systemd's "Native Journal Protocol". One datagram is one entry, with a line `FIELD=value` for each field. A value
+with newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. An entry that is too long for a
+datagram is sent as a sealed memory file.
 
 A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket that $NOTIFY_SOCKET names. Without that variable, or if systemd
 does not listen, nothing is sent.
@@ -42,8 +42,8 @@ def is_journal_stream(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 def entry_of(message: str, event: Mapping[str, Any]) -> list[Field]:
-    """A log line as an entry: `message` is what journalctl shows; "level" becomes PRIORITY, and every key GPUMGR_<KEY>. A list becomes one
-    field for each item; None is left out."""
+    """A log line as an entry: `message` is what journalctl shows; "level" becomes PRIORITY, "timestamp" is left out, and every other key
+    becomes GPUMGR_<KEY>. A list becomes one field for each item; None is left out."""
     priority = _PRIORITIES.get(str(event.get("level")), _PRIORITIES["info"])
     fields = [("MESSAGE", message), ("PRIORITY", priority), ("SYSLOG_IDENTIFIER", "gpumgr")]
     for key, value in event.items():

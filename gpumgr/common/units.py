@@ -37,8 +37,8 @@ DRA_DRIVER: Final = "gpu.gpumgr.io"
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
-#: The kind of resource of a device id, a request or a server. A core or memory id represents a fixed amount; an id of the other kinds does
-#: not.
+#: The kind of resource of a device id, a request or a server. A core or memory id represents a fixed amount; an id of another kind
+#: represents none.
 Resource = Literal["core", "memory", "replica", "mig"]
 #: The resources of a vcuda container.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
@@ -81,7 +81,7 @@ class Amounts(msgspec.Struct, frozen=True):
         return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas), self.slices | other.slices)
 
     def beyond(self, other: "Amounts") -> "Amounts":
-        """The cores and the memory by which this exceeds `other`; 0 where it does not."""
+        """The cores and the memory by which this exceeds `other`, at least 0."""
         return Amounts(max(0, self.cores - other.cores), max(0, self.memory_mebibytes - other.memory_mebibytes))
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return {**asdict(self), "settings": nested(self.settings)}
 
 
-#: Whether gpumgr's DaemonSet runs on a node, independent of its other labels (config/helm/gpumgr/values.yaml).
+#: This label decides whether gpumgr's DaemonSet runs on a node, before all other labels (config/helm/gpumgr/values.yaml).
 NODE_LABEL: Final = "gpumgr.io/node"
 _HELM_INSTALL: Final = "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system"
 
@@ -83,8 +83,8 @@ def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
 
 
 def start_commands(node: str, to: Path, *, must: str = "", values: str = "", kustomize: str) -> Iterator[str]:
-    """Check the settings file, and start gpumgr on the node. `must`: a clause about what its DaemonSet needs; `values`: further options of
-    `helm`; `kustomize`: what a kustomization needs instead of these options."""
+    """The commands that check the settings file and start gpumgr on the node. `must`: a clause about what gpumgr's DaemonSet needs;
+    `values`: further options of `helm`; `kustomize`: what a kustomization needs instead of these options."""
     yield f"gpumgr config check {quote(str(to))}"
     yield f"gpumgr doctor --before-start --config {quote(str(to))}"
     yield f"systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet{must}:"
@@ -93,13 +93,13 @@ def start_commands(node: str, to: Path, *, must: str = "", values: str = "", kus
 
 
 def stop_commands(node: str) -> Iterator[str]:
-    """Stop gpumgr on the node."""
+    """The commands that stop gpumgr on the node."""
     yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
     yield f"kubectl label node {quote(node)} {NODE_LABEL}=disable --overwrite"
 
 
 def label_command(node: str, labels: Mapping[str, str], *, remove: bool = False) -> str:
-    """Adds the labels to the node, or removes them."""
+    """The command that adds the labels to the node, or removes them."""
     changes = (f"{key}-" if remove else f"{key}={value}" for key, value in labels.items())
     return f"kubectl label node {quote(node)} {' '.join(map(quote, changes))}"
 

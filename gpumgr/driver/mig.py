@@ -48,8 +48,8 @@ def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
 
 
 def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
-    """The handle of each MIG device of a GPU in MIG mode by its UUID, in the order of NVML's index, which may have holes. Raises
-    CallError if the GPU fails."""
+    """UUID -> handle, for each MIG device of a GPU in MIG mode, in the order of NVML's index, which may have holes. Raises CallError if the
+    GPU fails."""
     handles = {}
     for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
         with unless_gone():

@@ -35,8 +35,8 @@ def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | 
     `on_same_board`: whether the driver reports that this pair is on one multi-GPU board; None = it reports nothing. A number between two
     known ones counts as the farther of the two levels; a number above all known ones counts as SYS.
 
-    Two known errors of drivers are corrected to SINGLE: driver 396.26 reports INTERNAL for GPUs that the switch of a multi-GPU board joins;
-    and a driver reports INTERNAL for GPUs on two boards.
+    INTERNAL is corrected to SINGLE in two cases: driver 396.26 reports INTERNAL for GPUs that the switch of a multi-GPU board joins, and a
+    driver may report it for GPUs on two boards.
     """
     if nvml_level == _INTERNAL and (driver_version == "396.26" or on_same_board is False):
         return Level.PIX

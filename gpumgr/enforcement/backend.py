@@ -109,7 +109,7 @@ class Backend:
         """Removes the state of an allocation that is gone and has no process. Raises GpumgrError, OSError."""
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Takes over the state of these containers after a start of the agent. All of them have this backend."""
+        """Takes over the state of these containers after a start of the agent. All of them use this backend."""
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:  # noqa: ARG002
         """Ends daemons that no container needs. Called after each end of a container, and when the returned time has passed. `known`
@@ -117,8 +117,8 @@ class Backend:
         return None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:  # noqa: ARG002
-        """Which of these processes on GPUs are the backend's own. `started`: the host's pid -> start time in clock ticks since boot. It
-        reads /proc: call it on a thread."""
+        """Which of these processes on GPUs are the backend's own. `started`: the host's pid -> start time in clock ticks since boot. Reads
+        /proc, so call it on a thread."""
         return ()
 
     async def close(self) -> None:

@@ -241,7 +241,8 @@ class DriverMemory(Backend):
             if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
                 if not of_burst:
                     return f"{obstacle}; more than that may be in use already"
-                # A burst may have taken more since its use was measured. The next call knows the new use; until then the old limit holds.
+                # The container may have taken more memory since its use was measured. The next call knows the new use; until then the old
+                # limit stays.
                 limit.kept = obstacle
                 return None
             place = {"allocation": limit.allocation, "gpu": gpu.uuid, "cgroup": cgroup}

@@ -146,8 +146,8 @@ class Enforcer:
                 ) from error
 
     async def _runs(self, allocation: AllocationId) -> bool:
-        """Whether a container may already run with these limits. A claim can be prepared again, or restored, while its containers run. Its
-        containers would keep the old files mounted and never see new ones, so the files must stay."""
+        """Whether a container may already run with these limits. A claim can be prepared again, or restored, while its containers run.
+        These containers would keep the old files mounted and never see new files, so the files must stay."""
         there = allocation in await asyncio.to_thread(self._list_remains)
         return there and allocation in await self._used([allocation])
 

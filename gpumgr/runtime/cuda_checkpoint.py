@@ -3,8 +3,8 @@
 Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a lock file, a lock's name, the seconds that submitted work may
 take. Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the driver must
 report a state while they run. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes that the driver holds,
-and required processes of unknown state; `failed`: the processes that can't go on; `error` if something failed, with `out_of_memory` if the
-GPU lacked memory; `untouched`: it changed no process. A process that has ended, or does not use CUDA and is not required, is left out.
+and processes of unknown state; `failed`: the processes that can't go on; `error` if something failed, with `out_of_memory` if the GPU
+lacked memory; `untouched`: it changed no process. A process that has ended, or does not use CUDA and is not required, is left out.
 
 Everything depends on the driver's state of each process, so an interrupted run can be repeated. With a lock on the file, a run waits for
 an earlier one of this name, which a killed agent may have left. If one process can't be suspended, the others are restored and unlocked;

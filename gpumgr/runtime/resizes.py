@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 #: The reason in the pod's event if the resize of one of its containers is refused.
 REFUSED: Final = "GpuResizeRefused"
-#: How long the growth of a container waits for a lower limit of another one to take effect; then it is refused.
+#: How long the growth of a container waits for a lower limit of another container to take effect; then the growth is refused.
 _LOWERED_SECONDS: Final = 15.0
 
 
@@ -43,7 +43,7 @@ class Resizes:
         clock: Callable[[], float],
     ) -> None:
         self._records, self._pods, self._bursts, self._obstacle, self._clock = records, pods, bursts, obstacle, clock
-        #: Requests that wait for lower limits of others: since which evaluation, and since when.
+        #: Requests that wait for lower limits of other containers: since which evaluation, and since when.
         self._waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
 
     async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts) -> bool:

@@ -1,4 +1,4 @@
-"""Suspends and resumes a container: drives an operation through its saved states. See `gpumgr.ledger.suspension`."""
+"""Suspends and resumes a container: takes each operation from one saved state to the next. See `gpumgr.ledger.suspension`."""
 
 import asyncio
 import contextlib
@@ -33,13 +33,13 @@ FAILED: Final = "GpuSuspendFailed"
 HOLD_SECONDS: Final = 0.1
 #: How long a suspension waits for samples that were read while calls are held.
 _SAMPLES_SECONDS: Final = 15.0
-#: The pauses before another try: of a resume that the driver refused (it doubles with every failure, up to the second value), and of saving
-#: a state.
+#: The pause before a refused resume is tried again doubles with every failure, from the first to the second value. The third value: the
+#: pause before a state is saved again.
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
 _SAVE_AGAIN_SECONDS = 1.0
-#: How long a resume waits until the limits of others are lowered; after that, only the free memory decides.
+#: How long a resume waits until the limits of other containers are lowered; after that, only the free memory decides.
 _LOWER_SECONDS: Final = 12.0
-#: After so many failures of a resume, other than for lack of memory, the driver can't restore the container.
+#: If a resume has failed this often, not counting lack of memory, the driver can't restore the container.
 _MOST_FAILURES: Final = 3
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 

@@ -143,7 +143,7 @@ class Suspensions:
         return why
 
     def _one_is_suspended_now(self) -> bool:
-        """One suspension at a time, since each changes what the host has left for the next one."""
+        """Whether a suspension is in progress. Only one runs at a time, since each changes what the host has left for the next one."""
         suspending = any(each.state == "suspending" for each in self._records.suspensions.values())
         return suspending or any(task.get_name() == "suspend" for task in self._tasks.values())
 

@@ -54,7 +54,7 @@ def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterato
     except GRPCError:
         call.outcome = "invalid_request"
         raise
-    except Exception as error:  # it is logged only here
+    except Exception as error:  # the error is logged only here
         call.outcome = "internal"
         log.exception("call_failed", rpc=rpc)
         raise GRPCError(Status.INTERNAL, failed_inside(rpc, error)) from error

@@ -20,7 +20,7 @@ MEBIBYTE: Final = 1 << 20
 PRIORITY: Final = 1
 #: The switch's value with which the library applies the region's core limits.
 SWITCH_ON: Final = 1
-#: The library writes this value at a launch. While a value is below 0, the library delays launches.
+#: The library writes this value at a launch. While the value is below 0, the library delays launches.
 RECENT_KERNEL: Final = 2
 #: The percentage for "no limit", as for a device that the environment does not name.
 _NO_CORE_LIMIT: Final = 100

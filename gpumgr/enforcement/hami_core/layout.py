@@ -1,4 +1,4 @@
-"""Layout 1.2 of HAMi-core's region (a file with limits and use), which gpumgr creates and libraries since HAMi v2.8.2 map.
+"""Layout 1.2 of HAMi-core's region, a file with limits and use. gpumgr creates the file, and libraries since HAMi v2.8.2 map it.
 
 It is for 64-bit little-endian glibc, with 16 devices and 1024 slots, one slot for each process. The library makes the file one byte
 longer than the structure that it maps. Offsets are in bytes; offsets within a slot count from its beginning.

@@ -1,9 +1,9 @@
 """The words that the agent writes into regions. Pure.
 
 A repair restores one word of the granted limits. The word `recent_kernel` implements priorities: launches of a container wait while a
-container with a lower number launches on the same GPU. The library sets that word at each launch, and delays launches while the word is
-below 0. It does both only in containers with a limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's
-rate_limiter.
+container with a lower priority number launches on the same GPU. The library sets that word at each launch, and delays launches while the
+word is below 0. The library does both only in containers with a limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and
+HAMi-core's rate_limiter.
 """
 
 import struct

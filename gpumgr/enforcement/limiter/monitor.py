@@ -51,7 +51,8 @@ class PageMonitor(Monitor):
         """Owns the files, and adds the container to the arbiter. Raises ArbiterError."""
         super().__init__("gpumgr's pages", "new pages")
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
-        #: Held while the files are closed, or used on the event loop, which can't wait for `_lock`: `check` holds that for milliseconds.
+        #: Held while the files are being closed, or are used on the event loop. The event loop can't wait for `_lock`, which `check` holds
+        #: for milliseconds.
         self._files_lock = threading.Lock()
         self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []

@@ -176,7 +176,8 @@ def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
 
 
 def decode_in_turns(page: bytes, gpus: int) -> tuple[bool, ...]:
-    """For each GPU, whether launches need a turn: it is limited in cores, and the container is not alone there with a ceiling of 100."""
+    """For each GPU, whether launches need a turn: the container's cores are limited there, and it is not alone on the GPU with a ceiling of
+    100."""
     found = _Limits.from_buffer_copy(page)
     return tuple(bool(gpu.share) and not gpu.passes for gpu in found.gpu[:gpus])
 

@@ -11,7 +11,7 @@ this object", seen with 40 pods at once). So a pod that still has no prepared cl
 changes the pod. This is repeated with growing pauses.
 
 A claim that the ledger holds, but that this process has not prepared, is ambiguous: the kubelet may have got no answer before the agent was
-restarted, or the pod's image is being pulled. It causes only a few retries after each registration.
+restarted, or the pod's image is being pulled. Such a claim causes only a few retries after each registration.
 """
 
 import asyncio
@@ -39,8 +39,7 @@ _CONNECTIONS: Final = 8
 #: The timeout of one try; the first and the longest pause between two tries.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: The statuses from 300 to 499 after which a request is repeated; the others are final. All other statuses are transient, too (200: the
-#: answer is not JSON).
+#: Statuses from 300 to 499 are final, except these. Statuses outside of this range are transient (200: the answer is not JSON).
 _TRANSIENT: Final = (401, 408, 429)
 
 

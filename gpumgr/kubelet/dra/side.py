@@ -163,7 +163,7 @@ class DraSide:
             await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
 
     def _serve(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """The daemons that serve the kubelet, and keep the claims."""
+        """Starts the tasks that serve the kubelet and keep the claims, and returns them."""
         self._driver.plugin.decide_with(self.claims)
         return [
             group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),

@@ -148,8 +148,8 @@ class SlicePublisher:
 
     def _find_deletion(self) -> None:
         """Notices a deletion that the watch has shown, or that it has missed: the last list lacks the slice. A slice that is newer than
-        the list is in a later event. A version that is no number counts as older: if the slice exists, its creation is refused, and it is
-        read."""
+        the list is in a later event. If a version is no number, the slice counts as older: if it still exists, the API server refuses to
+        create it again, and it is read."""
         stored, (version, uids) = self._stored, self._list
         if stored is None:
             return

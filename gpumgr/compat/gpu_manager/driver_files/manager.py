@@ -65,7 +65,7 @@ _Wanted = dict[Path, VolumePlan]
 class DriverMirror:
     """Concurrent calls run one after another; a call completes even if its caller is cancelled.
 
-    In a container vcuda's library runs the program gpu-client: the one of the setting `client_path`, or else an installed one that
+    In a container vcuda's library runs the program gpu-client: the file that the setting `client_path` names, or else an installed one that
     volume.conf lists. `share_dir` and `whole_dir`: the links of the volumes `nvidia` and `origin`. The link of any other volume is
     base/name from volume.conf; without a base it is beside `share_dir`.
     """
