@@ -161,7 +161,7 @@ def unlimited_message(tenant: GpuShare, why: str) -> str:
     cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
     return (
         f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "
-        f"({why}); `gpumgr doctor` on the node says what could"
+        f"({why}); `gpumgr doctor` on the node says which backends could"
     )
 
 

@@ -240,7 +240,7 @@ class DriverMemory(Backend):
         if before != wanted:
             if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
                 if not of_burst:
-                    return f"{obstacle}; more than that may be in use already"
+                    return f"{obstacle}; the container may use more already"
                 # The container may have taken more memory since its use was measured. The next call knows the new use; until then the old
                 # limit stays.
                 limit.kept = obstacle

@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 #: What to do if the mounts of containers can't be read.
 _ALLOW_TRACING: Final = (
     "files of containers that are gone stay until the agent may read the mounts of all processes: give it CAP_SYS_PTRACE, and in a pod "
-    "hostPID: true"
+    "`hostPID: true`"
 )
 #: What to do if the files of a mechanism, or the CDI specs, can't be listed.
 _MAKE_READABLE: Final = "files of containers that are gone stay until the agent can list the folder: make it readable"

@@ -198,8 +198,8 @@ class Bursts:
             await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """Other containers on the GPU -> the bytes that they may still take, by the limits in force, beyond what is set aside for them or
-        used."""
+        """Other containers on the GPU -> the bytes that they may still take, by the limits in force, beyond the memory that is set aside
+        for them or that they use."""
         reach = {}
         for other in self._records.ledger.on(gpu):
             if other.id != allocation.id and is_share(other) and other.id not in self._away:
@@ -216,7 +216,7 @@ class Bursts:
         return next(((known[name].describe(), why) for name, why in self.obstacles.items() if name in reach), None)
 
     def _memory(self, ledger: Ledger, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
-        """The memory of the containers on the GPU, without suspended ones and without the one of `but`."""
+        """The memory of the containers on the GPU, without suspended containers and without `but`."""
         left_out = {*self._away, but.id if but else ""}
         not_counted = sum((a.amounts_on(gpu) - a.shrunk_on(gpu)).memory_mebibytes for a in ledger.on(gpu) if a.id in left_out)
         names = ledger.allocations.keys() - left_out
@@ -230,12 +230,12 @@ class Bursts:
         return self._memory(self._records.ledger, gpu, but=allocation)
 
     def _may_lack_memory(self, allocation: Allocation, gpu: GpuName) -> bool:
-        """Whether others may still take memory that the starting container needs."""
+        """Whether other containers may still take memory that the starting container needs."""
         reach_bytes, need_bytes = sum(self._reach(allocation, gpu).values()), self._needed_bytes(allocation, gpu)
         return bool(reach_bytes and self._others(allocation, gpu).missing_bytes(need_bytes, need_bytes, reach_bytes))
 
     def _needed_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
-        """What a container that starts needs there in addition to what it uses."""
+        """How many bytes a starting container needs on the GPU in addition to what it uses."""
         known = self._memories.get((allocation.id, gpu))
         return max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
 
@@ -246,8 +246,8 @@ class Bursts:
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
         """Which GPU has too little memory for a suspended container, and who uses it; None: it can be resumed. `needs`: GPU -> bytes.
-        `lowers`: others on these GPUs have time to get lower limits; an empty text means that the next samples show whether the limits are
-        lower."""
+        `lowers`: other containers on these GPUs have time to get lower limits; an empty text means that the next samples show whether the
+        limits are lower."""
         for gpu, need_bytes in needs.items():
             if unknown := self.unknown_memory([gpu]):  # a restore without enough memory can end the processes
                 return unknown
@@ -268,7 +268,7 @@ class Bursts:
         return {known[name].describe(): each.used_bytes or 0 for name, each in self._others(allocation, gpu).containers.items()}
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        """Raises Refusal if the container's memory is not free, and another one holds more than the slack above its request."""
+        """Raises Refusal if the container's memory is not free, and another container holds more than the slack above its request."""
         need_bytes, others = self._needed_bytes(allocation, gpu), self._others(allocation, gpu)
         burst_bytes, holder = max(((each.burst_bytes, name) for name, each in others.containers.items()), default=(0, ""))
         if (missing := others.missing_bytes(need_bytes, need_bytes)) and burst_bytes > self.slack_bytes:
@@ -281,7 +281,7 @@ class Bursts:
 
 
 def _guaranteed_bytes(allocation: Allocation, gpu: GpuName) -> int:
-    """What is kept for the container there. It may use more if the memory is oversubscribed."""
+    """The bytes that are kept for the container on the GPU. The container may use more if the memory is oversubscribed."""
     kept = allocation.gpus[gpu] if gpu in allocation.limits else allocation.guaranteed_on(gpu)
     return kept.memory_mebibytes << 20
 

@@ -210,7 +210,7 @@ def test_a_claim_that_is_wrong_is_refused_and_its_neighbour_keeps_its_share(node
     node.forge("greedy", forged(consumedCapacity={**result["consumedCapacity"], "cores": "95"}))
     node.refused("unknown", "which this node never had")
     node.refused("greedy", "kube-scheduler has counted these amounts differently")
-    wanted = {"gone": "no longer exists", "replaced": "the present one has another UID"}
+    wanted = {"gone": "no longer exists", "replaced": "the present claim of this name has another UID"}
     with stopped(node.cluster.processes.pid("gpumgr")):
         for name in wanted:
             node.forge(name, forged())

@@ -197,7 +197,7 @@ class DisplayServer:
         except OSError as error:
             why = "another process listens there (gpu-manager?): stop it"
             if error.errno != errno.EADDRINUSE:
-                why = f"it can't be listened on ({error.strerror or error}): make it possible"
+                why = f"the socket can't be made ({error.strerror or error}): remove the cause"
             _log.warning(
                 "display_not_served",
                 socket=str(self.path),

@@ -189,7 +189,7 @@ def _read_json(flag: str, path: Path, kind: type[T], wanted: str) -> T:
         raise InputError(f"{flag}: {path} is not what gpu-manager reads: {error}; expected: {wanted}") from error
 
 
-_STDERR: Final = "gpumgr logs to stderr, as log.level and log.format set"
+_STDERR: Final = "gpumgr logs to stderr; log.level and log.format configure the log"
 #: The value of this label is read from the driver; the value in the flag is ignored.
 _MODEL_LABEL: Final = "gaia.tencent.com/gpu-model="
 

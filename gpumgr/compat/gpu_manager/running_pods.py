@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 _NAMED: Final = 5
 REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
-    "components: [config/kustomize/take-over] of kustomize) and restart gpumgr, or delete these pods"
+    "`components: [config/kustomize/take-over]` of kustomize) and restart gpumgr, or delete these pods"
 )
 
 

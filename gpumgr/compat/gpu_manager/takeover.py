@@ -187,7 +187,7 @@ def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: 
     notes += parsed.notes
     if "placement.share_mode" not in overrides:
         overrides["placement.share_mode"] = False
-        notes.append("gpu-manager runs without --share-mode and grants no shares; placement.share_mode false keeps this")
+        notes.append("gpu-manager runs without --share-mode and grants no shares; `placement.share_mode: false` keeps this")
     if _DOCKERSHIM in str(overrides.get("cri.socket") or ""):
         notes.append(f"cri.socket stays the default: {overrides.pop('cri.socket')} is gone since Kubernetes 1.24")
     overrides.setdefault("checkpoint.gpu_manager_checkpoint", found.checkpoint)

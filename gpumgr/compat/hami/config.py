@@ -46,7 +46,7 @@ _REPLICA_SETTINGS: Final = {
 _CHART: Final = "scheduler.admissionPolicies"
 #: Further keys: the value that needs no note, the key in its usual spelling, and the note for other values.
 _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
-    "filterdevices": (None, "filterdevices", "hides GPUs: `gpumgr gpu cordon GPU` for each, once the agent runs"),
+    "filterdevices": (None, "filterdevices", "hides GPUs: run `gpumgr gpu cordon GPU` for each, once the agent runs"),
     "overwriteenv": (False, "overwriteEnv", f"hides GPUs from other containers: set the chart's value {_CHART}.hamiHideGpus"),
     "defaultgpunum": (1, "defaultGPUNum", f"concerns the admission: set the chart's value {_CHART}.hamiDefaultGpus"),
     "gpucorepolicy": ("default", "gpuCorePolicy", f"concerns the admission: set the chart's value {_CHART}.hamiCorePolicy"),

@@ -241,10 +241,12 @@ def obstacle(output: str, own: OwnView, name: str, run_dir: Path) -> str | None:
     if "mounts" not in host:
         return (
             f"MPS daemons would end with the agent's pod, and it can't enter the host's mount namespace to start them: {shown(output)}; "
-            "give the pod privileged: true (of its capabilities SYS_ADMIN, SYS_CHROOT and SYS_PTRACE are needed) and hostPID: true"
+            "give the pod `privileged: true` (for the capabilities SYS_ADMIN, SYS_CHROOT and SYS_PTRACE) and `hostPID: true`"
         )
     if host["mounts"] == own.mounts:
-        return "MPS daemons would end with the agent's pod, and it does not see the host's processes; give the pod hostPID: true"
+        return (
+            "MPS daemons would end with the agent's pod, and it does not see the host's processes; give the pod `hostPID: true`"
+        )
     if not host.get("systemd-run"):
         return (
             "MPS daemons would end with the agent's pod, and only a host with systemd can start them outside of it; "
@@ -257,7 +259,7 @@ def obstacle(output: str, own: OwnView, name: str, run_dir: Path) -> str | None:
     if not own.receives_mounts:
         return (
             f"shared memory of MPS, which is mounted below {run_dir} on the host, would not be visible in the agent's pod; "
-            "set mps.enabled in the chart's values, or mountPropagation: HostToContainer for that volume"
+            "set mps.enabled in the chart's values, or `mountPropagation: HostToContainer` for that volume"
         )
     return None
 

@@ -148,7 +148,7 @@ class Daemon:
             return
         if tenants:
             raise MpsError(
-                f"containers that share it have their MPS daemon in {self.folder.root}, from before enforcement.run_dir was changed, "
+                f"containers that share the GPU have their MPS daemon in {self.folder.root}, from before enforcement.run_dir was changed, "
                 "and a GPU has one daemon: wait until they have ended, or set enforcement.run_dir back"
             )
         await self.stop()
@@ -280,7 +280,7 @@ class Daemon:
         if (other := await asyncio.to_thread(processes.daemon_of_others, self.uuid)) is not None:
             raise MpsError(
                 f"another program has started an MPS daemon for GPU {self.uuid} (process {other[0]}, pipe folder {other[1]}), and a GPU "
-                f"has one daemon: end it by `echo quit | CUDA_MPS_PIPE_DIRECTORY={other[1]} nvidia-cuda-mps-control` for good"
+                f"has one daemon: end it for good: `echo quit | CUDA_MPS_PIPE_DIRECTORY={other[1]} nvidia-cuda-mps-control`"
             )
         self.folder.make()
         await self._set_mode()

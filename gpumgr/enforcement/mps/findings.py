@@ -80,7 +80,7 @@ def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: st
     if len(suspects) == 1:
         who = f"{suspects[0]}, the only container with a process that could do it when gpumgr looked,"
     remedy = (
-        "run containers without root on the host (runAsNonRoot, or hostUsers: false)"
+        "run containers without root on the host (runAsNonRoot, or `hostUsers: false`)"
         if protocol == 3
         else "install driver r615 or newer, where only root can do this, and drain the node once"
     )

@@ -82,7 +82,7 @@ def _caution(allocations: Sequence[Allocation]) -> Iterator[str]:
         which = f"container {names} within its share" if len(free) == 1 else f"containers {names} within their shares"
         backends = ", ".join(dict.fromkeys(name for a in free for name in a.mechanisms))
         yield f"{NOT_ENFORCED}: nothing on this node keeps {which} (enforcement backend {backends})"
-        yield "`gpumgr doctor` on the node says what could"
+        yield "`gpumgr doctor` on the node says which backends could"
 
 
 def _parts(a: Allocation, label: Label) -> Iterator[str]:

@@ -170,7 +170,7 @@ def problem_and_remedy(found: Sequence[Path]) -> tuple[str, str]:
         )
     return (
         f"NVIDIA's device plugin, or HAMi's, answers at {_listed(found)}: it allocates these GPUs as nvidia.com/gpu (or the resource name "
-        "in its settings), and gpumgr, which can't see to which pods, allocates them again",
+        "in its settings); gpumgr can't see which pods have them, and allocates them again",
         "keep it off this node (the nodeSelector of its DaemonSet; `gpumgr migrate hami` for HAMi), and delete the pods that have "
         "their GPUs from it",
     )

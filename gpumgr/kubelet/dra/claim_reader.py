@@ -138,7 +138,7 @@ def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> Alloca
     if item is None:
         raise _Unusable("no longer exists")
     if item["metadata"]["uid"] != ref.uid:
-        raise _Unusable(f"with UID {ref.uid} no longer exists: the present one has another UID")
+        raise _Unusable(f"with UID {ref.uid} no longer exists: the present claim of this name has another UID")
     status = item.get("status") or {}
     if not (allocation := status.get("allocation")):
         raise _Unusable("is not allocated")

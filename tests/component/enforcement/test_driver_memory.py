@@ -324,7 +324,7 @@ async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding(world: Driv
     world.backend = DriverMemory(Kept(1 << 60))
     await world.backend.adjust(world.running)
     (message,) = await world.findings()
-    assert "the driver accepted it and reports no limit; more than that may be in use already" in message
+    assert "the driver accepted it and reports no limit; the container may use more already" in message
 
 
 async def test_a_container_with_an_unknown_cgroup_is_a_finding(world: DriverNode) -> None:

@@ -233,7 +233,7 @@ async def test_a_container_without_limits_is_reported(folder: Path) -> None:
     await made.limits.start(BASE, granted("none"), tenant())
     assert made.told == [
         "nothing on this node keeps container main within its 30 cores and 1024 MiB of GPU memory (enforcement backend none); "
-        "`gpumgr doctor` on the node says what could"
+        "`gpumgr doctor` on the node says which backends could"
     ]
 
 

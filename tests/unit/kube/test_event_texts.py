@@ -40,7 +40,7 @@ def test_a_placement_names_the_containers_without_limits() -> None:
         assert (event.reason, event.warning) == ("GpuPlaced", False)
         return event.message.split("; ")[len(allocations) :]
 
-    remedy = "`gpumgr doctor` on the node says what could"
+    remedy = "`gpumgr doctor` on the node says which backends could"
     one = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
     assert cautions(share) == [one, remedy]
     two = "GpuLimitNotEnforced: nothing on this node keeps containers main, side within their shares"

@@ -137,7 +137,9 @@ class RegistrationService:
         if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
             verdict = "yes"
         if verdict == "unclear" and not container.name:
-            text = f"the container runtime does not say which container of {tenant.describe()}'s pod process {peer.pid} is in"
+            text = (
+                f"the runtime does not name the container of process {peer.pid}, and this socket belongs to {tenant.describe()}"
+            )
             raise GRPCError(Status.UNAVAILABLE, text)
         if verdict != "yes":
             lacking = ", and does not have its folder mounted" if verdict == "unclear" else ""

@@ -137,7 +137,7 @@ INTO_OURSELVES = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
 @pytest.mark.parametrize(
     ("nsenter", "timeout_seconds", "said"),
     [
-        (INTO_OURSELVES, 30.0, "does not see the host's processes; give the pod hostPID: true"),
+        (INTO_OURSELVES, 30.0, "does not see the host's processes; give the pod `hostPID: true`"),
         ("exec sleep 60", 0.1, "the host did not answer the agent's pod within 0.1 s"),
         (None, 30.0, "started on the host by nsenter, which this image lacks; add it"),
     ],

@@ -25,7 +25,7 @@ def test_a_privileged_pod_with_the_hosts_processes_and_the_folder_is_all_it_take
 @pytest.mark.parametrize(
     ("said", "here", "told", "remedy"),
     [
-        (NOT_ALLOWED, HERE, "failed: Operation not permitted", "privileged: true (of its capabilities SYS_ADMIN, SYS_CHROOT"),
+        (NOT_ALLOWED, HERE, "failed: Operation not permitted", "`privileged: true` (for the capabilities SYS_ADMIN, SYS_CHROOT"),
         ("", HERE, "enter the host's mount namespace to start them: no output", "hostPID: true"),
         (SAID, replace(HERE, mounts="mnt:[4026531841]"), "does not see the host's processes", "hostPID: true"),
         (SAID.replace("systemd-run", "sh: complaint"), HERE, "only a host with systemd", "another mechanism"),

@@ -77,7 +77,7 @@ def test_a_device_that_is_not_shared_is_the_whole_gpu() -> None:
     [
         (
             lambda item: item["metadata"].update(uid="u-2"),
-            "with UID u-1 no longer exists: the present one has another UID",
+            "with UID u-1 no longer exists: the present claim of this name has another UID",
         ),
         (lambda item: item.pop("status"), "is not allocated"),
         (lambda item: item["status"].pop("allocation"), "is not allocated"),
