@@ -68,7 +68,7 @@ class Identities:
         return None if inside is None else Identity(namespace, inside)
 
     def all(self) -> Iterator[Identity]:
-        """Every process of the host that the agent may see and that has not ended, as a zombie has. Raises OSError."""
+        """Every process of the host that the agent may see, without zombies. Raises OSError."""
         for name in os.listdir(self._proc_root):
             if not name.isdecimal() or start_time_ticks(int(name), self._proc_root) is None:
                 continue

@@ -252,7 +252,7 @@ class Bursts:
             if unknown := self.unknown_memory([gpu]):  # a restore without enough memory can end the processes
                 return unknown
             guaranteed_bytes = _guaranteed_bytes(allocation, gpu)
-            if gpu not in allocation.limits:  # it gets back a burst, too
+            if gpu not in allocation.limits:  # the container gets back its burst, too
                 guaranteed_bytes = max(guaranteed_bytes, need_bytes)
             others, reach = self._others(allocation, gpu), self._reach(allocation, gpu) if lowers else {}
             if reach and others.missing_bytes(need_bytes, guaranteed_bytes, sum(reach.values())):

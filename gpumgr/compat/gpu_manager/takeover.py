@@ -271,7 +271,7 @@ def _start(node: str, to: Path) -> Iterator[str]:
     yield from start_commands(
         node,
         to,
-        must=", which must see gpu-manager's checkpoint",
+        requirement=", which must see gpu-manager's checkpoint",
         values=" --set gpuManager.takeOver=true",
         kustomize="components: [config/kustomize/take-over]",
     )

@@ -63,7 +63,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegistrationService:
-    """Serves the sockets of all allocations. `slots`: allocation -> its container's slot."""
+    """Serves the sockets of all allocations. `slots`: allocation -> its ContainerSlot."""
 
     def __init__(
         self, slots: Mapping[AllocationId, ContainerSlot], container_of: ContainerOf, has_mounted: HasMounted = has_mounted
