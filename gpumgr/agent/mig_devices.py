@@ -168,6 +168,8 @@ class MigDevices:
             made = await self._driver.create_mig_instance(gpu, place.profile, place.start)
         except NvmlError as error:
             self._failed[gpu, device.memory_slices] = self._clock()
+            blocked = self._agent_state.inventory.mig_blocked
+            await self._agent_state.set_mig_blocked({**blocked, gpu: blocked.get(gpu, 0) | device.memory_slices})
             raise Refusal("gpu_unhealthy", f"the MIG device {device} can't be created: {error}") from error
         self._created.add(made.uuid)
         log.info("mig_device_created", gpu=gpu, device=made.uuid, profile=made.profile, slice=place.start)

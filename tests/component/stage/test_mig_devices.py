@@ -116,6 +116,16 @@ async def test_a_device_of_a_failed_admission_is_destroyed(folder: Path) -> None
         assert not node.ledger.allocations
 
 
+async def test_a_place_where_no_device_can_be_created_is_not_used_by_the_next_pod(folder: Path) -> None:
+    """Also before the next look at the MIG devices, which is a second later."""
+    async with mig_stage(folder) as (node, mig):
+        mig.broken = "nvmlDeviceCreateGpuInstanceWithPlacement: Unknown Error (NVML error 999)"
+        assert (await node.run(node.pod("a", hami(gpumem=5000)))).phase == "Failed"
+        mig.broken = ""
+        await node.run_all(node.pod("b", hami(gpumem=5000)))
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 5)]
+
+
 async def test_what_a_crash_left_at_the_place_gives_way(folder: Path) -> None:
     async with mig_stage(folder) as (node, mig):
         await mig.create_mig_instance(uuid_of(node), H100[0], 0)
