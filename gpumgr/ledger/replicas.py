@@ -204,8 +204,8 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
     inits = (a.id for a in ledger.of(allocation.pod, allocation.uid) if a.init)
     wanted, left = allocation.gpus[gpu], ledger.free(inits).available(gpu)
     others = [a for a in ledger.on(gpu) if not a.same_pod(allocation) and not a.admin]
-    owner = next((a for a in others if ledger.exclusive.get(gpu) is a), None)
-    if owner is not None:
+    owner = ledger.exclusive.get(gpu)
+    if owner is not None and not (owner.init and owner.same_pod(allocation)):
         return f"belongs entirely to {owner.describe()}"
     if others and wanted.whole:
         return f"is not entirely free: {others[0].describe()} has a part of it"

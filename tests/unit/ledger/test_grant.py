@@ -1,13 +1,18 @@
 """Allocate: exactly these ids, or a refusal that says why; nothing in between."""
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Resource
 from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
+from gpumgr.ledger.choose import Request
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.replicas import choose_replicas, grant_replicas
+from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.allocations import allocated, block_count
 
@@ -160,3 +165,34 @@ def test_ids_of_another_pods_init_container_are_not_taken_over() -> None:
     ledger, _ = after_init(init(50, 1), {ONE: low(50)})
     with pytest.raises(Refusal, match="still holds"):
         given(ledger, caller(pod("b", app(10, 1))), "core", {ONE: low(10)})
+
+
+def replica(cores: int, mebibytes: int | None) -> ContainerSpec:
+    return ContainerSpec(name="replica", replicas=ReplicaRequest(count=1, cores=cores, memory_mebibytes=mebibytes))
+
+
+@pytest.mark.parametrize("kind", ["init", "app"])
+def test_a_container_with_replicas_beside_it_has_no_gpu_whole(kind: ContainerKind) -> None:
+    """Their cores and memory count, although they have no ids; an init container has ended before."""
+    beside = replace(replica(0, 100), kind=kind)
+    view = pod("a", beside, app(100))
+    node = node_of(empty().gpu_registry)
+    ledger = empty().occupy(grant_replicas(node, empty(), caller(view), {ONE: 1}, new_id="r", now=0.0, why="test"))
+    if kind == "init":
+        assert given(ledger, caller(view, view.containers[1]), "core", {ONE: ALL_CORES}).exclusive[ONE].cores == 100
+        return
+    with pytest.raises(Refusal, match=r"GPU0 \(00000000\) is not entirely free: team/a \(replica\) has a part of it"):
+        given(ledger, caller(view, view.containers[1]), "core", {ONE: ALL_CORES})
+    assert given(ledger, caller(view, view.containers[1]), "core", {TWO: ALL_CORES}).exclusive[TWO].cores == 100
+
+
+def test_replicas_are_not_on_a_gpu_that_a_container_beside_them_has_whole() -> None:
+    for first, granted in ((app(100), False), (init(100), True)):
+        view = pod("a", first, replica(0, 100))
+        ledger, who = given(empty(), caller(view), "core", {ONE: ALL_CORES}), caller(view, view.containers[1])
+        node, request = node_of(ledger.gpu_registry), Request(resource="replica", available={ONE: 1}, must={}, size=1)
+        if granted:
+            assert choose_replicas(node, ledger, who, request).masks == {ONE: 1}
+            continue
+        with pytest.raises(Refusal, match=r"GPU0 \(00000000\) belongs entirely to team/a \(main\)"):
+            choose_replicas(node, ledger, who, request)
