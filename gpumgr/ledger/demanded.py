@@ -24,9 +24,9 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
         return select(node, ledger, caller, request)
     refuse_undemanded(node, view, ())
     closed = {gpu: problem for gpu in node.rows if (problem := _problem(node, view, gpu, ledger))}
-    wanted = (
-        caller.spec.cores // CORES_PER_GPU or (caller.spec.replicas.count if caller.spec.replicas else 1) if caller.spec else 1
-    )
+    # The containers after an init container use its GPUs.
+    chain = caller.chain if caller.init else caller.chain[:1]
+    wanted = max((spec.cores // CORES_PER_GPU or spec.wants("replica") for spec in chain), default=1)
     last = Refusal("no_fit", f"the pod demands {wanted} GPUs of one NUMA node, and the driver reports no GPU's NUMA node")
     for numa in _numa_nodes(node, node.rows) if view.constraints.same_numa_node and wanted > 1 else [None]:
         far = {gpu: "is on another NUMA node" for gpu in node.rows if numa is not None and _numa_nodes(node, [gpu]) != [numa]}
