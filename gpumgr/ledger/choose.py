@@ -17,7 +17,7 @@ from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, m
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NO_MEMORY, NodeView, blocks_with_ids
 from gpumgr.placement.evaluators.capacity import ChainNeeds, GpuCapacity, chain_needs
-from gpumgr.placement.evaluators.select import check_request, find, place
+from gpumgr.placement.evaluators.select import Policy, check_request, find, place
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
     needs = _needs(caller, request, own, alone=bool(named))
     if needs.cores == 0:
         return _memory_first(node, ledger, request, room)
-    gpus, evaluator, why = _place(node, ledger, room, needs)
+    gpus, evaluator, why = _place(node, ledger, room, needs, policy_for(node, caller))
     own_cores = caller.spec.cores if caller.spec else needs.cores
     picked = _pick(request, room, gpus, most_gpus=max(1, own_cores // CORES_PER_GPU))
     _require_full(node, picked, request)
@@ -156,7 +156,14 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
     return result
 
 
-def _place(node: NodeView, ledger: Ledger, room: _Room, needs: ChainNeeds) -> tuple[tuple[GpuName, ...], str, str]:
+def policy_for(node: NodeView, caller: Caller) -> Policy:
+    """The policy for a share. Before a container of the same pod with whole GPUs it is binpack, since spread would take a free GPU."""
+    return "binpack" if any(spec.whole for spec in caller.chain[1:]) else node.policy
+
+
+def _place(
+    node: NodeView, ledger: Ledger, room: _Room, needs: ChainNeeds, policy: Policy
+) -> tuple[tuple[GpuName, ...], str, str]:
     capacities = _capacities(node, ledger, room)
     entirely_free = sum(c.entirely_free and c.healthy for c in capacities)
     if needs.whole_gpus > max(entirely_free, needs.cores_to_place // CORES_PER_GPU):
@@ -172,7 +179,7 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: ChainNeeds) -> tu
         capacities,
         cores=needs.cores_to_place,
         memory_blocks=needs.memory_blocks,
-        policy=node.policy,
+        policy=policy,
         required=[node.rows[gpu] for gpu in room.pinned],
     )
     return tuple(node.gpu_of_row[row] for row in placement.gpus), placement.evaluator, placement.why

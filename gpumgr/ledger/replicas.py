@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, REPLICA_RESOURCE, Amounts, GpuName
 from gpumgr.ledger.callers import Caller, named_gpus
-from gpumgr.ledger.choose import Choice, Request, followed
+from gpumgr.ledger.choose import Choice, Request, followed, policy_for
 from gpumgr.ledger.grant import refuse_elsewhere, refuse_held, refuse_unfit
 from gpumgr.ledger.ids import GpuRegistry, Masks, common, count, lowest, minus
 from gpumgr.ledger.instances import amounts_of_devices, mig_devices, obstacle_to_devices
@@ -159,7 +159,7 @@ def _choose(
             each,
             cores=1 if wanted.count == 1 and not wanted.whole else CORES_PER_GPU * wanted.count,
             memory_blocks=0,
-            policy=node.policy,
+            policy=policy_for(node, caller),
             required=[node.rows[gpu] for gpu in required if gpu in node.rows],
         )
         for each in ([capacities] if wanted.count == 1 or not on_mig else [on_mig, others])

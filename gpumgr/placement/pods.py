@@ -7,7 +7,7 @@ from typing import Final, Self
 
 import msgspec
 
-from gpumgr.common.units import ALL_RESOURCES, Amounts, Resource
+from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, Resource
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
@@ -59,6 +59,11 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wants_gpu(self) -> bool:
         return any(self.wants(resource) for resource in ALL_RESOURCES)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it requests whole GPUs."""
+        return self.cores >= CORES_PER_GPU or (self.replicas is not None and self.replicas.whole)
 
 
 class ClaimUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,6 +67,17 @@ async def test_a_gpu_is_never_granted_beyond_its_size(folder: Path) -> None:
         assert len(running) > 5
 
 
+@pytest.mark.parametrize("first", [app(10, 1, name="first"), hami(name="first", gpucores=10, gpumem=100)])
+@pytest.mark.parametrize("whole", [app(100), hami()])
+async def test_a_share_leaves_a_gpu_for_whole_gpus_of_its_pod(first: SimContainer, whole: SimContainer, folder: Path) -> None:
+    """Also with the policy spread: GPU1 is the emptiest one, and GPU0 is not entirely free."""
+    async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
+        await node.run_all(node.pod("other", app(20, 1)))
+        node.agent.agent_state.apply(policy="spread")
+        await node.run_all(node.pod("both", first, whole))
+        assert [[*gpus] for gpus in granted(node, "both")] == [["00000000"], ["00000001"]]
+
+
 @pytest.mark.hami_bug("B15: sidecars count as init containers that end")
 async def test_an_init_container_and_what_follows_count_at_their_most(folder: Path) -> None:
     async with stage(folder, node=snapshot(1), kinds=WITHOUT_MIG) as node:
