@@ -32,7 +32,7 @@ class PodCache:
         resources: ReplicaResources | None = None,
         mig_resource: str | None = None,
     ) -> None:
-        """`resources`: HAMi's, where they count; `mig_resource`: see `parse_pod`."""
+        """`resources`, `mig_resource`: see `parse_pod`."""
         #: Whether a pod that can't be read gets an event.
         self.write_events = True
         self._resources, self._mig_resource = resources, mig_resource
@@ -74,23 +74,23 @@ class PodCache:
         await self._reflector.run()
 
     def get(self, pod: PodKey) -> PodView | None:
-        """The pod that has this name now; of two pods with this name the later one."""
+        """The pod with this name; if the cache has two such pods, the later one."""
         return self._by_key.get(pod)
 
     def by_uid(self, uid: str) -> PodView | None:
         return self._by_uid.get(uid)
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """The agent's annotations of the pod with this UID, and the annotation with HAMi's MIG devices. Listeners are not called for their
-        changes."""
+        """The agent's annotations of the pod with this UID, and the annotation with HAMi's MIG devices. A change of these annotations alone
+        calls no listener."""
         return self._annotations.get(uid, {})
 
     def all(self) -> Iterable[PodView]:
         return self._by_uid.values()
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """The pod as soon as it is in the cache: with `uid` the pod with this UID, else one that has not ended, since names recur. None
-        after the timeout."""
+        """Returns the pod as soon as it is in the cache, or None after the timeout. With `uid` it waits for the pod with this UID,
+        otherwise for a pod that has not ended, since an earlier pod may have had the same name."""
         known = self.get(pod)
         if known is not None and not _is_meant(known, uid):
             known = None

@@ -34,7 +34,7 @@ _CONTENT_TYPES: Final[Mapping[PatchKind, str]] = {
     "json": "application/json-patch+json",
 }
 
-#: The remedy for missing or wrong credentials, if the agent's settings name them.
+#: The remedy for missing or wrong credentials, for a process that takes them from the agent's settings.
 _SET_IT: Final = (
     "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
     "API server"
@@ -46,9 +46,9 @@ UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionE
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 #: The API server retries an eviction with a wrong UID for ten seconds before it refuses it, so the time limit is longer.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
-#: The shortest time between two reads of refused credentials: a read may run a program, and may not help.
+#: The shortest time between two reads of refused credentials: reading may run a credential plugin, and may give the same credentials.
 _RENEW_SECONDS: Final = 5.0
-#: The longest Retry-After that is obeyed, and the most writes for which one is kept, so that memory is bounded.
+#: The longest Retry-After that is obeyed, and the most writes for which a Retry-After is remembered, so that memory is bounded.
 MAX_RETRY_AFTER_SECONDS: Final = 120.0
 _MAX_HELD: Final = 10_000
 

@@ -137,7 +137,7 @@ def _tls(credentials: Credentials) -> ssl.SSLContext:
 
 
 def _check(kubeconfig: Path) -> None:
-    """Checks what the library does not: it treats a missing file as an empty one, with a warning in the log.
+    """Checks the file, because the library treats a missing file as an empty one and only logs a warning.
 
     Raises OSError, ValueError or YAMLError.
     """

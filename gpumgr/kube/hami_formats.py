@@ -144,7 +144,8 @@ def encode_allocations(allocations: Iterable[MigAllocation]) -> str:
 
 
 def decode_allocations(text: str) -> Sequence[MigAllocation]:
-    """Raises ValueError for what HAMi's plugin refuses: an incomplete allocation, some of the driver's ids only, a device twice."""
+    """Raises ValueError for what HAMi's plugin refuses: an allocation without a required field, one with only some of the driver's ids, or
+    a device that appears twice."""
     found = decode_json(text or "[]", tuple[MigAllocation, ...], "no MIG allocations of HAMi")
     for each in found:
         if len({bool(each.mig_uuid), each.gpu_instance is not None, each.compute_instance is not None}) > 1:

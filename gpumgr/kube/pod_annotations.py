@@ -78,7 +78,7 @@ def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[Gpu
 
 
 def _resize_answers(allocations: Sequence[Allocation]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Container -> what it may use of each of its GPUs now, and why its last request was refused."""
+    """Container -> what it may use of each of its GPUs now, and why its last resize was refused."""
     for a in allocations:
         if a.resize is not None and a.gpus:
             limits = a.limits_on(next(iter(a.gpus)))

@@ -37,7 +37,7 @@ _FACTORS: Final = {
 _MAX_QUANTITY: Final = 1 << 63
 #: Annotation of a static pod's mirror pod, which only the kubelet can create: the UID that the kubelet gives the static pod.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
-#: The annotation and the variable for two further fields of gpu-manager's /usage; users may write any text there.
+#: The annotation and the environment variable that give two more fields of gpu-manager's /usage. Users may write any text there.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
 _DURATION: Final = re.compile("([1-9][0-9]{0,5})([smh])")
@@ -121,8 +121,8 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
 
 
 def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
-    """The container with the memory that HAMi's scheduler counts for a percentage. HAMi's scheduler computes it from the registered memory:
-    the agent had subtracted what other pods held there at that time."""
+    """The container with the memory that HAMi's scheduler counts for a percentage. HAMi's scheduler computes it from the memory that the
+    agent registered, which lacks what other pods held on the GPU at that time."""
     if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
         return container
     memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))

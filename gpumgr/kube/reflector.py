@@ -377,7 +377,7 @@ class Reflector(Generic[T]):
             self._on_change(before, after)
 
     async def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
-        """The result of `parse`, and whether it could read the object; else the last result."""
+        """Returns the result of `parse` and True; if the object can't be read, the object's last result and False."""
         if not metadata.uid:
             self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
             return None, False

@@ -65,7 +65,7 @@ class DecisionReporter:
         self._suspensions: SuspensionsById = {}
         #: Allocation -> when its pod is to be reported.
         self._due: dict[AllocationId, float] = {}
-        #: Pods that an allocation no longer belongs to.
+        #: Pods that lost an allocation when the ledger corrected the allocation's pod.
         self._renamed: set[PodKey] = set()
         #: Allocations without an event of their placement.
         self._unreported: set[AllocationId] = set()
@@ -121,7 +121,7 @@ class DecisionReporter:
                 if entry.call in ("prefer", "allocate"):  # the kubelet rejects the pod
                     self._hami.decided(entry)
                     self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
-                if entry.code != NOT_ENFORCED:  # the event of the placement says so
+                if entry.code != NOT_ENFORCED:  # the event of the placement reports it
                     self._report_entry(entry)
             case "gpu":
                 self._record(event_texts.gpu_event(self._node, entry, self._agent_state.node().label))

@@ -54,8 +54,8 @@ class WorkQueue:
         return len(self._waiting)
 
     def put(self, desired: Desired, due: float) -> Desired | None:
-        """Adds a state, or brings forward a waiting one; a state that failed keeps its time. A state that is being written is due again
-        at `due`. Returns the event that was dropped, if any."""
+        """Adds a state, or brings forward a waiting one; a state with a failed write keeps the time of the retry. A state that is being
+        written is due again at `due`. Returns the event that was dropped, if any."""
         desired.again = due
         if desired in self._waiting:
             if not desired.attempts and due < desired.due:
@@ -95,7 +95,7 @@ class WorkQueue:
         return desired in self._waiting and self._waiting.pop(desired) is None
 
     def retry(self, desired: Desired, due: float, *, held: bool = False) -> None:
-        """The write failed, and is due again at `due`. `held`: it does not count as late until then."""
+        """The write failed, and is due again at `due`. With `held`, the write does not count as late before `due`."""
         desired.attempts += 1
         desired.due, desired.since = due, due if held else desired.since
 

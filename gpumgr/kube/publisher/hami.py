@@ -5,8 +5,8 @@ own pods. A GPU that other pods share is registered with less than 100 cores, so
 whole, or that accepts no new pods, is registered as unhealthy.
 
 HAMi's scheduler binds the next pod to a node once its lock on the node is removed, or after 5 minutes. The agent itself needs no lock, so
-it may remove the lock of a later pod. A pod that the kubelet refuses by itself, or that ends while no agent runs, leaves the lock, too: so
-the agent removes it when a pod has all its devices, has ended, or is gone. The agent does not read the lock.
+it may remove the lock of a later pod. The lock also stays after a pod that the kubelet refuses by itself, or that ends while no agent runs.
+So the agent removes the lock when a pod has all its devices, has ended, or is gone. The agent does not read the lock.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,8 @@ class RegisterReporter:
             count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
             # Scaling has no meaning for MIG devices.
             memory_scaling, core_scaling = (1.0, 1.0) if profiles else view.inventory.scaling
-            # HAMi's scheduler gives a GPU exclusively (100 cores) where so many are left; the agent refuses that beside another pod.
+            # HAMi's scheduler gives a GPU exclusively (100 cores) if 100 cores are left; the agent refuses that while another pod is on the
+            # GPU.
             scaled = int(cores * core_scaling)
             if any(not each.admin for each in foreign.on(name)):
                 scaled = min(scaled, CORES_PER_GPU - 1)

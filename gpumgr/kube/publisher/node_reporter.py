@@ -175,9 +175,9 @@ NO_TROUBLE: Final = "GpusWork"
 MAX_MESSAGE_BYTES: Final = 2048
 #: How long the kubelet or the driver may be unavailable before the condition says so: both are restarted in normal operation.
 PATIENCE_SECONDS: Final = 15.0
-#: Reasons why a GPU takes no new containers that do not count as trouble, as in the alert rules (config/prometheus/gpumgr.rules.yaml):
-#: leftovers of an ended pod are temporary, a cordon has its own message, MIG is a setting, and an unavailable driver is a state of the
-#: node.
+#: A GPU that takes no new containers for one of these reasons is not in trouble. The alert rules (config/prometheus/gpumgr.rules.yaml) have
+#: the same exceptions: leftovers of an ended pod are temporary, a cordon has its own message, MIG is a setting, and an unavailable driver
+#: is a state of the node.
 _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
@@ -209,7 +209,7 @@ class NodeSink(Protocol):
 
 
 class NodeReporter:
-    """`describe_node`: publish the condition, and labels that describe the GPUs; `node_labels` are published in any case.
+    """`describe_node`: publish the condition, and labels that describe the GPUs. The labels `node_labels` are always published.
 
     Labels and a condition that must not be published are removed once: an earlier process, or this one with other settings, may have
     written them. `clock` is monotonic, in seconds.
@@ -239,7 +239,7 @@ class NodeReporter:
         if not self._describe_node and not self._removed:
             self._removed = True
             self._node.set_condition(None)
-            if not self._node_labels:  # otherwise other labels are removed when these are written
+            if not self._node_labels:  # otherwise the write of these labels below removes all other labels of the agent
                 self._node.label({})
         if not (self._describe_node or self._node_labels):
             return
@@ -270,8 +270,8 @@ class NodeReporter:
 
 
 def condition_of(troubles: Sequence[tuple[str, str]], *, healthy: str) -> Condition:
-    """The condition for (reason, sentence) pairs, the most severe first, which gives the condition its reason. `healthy` is the message
-    without any pair."""
+    """The condition. `troubles`: (reason, sentence), the most severe trouble first; its reason becomes the condition's. `healthy`: the
+    message if there is no trouble."""
     if not troubles:
         return Condition(trouble=False, reason=NO_TROUBLE, message=healthy)
     message = cut("; ".join(sentence for _, sentence in troubles), MAX_MESSAGE_BYTES)

@@ -45,16 +45,16 @@ CAPACITY: Final = 512
 _REQUESTS_PER_SECOND: Final = 50.0
 #: The first and the longest pause after failures.
 _PAUSES_SECONDS: Final = (0.5, 30.0)
-#: Statuses below 500 that a retry may change. 401: the next request reads the credentials again.
+#: Statuses below 500 after which a retry may succeed. 401: the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another pod has the name now.
 _MAX_CONFLICTS: Final = 5
 #: The first pause of a failed write is this many times the first pause of the queue, so that the other writes are sent first.
 _FAILED_FACTOR: Final = 4.0
-#: No write reaches the API server, so the one that failed is retried first. After any other failure the others are sent before it: a
-#: webhook that hangs may delay only this one.
+#: After these errors no write reaches the API server, so the failed write is retried first. After any other error all other writes are sent
+#: before the failed one, since a webhook that hangs may delay only that write.
 _UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-#: How often the queue is checked for new writes while others wait for a retry.
+#: How often the queue is checked for new writes while failed writes wait for a retry.
 _POLL_SECONDS: Final = 0.25
 #: Refusals of the same kind, and dropped events, are logged once in this time.
 _LOG_AGAIN_SECONDS: Final = 3600.0
