@@ -125,7 +125,7 @@ class ClaimsController:
         return refused
 
     def _shape(self, key: Key, count: int) -> Shape:
-        """The content of the template. Raises ValueError, with the text of the pod's event, if it is not to be created."""
+        """The content of the template. Raises ValueError, with the text of the pod's event, if the template must not be created."""
         try:
             shape = parse(key[1])
         except ValueError as error:
@@ -146,7 +146,7 @@ class ClaimsController:
             self._watches.templates.setdefault(key, WatchedTemplate(uid=_UNSEEN, key=key, managed=True))
 
     async def _sweep(self) -> None:
-        """Deletes the templates that have not been used for long."""
+        """Deletes the templates that no pod has used for a long time."""
         now, used_at, templates = self._clock(), self._watches.used_at, self._watches.templates
         used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
         for key in used_at.keys() - templates.keys():

@@ -66,7 +66,7 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand],
 
 
 class _Sums:
-    """What the claims of demands may hold within each limit. A claim counts as on the kind of GPU where it holds most."""
+    """What the claims of demands may hold within each limit. A claim counts as if it were on the kind of GPU where it would hold most."""
 
     def __init__(self, quotas: Quotas, demands: Iterable[Demand] = ()) -> None:
         self._quotas = quotas
@@ -85,7 +85,7 @@ class _Sums:
                 self.held[demand.namespace, limit] = held.plus(self._claims[uid, limit]).plus(before, -1)
 
     def more(self, demand: Demand, kind: tuple[GpuKind, int], limit: Limit) -> Held:
-        """What the demand adds on GPUs of this kind: what its claims hold, unless it is counted already."""
+        """What the demand adds on GPUs of this kind: what its claims hold, without the claims that are counted already."""
         total = NONE_HELD
         for uid, containers in demand.claims.items():
             before = self._claims[uid, limit]

@@ -200,8 +200,8 @@ class Extender:
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     async def prioritize(self, args: FilterArgs, gone: Callable[[], bool] | None = None) -> list[HostPriority]:
-        """The best node gets MAX_SCORE, the other fitting nodes less by their rank. If none fits, or for a pod without GPUs, all get 0.
-        A request that can't be read gets an empty list. `gone` as for `answer_filter`."""
+        """The best node gets MAX_SCORE; the other fitting nodes get lower scores, by their rank. If none fits, or for a pod without GPUs,
+        all get 0. A request that can't be read gets an empty list. `gone` as for `answer_filter`."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE:

@@ -20,7 +20,8 @@ from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
 
 PATH: Final = "/hami/pods"
-#: The limit of one body, and of all together: any client that reaches the port may send bodies. A larger pod is refused at its creation.
+#: The limit of one body, and of all bodies together: any client that reaches the port may send bodies. A larger pod is refused at its
+#: creation.
 MOST_BYTES: Final = 1 << 20
 TOTAL_BYTES: Final = 16 << 20
 _NONE: Final = ("", "0")

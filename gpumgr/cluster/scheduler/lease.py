@@ -20,7 +20,7 @@ Action = Literal["create", "take", "renew", "wait"]
 class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A leader stops answering `lead_seconds` after its last write of the Lease, and stops sending bindings `bind_seconds` before that.
 
-    With these times another replica takes over within 12 s.
+    With these times another replica takes over within 12 s after the leader's last write.
     """
 
     lease_seconds: int = 10

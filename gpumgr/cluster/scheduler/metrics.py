@@ -26,7 +26,7 @@ from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, r
 VERBS: Final = ("filter", "prioritize", "bind", "preempt")
 #: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
 OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
-#: How many models have series of their own: the models with the most GPUs. All others are "other".
+#: How many models have series of their own: the models with the most GPUs. All other models share the label "other".
 MAX_MODELS: Final = 32
 #: Key of a response under which the server leaves its outcome.
 OUTCOME: Final = web.ResponseKey("outcome", str)

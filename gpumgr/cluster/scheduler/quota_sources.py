@@ -42,7 +42,7 @@ class WatchedQuotas(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _GpuAdmission(msgspec.Struct):
-    """`quota`: model -> whole GPUs. Without `quota` no model is allowed; without `pool` every pool is."""
+    """`quota`: model -> whole GPUs. Without `quota` no model is allowed; without `pool` every pool is allowed."""
 
     quota: dict[str, Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]] | None = None
     pool: list[str] | None = None

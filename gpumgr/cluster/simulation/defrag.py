@@ -34,7 +34,7 @@ class Defrag:
         return next((plan for way in ways if (plan := in_order(self._cluster, way)) is not None), None)
 
     def _ways(self, pods: Sequence[LivePod], most: int) -> Iterator[Moves]:
-        """Places for all `pods`, and for at most `most` other pods that move for them."""
+        """Finds places for all `pods`. At most `most` other pods move to make room for them; their new places are included."""
         if not pods:
             yield []
             return
@@ -64,7 +64,8 @@ class Defrag:
         return [] if self.ended else [each for each in self._cluster.spots(pod, _BRANCHES) if self._differs(pod, each)]
 
     def _groups(self, pod: LivePod, node: str, most: int) -> Iterator[tuple[Sequence[LivePod], Spot]]:
-        """Groups of pods, each with the place that the pod gets on the node without this group. No smaller part of a group is enough."""
+        """Groups of pods on `node`, each with the place that `pod` gets there if the whole group leaves. No smaller part of a group is
+        enough."""
         lacking = set(short(pod.requests, self._cluster.free(node))) - {CORE_RESOURCE, MEMORY_RESOURCE}
         pods = [
             each
@@ -96,7 +97,8 @@ class Defrag:
             self._cluster.put(each, each.home)
 
     def _differs(self, pod: LivePod, spot: Spot) -> bool:
-        """Whether the place is a move. Within a node a pod can move only if the scheduler chooses the GPUs, not the node's agent."""
+        """Whether the pod would move if it got this place. Within a node a pod can move only if the scheduler chooses the GPUs, not the
+        node's agent."""
         if pod.home is None or spot.node != pod.home.node:
             return True
         named = self._cluster.nodes[spot.node].state.naming != "none"
@@ -104,7 +106,8 @@ class Defrag:
 
 
 def in_order(cluster: LiveCluster, places: Moves) -> Moves | None:
-    """The moves in reverse, since a pod is found before the pods that move for it; None: a place is not free at its turn."""
+    """Reverses the moves, since the search places a pod before the pods that make room for it. None: a place is not free when its pod
+    moves."""
     homes = {pod.home.node for pod, _ in places if pod.home is not None}
     part = cluster.part({spot.node for _, spot in places} | homes)
     for pod, spot in reversed(places):

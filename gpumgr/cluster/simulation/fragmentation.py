@@ -1,4 +1,4 @@
-"""The fragmentation of a node: the GPU-milli that a pod drawn from the typical pods can't use, on average.
+"""The fragmentation of a node: the GPU-milli (thousandths of a GPU) that a pod drawn from the typical pods can't use, on average.
 
 Rule: FGD, "Beware of Fragmentation" (USENIX ATC '23). Typical pods are the most popular requests that make up 95 % of the trace. A pod
 that does not fit can't use any free GPU-milli of the node, and neither can a pod without GPUs; a pod that fits can't use GPUs with less
@@ -54,7 +54,7 @@ class Fragmentation:
         return self.amount(node.spec.model, node.cpu_milli, node.gpu_milli)
 
     def amount(self, model: str, cpu_milli: int, gpu_milli: Iterable[int]) -> float:
-        """GPU-milli that can't be used on a node of this model with this much free."""
+        """GPU-milli that can't be used on a node of this model with these free amounts."""
         return self._table(model, tuple(sorted(gpu_milli)))[bisect_right(self._cpus, cpu_milli)]
 
     def _computed(self, model: str, gpu_milli: tuple[int, ...]) -> list[float]:

@@ -16,7 +16,7 @@ from gpumgr.cluster.simulation.policies import POLICIES
 from gpumgr.common.errors import InputError
 
 DEMAND_PERCENT: Final = 130
-#: Percentages of arrived demand (the GPUs that pods have asked for, of all GPUs) at which something is measured.
+#: Percentages of arrived demand (the GPUs that the pods so far have requested, in percent of all GPUs) at which grants are measured.
 ALLOCATED_AT: Final = (100, 130)
 FRAGMENTED_AT: Final = (50, 80, 90)
 #: Kinds of pods that every result has; further kinds are named by their number of GPUs.

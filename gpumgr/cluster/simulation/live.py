@@ -143,7 +143,7 @@ class LiveCluster:
         return refusal(pod.spec, name, self.nodes[name].labels, self.nodes[name].taints)
 
     def _report(self, pod: LivePod, *, there: bool) -> None:
-        """What the node's agent reports of the pod counts while the pod is at home, and only then."""
+        """Puts the agent's report about the pod into the state of its home if the pod is `there`, and removes it otherwise."""
         home = self.nodes[pod.home.node].state if pod.home is not None else None
         if home is None or pod.uid not in home.reported_shares:
             return

@@ -158,7 +158,7 @@ def _hosted(cluster: Cluster, shape: Shape, positions: set[int]) -> bool:
 
 
 def _mean_and_max(values: Sequence[float], spans: Sequence[float]) -> dict[str, float]:
-    """The mean is over time; the last value has no span."""
+    """The mean over time, and the highest value. `spans`: how long each value lasted; the last value has none."""
     mean = fmean(values[:-1], spans) if sum(spans) else values[-1]
     return {"mean": round(mean, 4), "max": round(max(values), 4)}
 
