@@ -133,8 +133,8 @@ class NodeClaims:
         self._gone = gone
 
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
-        """Puts the limits and CDI specs of prepared claims in place again, since a restart of a container makes no Prepare call. The
-        allocations `unless` have theirs already."""
+        """Puts the limits and CDI specs of prepared claims in place again, since a restart of a container makes no Prepare call.
+        Allocations in `unless` are left out: their limits and CDI specs are in place."""
         failed = dict[AllocationId, str]()
         for allocation in list(self._agent_state.ledger.allocations.values()):
             if allocation.claim is None or allocation.id in unless:

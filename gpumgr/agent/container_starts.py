@@ -158,7 +158,7 @@ class ContainerStarts:
         await self.enforcement.start(base, allocation, self._tenant(allocation))
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
-        """A share that was rebuilt without its response has no mechanisms. It gets NO_MECHANISM if the node has no others for its pod.
+        """A share that was rebuilt without its response has no mechanisms. It gets NO_MECHANISM if the node has no mechanism for its pod.
         Otherwise its limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation

@@ -92,7 +92,7 @@ class MigDevices:
 
     async def restore(self, allocation: Allocation) -> Allocation:
         """Call it when the container starts. After a reboot its MIG devices are gone: they are created again. If a UUID changes, only a
-        container that gets its devices by CDI can start: the environment of another has the former UUID. Raises Refusal."""
+        container that gets its devices by CDI can start: the environment of any other container names the former UUID. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
         async with self.changes:
@@ -125,7 +125,7 @@ class MigDevices:
 
     async def tend(self) -> None:
         """Call it once a second: turns MIG mode on where a GPU is idle, destroys MIG devices without a container, and reports containers
-        without theirs."""
+        that have lost their MIG devices."""
         ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
         gpus = _gpus(ledger, inventory)
         found: dict[str, str] = {}

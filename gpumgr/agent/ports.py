@@ -51,8 +51,8 @@ class Pods(Protocol):
     def all(self) -> Iterable[PodView]: ...
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """Returns the pod of this name once the cache has it (with `uid`: only with this UID; else only one that has not ended: names
-        recur), or None after the timeout."""
+        """Returns the pod once the cache has it, or None after the timeout. With `uid` it waits for the pod with this UID, otherwise for a
+        pod that has not ended, since an earlier pod may have had the same name."""
         ...
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
@@ -113,8 +113,8 @@ class Evictor(Protocol):
     """Requests evictions without waiting for them (gpumgr.kube.publisher.publisher.Publisher)."""
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
-        """Replaces all evictions of this requester; a pod that no requester names any longer is not evicted. `immediately`: also repeats
-        evictions that were requested or refused a short time ago."""
+        """Replaces all evictions of this requester; a pod that no requester names is not evicted. `immediately`: also repeats evictions
+        that were requested or refused a short time ago."""
         ...
 
 

@@ -23,8 +23,8 @@ from gpumgr.placement.pods import Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 
-#: `List` makes the kubelet rebuild its table of ids, so it is not called between the kubelet's choice of ids and the moment when the table
-#: has them.
+#: `List` makes the kubelet rebuild its table of ids, so the agent does not call `List` between the kubelet's choice of ids and the moment
+#: when the table has them.
 GAP_SECONDS = 0.5
 #: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0

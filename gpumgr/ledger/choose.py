@@ -137,7 +137,7 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
-        # The kubelet may offer more ids than allocations without ids leave, so the amounts that are left limit their number.
+        # Allocations without ids take amounts, but the kubelet still offers the ids. So the amounts that are left limit the number of ids.
         cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
         left = blocks_with_ids(node, ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
         blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()

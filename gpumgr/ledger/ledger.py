@@ -14,7 +14,8 @@ Invariants (checked by `Ledger.violations`):
 6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 
 A resize changes how much a container may use; its grant stays. If it may use more than the amounts of its ids, free ids of the GPU turn
-Unhealthy for the difference. If it may use less, resizes and bursts of others may use the difference, but no new container gets it.
+Unhealthy for the difference. If it may use less, resizes and bursts of other containers may use the difference, but no new container gets
+it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -155,7 +156,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def places(self) -> Sequence[GpuName]:
-        """The GPUs that it was granted, then others on which it holds ids."""
+        """The GPUs that it was granted, then the other GPUs on which it holds ids."""
         return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
@@ -189,7 +190,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return self.limits_on(gpu) - Amounts(0, self.lent_on(gpu))
 
     def grown_on(self, gpu: GpuName) -> Amounts:
-        """What it may use beyond what it holds, and not only while others are suspended."""
+        """What it may use beyond what it holds, without the memory that suspended containers lend."""
         return self.guaranteed_on(gpu).beyond(self.held_on(gpu)) if gpu in self.resized else Amounts()
 
     def shrunk_on(self, gpu: GpuName) -> Amounts:
