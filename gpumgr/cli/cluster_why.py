@@ -25,7 +25,7 @@ from gpumgr.common.units import count_text
 from gpumgr.kube.client import AnswerError, ApiServer, items_of
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
-#: Selects the leader, else any replica of the chart's Deployment, which lacks only the decisions of the leader that no
+#: Selects the leader, or else any replica of the chart's Deployment. A replica that does not lead lacks only the leader's decisions that no
 #: watch shows yet.
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
 _PORT_NAME: Final = "http"

@@ -16,7 +16,7 @@ Examples:
   gpumgr demo                          (on a terminal: watch, and end it with Ctrl-C)
   gpumgr demo --once
 """
-_EXIT_CODES: Final = {0: "each step had the expected result", 1: "a step did not", 2: "wrong usage"}
+_EXIT_CODES: Final = {0: "each step had the expected result", 1: "a step had another result", 2: "wrong usage"}
 
 
 @click.command(

@@ -235,7 +235,7 @@ class _Wait:
         return self._document
 
     async def _poll(self) -> None:
-        """The state is cheap; the drain is requested again only when the GPU seems to be empty."""
+        """Reads the agent's state, which costs the agent little. Requests the drain again only when the GPU seems to be empty."""
         state = read_state(await self._agent.get(STATE))
         if state.at >= self._result.at and self._seems_empty(state):  # an older state says nothing about this drain
             await self._request()

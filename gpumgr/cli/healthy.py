@@ -15,7 +15,7 @@ from gpumgr.common.errors import GpumgrError
 #: Shorter than the timeout of the image's health check (3 s).
 _RESPONSE_SECONDS: Final = 2.0
 _MOST_BYTES: Final = 4096
-_EXIT_CODES: Final = {0: "the agent is healthy", 1: "it is not", 2: "wrong usage or settings"}
+_EXIT_CODES: Final = {0: "the agent is healthy", 1: "the agent is not healthy", 2: "wrong usage or settings"}
 
 
 def ask(socket: Path) -> tuple[int, str]:

@@ -54,7 +54,8 @@ class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryFilter:
-    """Keeps the entries that were read. `last` is the newest one's number; older ones are not printed again."""
+    """Keeps the entries that were read. `last`: the number of the newest of these entries. Entries up to this number are not printed
+    again."""
 
     def __init__(self, query: HistoryQuery) -> None:
         self._query = query

@@ -28,7 +28,7 @@ pod_kubeconfig_option = click.option(
 
 
 class RemotePod:
-    """The API server's pod of this name; without a namespace, of the namespace "default"."""
+    """The pod of this name at the API server; a name without a namespace means the namespace "default"."""
 
     def __init__(self, server: ApiServer, name: PodName) -> None:
         self._server, self._name = server, name

@@ -29,7 +29,8 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
     core_resource: ResourceName = "nvidia.com/gpucores"
     #: The resource that sets the priority of a container on its GPUs.
     priority_resource: ResourceName = "nvidia.com/priority"
-    #: What a container that requests no memory, or no cores, gets of each GPU, in MiB and percent. 0: all memory; no limit of cores.
+    #: The memory of each GPU, in MiB, for a container that requests no memory (0: all), and the cores, in percent, for a container that
+    #: requests no cores (0: no limit).
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
     #: MiB of one unit of memory_resource.

@@ -90,7 +90,7 @@ class HamiSettings(ReplicaResources, frozen=True, kw_only=True):
     device_split_count: Annotated[int, Meta(ge=1, le=1000)] = 10
     #: mig: each container gets MIG devices, which are created for it on GPUs that support MIG; other GPUs are shared as with hami-core.
     operating_mode: Literal["hami-core", "mig"] = "hami-core"
-    #: The profiles of these MIG devices, such as 1g.10gb. Empty: all profiles of the GPU.
+    #: With operating_mode mig: the profiles of the MIG devices that are created, such as 1g.10gb. Empty: all profiles of the GPU.
     mig_profiles: tuple[MigProfileName, ...] = ()
     #: current: the node's GPUs are registered for HAMi's scheduler, version 2.5 or newer (annotation hami.io/node-nvidia-register).
     scheduler: Literal["current", "none"] = "current"
@@ -339,7 +339,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     leader_election: bool = False
     #: The Lease's name.
     lease_name: ObjectName = "gpumgr-scheduler"
-    #: Its namespace. Null: that of the pod.
+    #: The Lease's namespace. Null: the namespace of the pod.
     lease_namespace: ObjectName | None = None
 
 
@@ -347,7 +347,7 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Port of the admission webhook, on the address of the scheduler's verbs. The webhook adds what is missing in pods that request HAMi's
     #: resources. 0: no webhook.
     port: Port = 0
-    #: Its certificate, and the key, in PEM.
+    #: The webhook's certificate, and the certificate's key, in PEM.
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     #: What the webhook writes to these pods: spec.schedulerName, and spec.runtimeClassName unless it is empty.
@@ -372,7 +372,7 @@ class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):
     leader_election: bool = False
     #: The Lease's name.
     lease_name: ObjectName = "gpumgr-claims"
-    #: Its namespace. Null: that of the pod.
+    #: The Lease's namespace. Null: the namespace of the pod.
     lease_namespace: ObjectName | None = None
 
 

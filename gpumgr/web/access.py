@@ -2,7 +2,7 @@
 
 Clients on this host may read everything. Maintenance requests are accepted only over the unix socket, which only root can open. Remote
 clients may read metrics and probes. If the settings name a token file or a client CA, remote clients with the token or a certificate may
-read everything, others only the probes. A client's origin is read only from the connection, never from a header.
+read everything, and all other remote clients only the probes. A client's origin is read only from the connection, never from a header.
 
 The `Host` header is checked for loopback clients. A foreign web page in a browser on this host can make its own name resolve
 to 127.0.0.1 (DNS rebinding) to read the pages; its requests have that name in `Host`.

@@ -18,9 +18,10 @@ def device_type(model: str | None) -> str:
 
 
 class Constraints(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU matches a model if that text is, without regard to case, a part of the GPU's model as HAMi registers it: with "NVIDIA-" before
-    it, unless it begins with "NVIDIA". UUIDs are exact. Empty "use": any. `same_numa_node` concerns each container with several GPUs.
-    `unused`: only GPUs without containers. `modes`: some of MODES; None: any.
+    """A GPU matches a text in `use_models` or `avoid_models` if the text is, without regard to case, a part of the GPU's model as HAMi
+    registers the model: with "NVIDIA-" before it, unless it begins with "NVIDIA". UUIDs are exact. If `use_models` or `use_uuids` is empty,
+    any model or UUID is allowed. `same_numa_node` concerns each container with several GPUs. `unused`: only GPUs without containers.
+    `modes`: some of MODES; None: any.
 
     A GPU without a known model satisfies no constraint on models, and a GPU without a known UUID satisfies none on UUIDs.
     """

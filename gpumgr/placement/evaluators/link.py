@@ -270,7 +270,8 @@ def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> 
 def _grown_sets(
     scores: Scores, free: Sequence[int], k: int, required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Grows a set from each GPU. Returns as (score, GPUs) the sets with the highest sum of their score and the remaining GPUs'."""
+    """Grows a set from each GPU. Returns the sets with the highest sum of two scores, the set's and the score of the remaining GPUs, as
+    (score of the set, GPUs)."""
     found: dict[tuple[int, ...], int] = {}
     for seed in free:
         chosen = list(required) if seed in required or len(required) == k else [*required, seed]
@@ -316,8 +317,8 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """Replaces the GPUs of `chosen` with the fewest free blocks by others with the most, until `chosen` has `blocks_needed`. The caller has
-    checked that some set has them."""
+    """Replaces the GPUs of `chosen` that have the fewest free blocks by the free GPUs that have the most, until `chosen` has
+    `blocks_needed`. The caller has checked that some set has them."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]

@@ -21,8 +21,8 @@ Scaling = tuple[float, float]
 class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as in HAMi: `count` GPUs, and the same amounts of each. `cores` 0: no limit of cores.
 
-    `memory_mebibytes` None: `memory_percent` of the GPU's memory. The memory that the container may use counts on a GPU divided by
-    `memory_scaling`, and the cores divided by `core_scaling`.
+    `memory_mebibytes` None: `memory_percent` of the GPU's memory. A GPU is charged with the memory that the container may use divided by
+    `memory_scaling`, and with the cores divided by `core_scaling`.
 
     `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU; it may have taken the percentage of
     the free memory. This is the most that the container gets.

@@ -67,7 +67,7 @@ def clean(text: str) -> str:
 
 
 def capability_of(model: str | None) -> tuple[int, int] | None:
-    """Compute capability of a model in the table. None for others, such as "RTX 6000": several models have that name."""
+    """Compute capability of a model in the table. None for any other model, such as "RTX 6000": several models have that name."""
     words = re.split(r"[\s-]+", model or "")
     return next((_CAPABILITY_OF[word] for word in words if word in _CAPABILITY_OF), None)
 

@@ -31,7 +31,8 @@ def _counter(name: str, about: str) -> Family:
 
 
 def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
-    """A container of an unknown pod has no value: several have the same labels, and a counter must not drop when one of them ends."""
+    """A container of an unknown pod has no value: several such containers have the same labels, and a counter must not drop when one of the
+    containers ends."""
     return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
 
 
