@@ -58,6 +58,8 @@ class Containers:
         self._polled_at = self._eager_until = float("-inf")
         self._polling = asyncio.Lock()
         self._unavailable: str | None = None
+        #: Whether the runtime has ever answered.
+        self.listed = False
         self._table: dict[str, Container] = {}
         #: Container's id -> its location. None: the request failed; the failure was logged, and the request is repeated.
         self._locations: dict[str, Location | None] = {}
@@ -160,7 +162,7 @@ class Containers:
         else:
             if self._unavailable is not None:
                 _log.info("cri_available")
-            self._unavailable = None
+            self._unavailable, self.listed = None, True
         if self._states() != before:
             self.wake()
         self._drop_ended()

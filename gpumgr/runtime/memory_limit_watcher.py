@@ -6,8 +6,7 @@ container was granted. What containers and the libraries in them report about th
 While nothing is allocated there is no limit to enforce, and an evaluation every 10 s is enough to find unattributed processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -47,6 +46,8 @@ _REQUESTER: Final = "memory limit"
 CALM_PERIOD_SECONDS: Final = 10.0
 #: How long an evaluation waits for the container runtime, and for the enforcement backends.
 TIMEOUT_SECONDS: Final = 0.5
+
+_NOT_LISTED: Final = "the container runtime has not listed it yet"
 
 Mechanisms = tuple[str, ...]
 
@@ -117,6 +118,8 @@ class MemoryLimitWatcher:
         self.apply(over_limit)
         self._overcommitment = Overcommitment(records, self._events)
         self._enforce = BackgroundCall("enforce_limits")
+        #: Exists while a request for a resize is not decided.
+        self._resizes: Resizes | None = None
         self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
         self._limit_state = OverLimitState()
@@ -164,9 +167,7 @@ class MemoryLimitWatcher:
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin(ledger, use)
-        if any(undecided_resize(a, self._pods) for a in ledger.allocations.values()) and await self._resizes.decide(
-            ledger, use, most=self._rule.most
-        ):
+        if await self._resize(ledger, use):
             ledger = self._records.ledger
             shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
             use = join(ledger, sample, ownership.owners, index=index)
@@ -180,16 +181,23 @@ class MemoryLimitWatcher:
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
-        await self._enforce.start(lambda: self._observe_and_adjust(running, number), timeout_seconds=self._owners.timeout_seconds)
+        unknown = () if ownership.listed else ledger.allocations  # nothing is set for them
+        await self._enforce.start(
+            lambda: self._observe_and_adjust(running, number, unknown), timeout_seconds=self._owners.timeout_seconds
+        )
         self.bursts.evaluated()
 
-    @cached_property
-    def _resizes(self) -> "Resizes":
-        """Imported when a container is to be resized: most agents never load the module."""
-        from gpumgr.runtime.resizes import Resizes
+    async def _resize(self, ledger: Ledger, use: NodeUse) -> bool:
+        """Decides requests for a resize; returns whether the ledger has changed."""
+        if not any(undecided_resize(a, self._pods) for a in ledger.allocations.values()):
+            self._resizes = None  # a request that waited was withdrawn
+            return False
+        if self._resizes is None:
+            from gpumgr.runtime.resizes import Resizes  # most agents never load the module
 
-        obstacle = self._backends.obstacle_to_change
-        return Resizes(self._records, self._pods, self.bursts, obstacle=obstacle, clock=self._clock)
+            obstacle = self._backends.obstacle_to_change
+            self._resizes = Resizes(self._records, self._pods, self.bursts, obstacle=obstacle, clock=self._clock)
+        return await self._resizes.decide(ledger, use, most=self._rule.most)
 
     async def close(self) -> None:
         await self.suspensions.close()
@@ -217,10 +225,13 @@ class MemoryLimitWatcher:
                 memory_bytes={gpu: None if allocation in away else each.memory_bytes for gpu, each in uses.items()},
             )
 
-    async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int) -> None:
-        """Calls `observe` before `adjust`, which corrects what `observe` must find. `number`: the number of the evaluation."""
+    async def _observe_and_adjust(
+        self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int, unknown: Collection[AllocationId]
+    ) -> None:
+        """Calls `observe` before `adjust`, which corrects what `observe` must find. `number`: the number of the evaluation.
+        `unknown`: allocations with containers that may run although the runtime has not listed them yet."""
         self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
-        obstacles = await self._backends.adjust(running)
+        obstacles = {**dict.fromkeys(unknown, _NOT_LISTED), **await self._backends.adjust(running)}
         self.bursts.enforced(Enforced(number=number, obstacles=obstacles, kept_bytes=self._backends.kept_bytes()))
 
     # -- memory ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ RETRY_SECONDS: Final = 5.0
 
 
 class RunningContainers(Protocol):
-    """The container runtime's containers, as last listed. Implemented by gpumgr.runtime.containers.Containers."""
+    """The container runtime's containers, as last listed (`listed`: ever). Implemented by gpumgr.runtime.containers.Containers."""
+
+    listed: bool
 
     @property
     def due(self) -> bool:
@@ -54,11 +56,13 @@ class RunningContainers(Protocol):
 class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):
     """`owners`: pid -> its container, None if it is in no container; a pid that is not known yet is missing.
 
-    `containers`: allocation -> the containers that run on it; several can use a claim. `pids`: allocation -> all processes of these
+    `listed`: the runtime has listed the containers since the agent started; before that, no containers are known. `containers`: allocation
+    -> the containers that run on it; several can use a claim. `pids`: allocation -> all processes of these
     containers, ascending; missing if a container's cgroup can't be read.
     """
 
     owners: Mapping[int, Container | None] = msgspec.field(default_factory=dict)
+    listed: bool = False
     containers: Mapping[AllocationId, Sequence[Container]] = msgspec.field(default_factory=dict)
     pids: Mapping[AllocationId, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
@@ -83,7 +87,7 @@ class ProcessOwners:
         deadline = self.clock() + self.timeout_seconds
         if self._runtime.due:
             await self._list.start(self._runtime.tick, timeout_seconds=self.timeout_seconds)
-        containers = self._containers(index, shares)
+        listed, containers = self._runtime.listed, self._containers(index, shares)
         every = {each.id: each for users in containers.values() for each in users}
         inside = await asyncio.to_thread(self._read_pids, every.values()) if every else {}
         pids = {
@@ -98,7 +102,7 @@ class ProcessOwners:
         if due:
             await self._look_up.start(lambda: self._look_up_all(due), timeout_seconds=max(0.0, deadline - self.clock()))
         owners |= {process[0]: self._answers[process][0] for process in others if process in self._answers}
-        self.latest = ProcessOwnership(owners=owners, containers=containers, pids=pids)
+        self.latest = ProcessOwnership(owners=owners, listed=listed, containers=containers, pids=pids)
         return self.latest
 
     async def close(self) -> None:

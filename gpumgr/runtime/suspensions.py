@@ -67,7 +67,9 @@ class Suspensions:
         self._activity = {name: activity(self._activity.get(name), uses, now) for name, uses in self._uses.items() if uses}
         refused = dict[AllocationId, str]()
         for name in shares:
-            if name not in self._tasks and name in self._records.ledger.allocations and (why := await self._decide(name)):
+            if name in self._tasks or name not in self._records.ledger.allocations:
+                continue
+            if (why := await self._decide(name)) and name in ownership.containers:  # it runs
                 refused[name] = why
         for name, why in refused.items():
             if self._refused.get(name) != why:

@@ -66,6 +66,7 @@ class MemoryRuntime:
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     cgroups_broken: bool = False
     due: bool = True
+    listed: bool = False
     ticks: int = 0
     asked: list[int] = field(default_factory=list)
 
@@ -75,6 +76,7 @@ class MemoryRuntime:
     async def tick(self) -> None:
         self.ticks += 1
         await self.answers.wait()
+        self.listed = True
 
     def running(self) -> Sequence[Container]:
         return [container for container in self.containers if container.running]

@@ -342,6 +342,31 @@ async def test_what_an_earlier_agent_let_a_container_have_is_lowered_and_counted
         await start
 
 
+async def test_before_the_runtime_has_listed_the_containers_no_limit_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent has restarted, and sets limits only of containers that it knows."""
+    node = bursting(limit=None)
+    containers, node.runtime.containers = node.runtime.containers, []
+    node.runtime.answers.clear()
+    node.set_timeout(0.01)
+    for _ in range(3):
+        await node.sampled(uses(a=512))
+    with monkeypatch.context() as patch:
+        patch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
+        with pytest.raises(
+            Refusal, match=r"team/web .main.: the container runtime has not listed it yet; the kubelet tries again"
+        ):
+            await node.memory_watcher.bursts.make_room(T)
+    node.runtime.containers = containers
+    node.runtime.answers.set()
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    for done in (False, True):
+        await breathe()
+        await node.sampled(uses(a=512))
+        await breathe()
+        assert start.done() is done
+    await start
+
+
 async def test_memory_above_the_ids_counts_though_the_setting_was_switched_off_with_the_restart() -> None:
     node = bursting(A, T, limit=None, allowed=False)
     start = asyncio.create_task(node.memory_watcher.bursts.make_room(replace(T, id="new")))

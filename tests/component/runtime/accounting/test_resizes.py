@@ -317,6 +317,19 @@ async def test_growth_that_waits_for_a_lower_limit_in_vain_is_refused(obstacles:
     await breathe()
 
 
+async def test_the_wait_for_a_lower_limit_begins_again_if_the_request_was_withdrawn() -> None:
+    node = node_with(A, T)
+    node.backends.obstacles = {"a": "its pages can't be used"}
+    ask(node, "a", WEB, wants(mebibytes=256))
+    await node.sampled(uses(a=100, t=100))
+    for asked in (wants(mebibytes=1600), NO_RESIZE, wants(mebibytes=1600)):
+        ask(node, "t", TRAIN, asked)
+        await node.sampled(uses(a=100, t=100), after_seconds=60.0)
+    assert len(told(node)) == 1
+    await node.sampled(uses(a=100, t=100), after_seconds=60.0)
+    assert "GpuResizeRefused" in told(node)[-1]
+
+
 async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumgr.runtime.suspend_operations.HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)

@@ -634,6 +634,16 @@ async def test_a_demand_without_memory_is_refused_by_an_event() -> None:
     assert state(node) == "suspended"
 
 
+async def test_an_init_container_that_has_ended_is_no_refused_one() -> None:
+    node = with_driver(Node(A, replace(A, id="i", container="prepare", init=True)))
+    demanding(node, suspend=True)
+    await sampled(node, uses())
+    assert not events(node, "GpuSuspendRefused"), "none of them runs"
+    node.runs(container("a", WEB), PIDS["a"])
+    await sampled(node)
+    assert (state(node), events(node, "GpuSuspendRefused")) == ("suspended", [])
+
+
 async def test_a_demand_that_changes_all_the_time_moves_the_memory_once_a_minute() -> None:
     node = running(suspend=True)
     await sampled(node)
