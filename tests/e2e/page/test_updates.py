@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 from playwright.async_api import Browser, expect
 
+from gpumgr.kube.publisher.events import timestamp
 from tests.e2e.browser import Stage, visit
 from tests.node_reports import NOW, PODS
 from tests.unit.web.metrics.pictures import name_of
@@ -26,6 +27,24 @@ async def test_a_new_state_updates_the_page_in_place(browser: Browser, stage: St
         assert await page.evaluate("window.kept.length > 20 && window.kept.every((node) => node.isConnected)")
         stage.show(document(PODS[:2], at=NOW + 2))
         await expect(page.locator("#rows tr")).to_have_count(2)
+
+
+async def test_states_are_shown_after_the_clock_was_set_back(browser: Browser, stage: Stage) -> None:
+    async with opened(browser, stage) as page:
+        await expect(page.locator("#live")).to_have_text("live")
+        stage.show(document(PODS[:2], at=NOW - 30))
+        await expect(page.locator("#rows tr")).to_have_count(2)
+
+
+async def test_an_entry_with_the_number_of_a_lost_one_is_another_entry(browser: Browser, stage: Stage) -> None:
+    """An agent that was killed before it saved its last entries uses their numbers again."""
+    async with opened(browser, stage, document(entries=[refusal()])) as page:
+        name = page.locator("#feed a")
+        await expect(name).to_have_attribute("href", "api/pods/team/late")
+        stage.show(document(entries=[replace(refusal(), pod=None, pod_uid="uid-9", at=NOW)], at=NOW + 1))
+        await expect(name).to_have_text("pod uid uid-9")
+        await expect(name).not_to_have_attribute("href", "api/pods/team/late")
+        await expect(page.locator("#feed time")).to_have_attribute("datetime", f"{timestamp(NOW)[:-1]}.000Z")
 
 
 async def test_many_updates_leave_the_document_as_large_as_before(browser: Browser, stage: Stage) -> None:
