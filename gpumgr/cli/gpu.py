@@ -217,6 +217,8 @@ class _Wait:
         self._agent, self._deadline = agent, deadline
         self._document, self._result = first, read_result(first)
         self._reported, self._unavailable = "", False
+        #: When the first state was made: perhaps before the drain.
+        self._first_at: float | None = None
 
     async def run(self) -> dict[str, Any]:
         while not self._result.empty and (left := self._deadline - time.monotonic()) > 0:
@@ -237,7 +239,9 @@ class _Wait:
     async def _poll(self) -> None:
         """Reads the agent's state, which costs the agent little. Requests the drain again only when the GPU seems to be empty."""
         state = read_state(await self._agent.get(STATE))
-        if state.at >= self._result.at and self._seems_empty(state):  # an older state says nothing about this drain
+        self._first_at = self._first_at or state.at
+        # A state from before the drain says nothing. The node's clock may have been set back since.
+        if (state.at >= self._result.at or state.at != self._first_at) and self._seems_empty(state):
             await self._request()
 
     async def _request(self) -> None:

@@ -48,6 +48,7 @@ class Agent:
         self.unlooked = 0
         self.uncordoned_meanwhile = False
         self.stale = 0
+        self.clock_is_back = False
         self.missing = False
         self.lost_requests = 0
         self.away: list[Callable[[web.Request], web.Response]] = []
@@ -99,7 +100,8 @@ class Agent:
         unattributed = {"processes": len(self.unattributed), "memory_bytes": None}
         row = {"uuid": UUID, "name": "0fe1c342", "index": 3, "cordon": cordon, "unattributed": unattributed}
         elsewhere = {**ROW, "gpu": "11111111"}
-        return web.json_response({"at": time.time(), "gpus": [row], "containers": [*self.on, elsewhere]})
+        at = time.time() - 3600 * self.clock_is_back
+        return web.json_response({"at": at, "gpus": [row], "containers": [*self.on, elsewhere]})
 
     async def run(self, *arguments: str) -> Result:
         """The command in a thread, as it has an event loop of its own."""
@@ -219,6 +221,14 @@ async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent
     document = json.loads(result.stdout)
     assert (document["empty"], document["changed"], document["evicting"]) == (True, True, ["team/train"])
     assert [(action, evict) for action, _, _, evict in agent.requests] == [("drain", True), ("drain", False)]
+
+
+async def test_a_drain_ends_after_the_nodes_clock_was_set_back(agent: Agent) -> None:
+    agent.on, agent.leaving, agent.clock_is_back = [ROW, ROW], True, True
+    waited = await agent.run("drain", "3", "--wait", "--timeout", "60")
+    assert waited.exit_code == 0
+    assert waited.stdout == "GPU3 (0fe1c342) is cordoned and empty\n"
+    assert len(agent.requests) == 2, "the state said that the GPU is empty"
 
 
 async def test_a_drain_that_waits_for_processes_alone_says_to_what_they_belong(agent: Agent) -> None:
