@@ -68,7 +68,8 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
     processes: int | None = None
-    #: With the limiter: the part of the last ten seconds in which it held the GPU, and the part in which a launch waited for its turn.
+    #: With the limiter, which lets containers use a GPU in turns: the part of the last ten seconds in which the container held the GPU, and
+    #: the part in which one of its launches waited for a turn.
     held_ratio: float | None = None
     waited_ratio: float | None = None
     over: bool = False

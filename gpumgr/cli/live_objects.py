@@ -174,7 +174,7 @@ def _wanted(holder: Json) -> dict[str, int]:
 
 
 def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
-    """CPU in thousandths, all others in whole units, rounded up."""
+    """CPU in thousandths, all other resources in whole units, rounded up."""
     found = {}
     for name, text in quantities.items():
         try:

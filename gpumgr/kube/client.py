@@ -376,7 +376,7 @@ class _Review(msgspec.Struct):
 async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
     """Whether this account, or `user`, has the right. Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
 
-    Every account may ask about itself (SelfSubjectAccessReview), but needs a right to ask about others (SubjectAccessReview).
+    Every account may ask about itself (SelfSubjectAccessReview), but needs a right to ask about another account (SubjectAccessReview).
     """
     kind = "SelfSubjectAccessReview" if user is None else "SubjectAccessReview"
     attributes = {key: value for key, value in asdict(right).items() if value is not None}

@@ -40,14 +40,14 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unused_bytes(self) -> int:
-        """What was granted and is not used."""
+        """The memory that was granted and is not used."""
         return max(
             0, self.granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in self.containers.values())
         )
 
     def limits(self, *, starting: bool) -> dict[AllocationId, int]:
         """The limits that the containers have now, in bytes: whole MiB, and never below a request. `starting`: another container needs
-        memory of the GPU, so none of these may burst further now."""
+        memory of the GPU, so none of `containers` may burst further now."""
         room = 0 if starting or self.free_bytes is None else max(0, self.free_bytes - self.unused_bytes) // _MEBIBYTE * _MEBIBYTE
         return {
             key: each.request_bytes
@@ -56,11 +56,11 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def missing_bytes(self, need_bytes: int, guaranteed_bytes: int, reach_bytes: int = 0) -> int:
-        """How much memory the GPU lacks for another container that starts or is resumed; 0: it can begin. `need_bytes` must be free, and
-        `guaranteed_bytes` must be free after what these containers were granted and do not use yet is set aside, and `reach_bytes`, which
-        they may take beyond that. Both are the same, unless the GPU's memory is oversubscribed: then only what the ledger counts for a
-        container is guaranteed, and the rest of the free memory goes to the container that takes it first. While the free memory is not
-        known, what others may take is missing."""
+        """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing. `need_bytes` must be free. Two parts
+        of the free memory are set aside: `unused_bytes`, and `reach_bytes`, which `containers` may take beyond that; then
+        `guaranteed_bytes` must be left. `need_bytes` and `guaranteed_bytes` are equal, unless the GPU's memory is oversubscribed: then only
+        what the ledger counts for a container is guaranteed, and the rest of the free memory goes to the container that takes it first.
+        While the free memory is not known, the result is `reach_bytes`."""
         if self.free_bytes is None:
             return reach_bytes
         left = max(0, self.free_bytes - self.unused_bytes - reach_bytes)

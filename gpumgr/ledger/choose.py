@@ -46,8 +46,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the caller can be placed. `free`: resource -> the ids that are free for this caller. `blocked`: the GPUs on which other pods
-    hold ids (the masks have no other meaning). `pinned`: the GPUs that the result must contain."""
+    """Where the caller can be placed. `free`: resource -> the ids that are free for this caller. `blocked` has a key for each GPU on which
+    other pods hold ids; its masks have no meaning. `pinned`: the GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -157,7 +157,8 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
 
 
 def policy_for(node: NodeView, caller: Caller) -> Policy:
-    """The policy for a share. Before a container of the same pod with whole GPUs it is binpack, since spread would take a free GPU."""
+    """The policy for a share. If a later container of the same pod requests whole GPUs, it is binpack, since spread would take an entirely
+    free GPU."""
     return "binpack" if any(spec.whole for spec in caller.chain[1:]) else node.policy
 
 

@@ -153,7 +153,8 @@ class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     container: str | None = None
     #: The UID that the container runtime has for a static pod (the API server has the UID of its mirror pod); None for other pods.
     runtime_uid: str | None = None
-    #: Annotation `tencent.com/vcuda-core-limit` of the pod, at most 100: the percent of a GPU that it may use while others are idle.
+    #: Annotation `tencent.com/vcuda-core-limit` of the pod, at most 100: the percent of a GPU that it may use while other containers are
+    #: idle.
     core_limit: int | None = None
     #: The container's `nvidia.com/priority`: among containers on one GPU, a lower number has precedence.
     priority: int = USUAL_PRIORITY

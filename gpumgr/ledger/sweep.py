@@ -66,7 +66,8 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
         """Whether `a` ends when `g` does. Names recur: an allocation without a UID that was granted after `g` may be a later pod's, and
-        stays. One that was granted before `g` is of the same pod if `List` lacks it now, or always (see `unlisted`)."""
+        stays. An allocation that was granted before `g` belongs to the same pod if `List` does not show it now, or never shows it (see
+        `unlisted`)."""
         if a.uid is None and order.index(a.id) > order.index(g.id):
             return False
         never_listed = a.uid is None and g.uid is None and unlisted(a)

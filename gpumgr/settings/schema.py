@@ -219,7 +219,8 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: How long a container holds a GPU at a time while others wait for it. A longer time costs less and lets the others wait longer.
+    #: How long a container holds a GPU at a time while other containers wait for it. With a longer time the GPU changes between containers
+    #: less often, and each container waits longer.
     quantum_milliseconds: Annotated[int, Meta(ge=10, le=30)] = 20
 
 

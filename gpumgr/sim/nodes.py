@@ -46,9 +46,9 @@ Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class GpuModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until the control file has others. `mig_memory_mib` is
-    the memory of MIG devices with 1, 2, 4 and 8 memory slices; without it, it is calculated as for an H100. `unsupported` lists the NVML
-    functions that the driver does not support for it."""
+    """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until the control file has other values.
+    `mig_memory_mib` is the memory of MIG devices with 1, 2, 4 and 8 memory slices; without it, it is calculated as for an H100.
+    `unsupported` lists the NVML functions that the driver does not support for it."""
 
     model: str
     memory_mib: Annotated[int, msgspec.Meta(ge=1)]

@@ -1,1 +1,2 @@
-"""The controller `gpumgr claims`: templates for the claims of vcuda pods on DRA nodes, and the quota gate of their namespaces."""
+"""The controller `gpumgr claims`: templates for the claims of vcuda pods on DRA nodes, and scheduling gates that keep pods within the
+quotas of their namespaces."""

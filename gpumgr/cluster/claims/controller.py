@@ -1,4 +1,5 @@
-"""Creates the templates that pods name, removes the gates of pods that the quotas allow, and sends events about the other pods."""
+"""Creates the templates that pods name, removes the scheduling gates of pods that the quotas allow, and sends events about pods that must
+wait."""
 
 import asyncio
 import random

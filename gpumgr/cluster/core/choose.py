@@ -33,13 +33,14 @@ class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Misfit(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a node can't take the pod: `container` (None: no known GPU, or `less`) has no room on the offered GPUs that `constraints` allow.
+    """Why a node can't take the pod: `container` has no room on the offered GPUs that `constraints` allow. `container` None: the node has
+    no known GPU, or was not examined (`less`).
 
-    `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
+    `closest` is the GPU (NVML's index) that lacks least for a share, with what is free there. `free_gpus` counts the entirely free GPUs.
     `distance` compares misfits of one container: the node with the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the
-    room. `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some GPUs do, but the scheduler can't name them
-    to the agent. `mig`: all GPUs that the constraints allow are for MIG devices only. `less`: it was not examined, since other nodes that
-    do not fit have more free.
+    room. `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some GPUs do, but the scheduler can't name them to
+    the agent. `mig`: all GPUs that the constraints allow are for MIG devices only. `less`: the node was not examined, since other nodes
+    that do not fit have more free.
     """
 
     container: ContainerRequest | None

@@ -125,8 +125,8 @@ class _Class:
 
 
 class Denial(NamedTuple):
-    """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `entire`: every choice of GPUs on these nodes. `whole`: the
-    GPUs that can't have the whole pod. `each`: the GPUs that can have no container of it."""
+    """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `entire`: the quota denies every choice on these nodes.
+    `whole`: the GPUs on which the whole pod would exceed the quota. `each`: the GPUs that no container of the pod can have."""
 
     nodes: Set[str]
     reason: str
@@ -191,7 +191,7 @@ class Quotas:
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
     def denials(self, namespace: str, request: PodRequest) -> Iterator[Denial]:
-        """For all nodes with GPUs that the quota denies the pod."""
+        """Yields what the quota denies the pod, for each group of nodes with the same GPUs."""
         if namespace not in self.limits:
             return
         parts = {replace(each, gpus=1) for each in request.containers}
@@ -352,7 +352,7 @@ def gpus_of(node: NodeState) -> list[CountedGpu]:
 
 @lru_cache(maxsize=4096)
 def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs, whichever GPUs they get: the kubelet reuses devices of init containers in any case."""
+    """What containers hold on equal GPUs, whichever GPUs they get: the kubelet always reuses the devices of init containers."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 

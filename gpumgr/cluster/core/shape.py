@@ -83,9 +83,8 @@ class _Best:
 
 
 class _OnState(NamedTuple):
-    """What a request is on nodes with this state. `number`: of all that decides the choice besides the use of the GPUs: the request, the
-    policy, and which GPUs are allowed (not the constraints' text). `least`: what the pod takes at least in total. `state` is kept, so that
-    no other state gets its id()."""
+    """A request on nodes with this state. `number` is equal for equal requests, policies and sets of allowed GPUs: they decide the choice
+    for a given use of the GPUs. `least`: what the pod takes at least in total. `state` is kept, so that no other state gets its id()."""
 
     state: NodeState
     number: int
@@ -197,7 +196,7 @@ class Shape:
         )
 
     def _choices(self, offered: int, most: int | None, enough: int | None) -> Iterator[tuple[Profile, Ranked | Misfit]]:
-        """The profiles that may fit, as `examined`."""
+        """The profiles that may fit, each with the result of `examined`."""
         if self._whole_gpus:
             offered &= self._profiles.with_idle_gpus(self._whole_gpus)
         profiles = self._there(offered)

@@ -1,7 +1,8 @@
 """The pods to evict from a node so that another pod fits on its GPUs.
 
-Sets are compared as kube-scheduler compares them: the best has the lowest highest priority, then the fewest pods, then the lowest sum of
-priorities. With few pods all sets are tried. With more pods the search frees one GPU after another, starting from each of 16 GPUs.
+Sets are compared as kube-scheduler compares them: the best is the set in which the highest priority is the lowest, then the set with the
+fewest pods, then the set with the lowest sum of priorities. With few pods all sets are tried. With more pods the search frees one GPU after
+another, starting from each of 16 GPUs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set

@@ -1,7 +1,7 @@
 """The nodes that fit a pod within the quota of its namespace.
 
-If the quota denies a GPU the whole pod, the pod is placed without this GPU. Only if that is not possible, a pod with several GPUs gets some
-of these GPUs, as many as the quota allows.
+The pod is first placed without the GPUs on which the whole pod would exceed the quota. If no node fits then, a pod with several GPUs may
+get some of these GPUs, as many as the quota allows.
 """
 
 from collections import OrderedDict
@@ -25,17 +25,18 @@ from gpumgr.cluster.core.shape import Rejection, Shape
 
 #: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
 _MAX_REJECTIONS: Final = 12_000
-#: On this number of different nodes, divided by the number of the pod's containers, a pod with several GPUs is divided.
+#: The most nodes on which `_divided` looks for a choice that the quota allows; for a pod with n containers, an n-th of it.
 _MOST_NODES: Final = 32
 _Ranked = list[tuple[str, NodeChoice]]
-#: A shape of the request, and the nodes for which it is.
+#: A shape of the request, and the nodes that are ranked with it.
 _Part = tuple[Shape, NodeSet]
-#: With the nodes, as the bits of an integer.
+#: Each denial with its nodes as the bits of an integer.
 _Denials = list[tuple[Denial, int]]
 
 
 class KeptRejections(OrderedDict[Hashable, tuple[Hashable, Rejection]]):
-    """Answers for later questions: RankWithinQuota._key -> the _state, and the answer. The least recently used one is dropped."""
+    """Rejections for later questions: RankWithinQuota._key -> the _state, and the rejection in this state. The least recently used entry is
+    dropped."""
 
     def find(self, key: Hashable) -> tuple[Hashable, Rejection] | None:
         if key in self:
@@ -127,15 +128,15 @@ class RankWithinQuota:
         return {}
 
     def _without(self, denied: frozenset[GpuType]) -> Shape:
-        """The shape of the request without these GPUs."""
+        """The shape of the request if the pod can't have GPUs of these types."""
         if denied not in self._shapes:
             request = replace(self.request, denied=denied) if denied else self.request
             self._shapes[denied] = self.index.shape(request, self.policy, keep=self.kept is not None)
         return self._shapes[denied]
 
     def _parts(self, offered: NodeSet, denials: _Denials, *, whole: bool) -> list[_Part]:
-        """The nodes on which a choice may be allowed. `whole`: the pod gets no GPU that the quota denies the whole pod. Otherwise only the
-        nodes on which it may then get more GPUs; it gets none that the quota denies each of its containers."""
+        """The nodes on which the quota may allow a choice, grouped by the shape for them. With `whole`, the pod gets no GPU in
+        Denial.whole. Otherwise it gets no GPU in Denial.each, and nodes without other GPUs in Denial.whole are left out."""
         left, mixed = offered, dict[frozenset[GpuType], int]()
         for each, nodes in denials:
             denied = each.whole if whole else each.each
@@ -150,7 +151,7 @@ class RankWithinQuota:
         return [(name, choice) for _, name, choice in sorted(found, key=itemgetter(0, 1))[: self.most]]
 
     def _divided(self, offered: NodeSet, denials: _Denials) -> _Ranked:
-        """Choices with some GPUs that can't have the whole pod, for a pod with several GPUs."""
+        """Choices with some of the GPUs in Denial.whole, for a pod with several GPUs."""
         different: dict[tuple[Profile, str, str, str], NodeState] = {}
         for _, name, _ in chain.from_iterable(self.index.fitting(*part) for part in self._parts(offered, denials, whole=False)):
             node, named = self.index.node(name), name if self.request.constraints.uuids else ""
@@ -165,7 +166,8 @@ class RankWithinQuota:
         return list(islice(allowed, self.most))
 
     def _rejection(self, offered: NodeSet, denials: _Denials, roomy: list[str]) -> Rejection:
-        """The quota is the reason on nodes that it denies entirely, and on the mixed nodes that are `roomy`: with room for the pod."""
+        """The quota is the reason for nodes that it denies entirely, and for the nodes in `roomy`: they have room for the pod, but the
+        quota denies some of their GPUs."""
         denied, with_room = dict[str, int](), self.index.node_set(roomy).nodes
         for each, nodes in denials:
             if nodes := nodes if each.entire else nodes & with_room:
@@ -181,5 +183,5 @@ class RankWithinQuota:
 
 
 def _mixed(denials: _Denials) -> int:
-    """The nodes with some GPUs that the quota denies."""
+    """The nodes on which the quota denies some GPUs, but not every choice."""
     return reduce(or_, (nodes for each, nodes in denials if not each.entire), 0)

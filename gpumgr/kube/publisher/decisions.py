@@ -2,7 +2,7 @@
 
 Invariants:
 1. A listener of the history only stores what it needs (`_on_entry`), since a kubelet's call may be waiting. `report` does the rest.
-2. A pod is reported once its calls have been answered: one patch and one event cover all its containers and resources.
+2. A pod is reported once the kubelet's calls for it have been answered: one patch and one event cover all its containers and resources.
 3. An error in this module is a bug; it is logged, and neither ends the agent nor fails the caller.
 4. Annotations follow the ledger: if an allocation was renamed or adopted, or was not written before a restart, its annotations are written
    later. A pod is written only once the API server has listed it, since its UID is needed to distinguish it from another one of the same

@@ -2,7 +2,7 @@
 
 Invariants:
 * A process belongs to the container that its cgroup names; what the process itself reports is not used.
-* A container's process is attributed only on the GPUs that its allocation was granted; on others it is unattributed.
+* A container's process is attributed only on the GPUs that its allocation was granted; on other GPUs the process is unattributed.
 * A process without an answer yet is unknown, not unattributed. If it may belong to a container without other processes, the use of
   that container is unknown.
 """

@@ -190,7 +190,7 @@ FAMILIES: Final = (
     *(_UNENFORCED, _REGISTRATIONS, _RESTARTS),
 )
 
-#: Kinds of writes to the API server and their outcomes; others are counted as "other".
+#: Kinds of writes to the API server and their outcomes; all other values are counted as "other".
 WRITES: Final = ("pod", "event", "node", "eviction")
 OUTCOMES: Final = ("ok", "refused")
 

@@ -36,7 +36,7 @@ _SUSPENSION_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 #: XIDs above every number that NVIDIA has assigned are counted together.
 _LAST_XID: Final = 999
-#: Enforcement backends and their findings; others are counted as "other".
+#: Enforcement backends and their findings; all other values are counted as "other".
 BACKENDS: Final = get_args(BackendName)
 FINDINGS: Final = get_args(FindingCode)
 #: The resources of a node with the profile tencent.
