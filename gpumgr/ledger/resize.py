@@ -23,7 +23,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     they can). `away`: the containers that are suspended, and do not ask for their resume."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
-    most_bytes: Mapping[tuple[AllocationId, GpuName], int] = msgspec.field(default_factory=dict)
+    most_bytes: Callable[[Allocation, GpuName], int]
     memory_mebibytes: Mapping[GpuName, int]
     most: Amounts
     obstacle: Callable[[tuple[str, ...], Resource], str | None]
@@ -36,9 +36,8 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
     def reach(self, allocation: Allocation, gpu: GpuName) -> int:
         """The MiB that it may still take there, above what it uses and what is guaranteed, before its limit is set again."""
-        place = allocation.id, gpu
-        least = max(allocation.guaranteed_on(gpu).memory_mebibytes, -(-(self.used_bytes.get(place) or 0) >> 20))
-        return max(0, -(-self.most_bytes.get(place, 0) >> 20) - least)
+        least = allocation.guaranteed_on(gpu).memory_mebibytes + self.beyond(allocation, gpu)
+        return max(0, -(-self.most_bytes(allocation, gpu) >> 20) - least)
 
 
 class Waits(msgspec.Struct, frozen=True):

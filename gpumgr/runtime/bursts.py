@@ -102,7 +102,7 @@ class Bursts:
         """Whether memory above the request may be left from a burst: the container had a higher limit before."""
         allocation = ledger.allocations[place[0]]
         ids_bytes = allocation.held_on(place[1]).memory_mebibytes << 20
-        return (memory.used_bytes or 0) > ids_bytes and self._most_bytes(allocation, place[1]) > ids_bytes
+        return (memory.used_bytes or 0) > ids_bytes and self.most_bytes(allocation, place[1]) > ids_bytes
 
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
         """Whether an earlier process of the agent may have given the container another limit. The setting may have allowed bursts then. If
@@ -110,24 +110,16 @@ class Bursts:
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
         return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
-    def _most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The highest memory limit that may be in force; see LimitsInForce."""
-        before_first = not (self.begun or self._in_force.computed)
-        if before_first and self._had_more(allocation, gpu, None):
+    def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
+        """The most memory that the container may have there by the limits that may be in force; see LimitsInForce. A suspended container
+        has none. One that is being suspended or resumed may have what it had before."""
+        moved = self._records.suspensions.get(allocation.id)
+        if moved is not None and moved.away:
+            return 0
+        if not (self.begun or self._in_force.computed) and self._had_more(allocation, gpu, None):
             return UNKNOWN_BYTES
-        return self._in_force.most_bytes((allocation.id, gpu))
-
-    def most_bytes(self, ledger: Ledger) -> Mapping[AllocationOnGpu, int]:
-        """For each container and GPU, the highest memory limit that may be in force. While a container's memory moves to or from the host,
-        the container counts with what it had before. A suspended container counts with nothing."""
-        moved = {name: each for name, each in self._records.suspensions.items() if not each.measured}
-        return {
-            (a.id, gpu): self._most_bytes(a, gpu)
-            if a.id not in moved
-            else (0 if moved[a.id].away else moved[a.id].memory_bytes.get(gpu, 0))
-            for a in ledger.allocations.values()
-            for gpu in a.gpus
-        }
+        before = 0 if moved is None or moved.measured else moved.memory_bytes.get(gpu, 0)
+        return max(before, self._in_force.most_bytes((allocation.id, gpu)))
 
     @property
     def begun(self) -> int:
@@ -202,10 +194,10 @@ class Bursts:
         for them or that they use."""
         reach = {}
         for other in self._records.ledger.on(gpu):
-            if other.id != allocation.id and is_share(other) and other.id not in self._away:
+            if other.id != allocation.id and is_share(other):
                 memory = self._memories.get((other.id, gpu))
                 aside = other.held_on(gpu).most(other.guaranteed_on(gpu)).memory_mebibytes << 20
-                above = self._most_bytes(other, gpu) - max(aside, (memory and memory.used_bytes) or 0)
+                above = self.most_bytes(other, gpu) - max(aside, (memory and memory.used_bytes) or 0)
                 if above > 0:
                     reach[other.id] = above
         return reach

@@ -54,7 +54,7 @@ class Resizes:
         around = Surroundings(
             # For a suspended container the driver's figure is not the container's memory.
             used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
-            most_bytes=self._bursts.most_bytes(ledger),
+            most_bytes=self._bursts.most_bytes,
             memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
             most=most,
             obstacle=self._obstacle,
