@@ -87,7 +87,7 @@ def tenants(ledger: Ledger, inventory: Inventory, pods: Pods) -> Iterator[tuple[
 
 def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The other shares on the tenant's GPUs, with their mechanisms. Init containers and the other containers of one pod do not run at the
-    same time, so they do not count for each other."""
+    same time, so such pairs are left out."""
     own = ledger.allocations.get(tenant.allocation)
     for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
         if other.id != tenant.allocation and other.mechanisms and not (own and own.same_pod(other) and own.init != other.init):

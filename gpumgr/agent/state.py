@@ -60,7 +60,7 @@ class AgentState:
         # A reservation in the checkpoint is left over from before a restart. The kubelet never got an answer about it.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
-        #: The containers that are suspended, or are being suspended or resumed. It is on disk, too.
+        #: The containers that are suspended, or are being suspended or resumed. They are on disk, too.
         self.suspensions: SuspensionsById = {}
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
@@ -79,9 +79,9 @@ class AgentState:
         return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks())
 
     async def node_with_pending_blocks(self) -> NodeView | None:
-        """Sends the kubelet at once all memory blocks that can be offered, and returns the node with them; None if the kubelet has them
-        all already. Use it for a request that fits nowhere else: if the kubelet does not receive the blocks in time, it refuses the pod
-        itself."""
+        """Sends the kubelet at once all memory blocks that can be offered, and returns the node with these blocks; None if the kubelet has
+        all of them already. Use it for a request that fits nowhere else: if the kubelet does not receive the blocks in time, the kubelet
+        itself refuses the pod."""
         self.publish()
         if not self._device_lists.hurry():
             return None

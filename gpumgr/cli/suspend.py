@@ -49,7 +49,7 @@ def command(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
 @pod_kubeconfig_option
 @_WAIT
 def resume(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
-    """Move the memory of the containers of POD (NAME or NAMESPACE/NAME) back to their GPU, once it is free there.
+    """Move the memory of the containers of POD (NAME or NAMESPACE/NAME) back to their GPU, once the GPU has enough free memory.
 
     Afterwards the agent does not suspend the pod for being idle, until you remove its annotation gpumgr.io/suspend.
 

@@ -74,7 +74,7 @@ GRANTED_ANNOTATION = "gpumgr.io/granted"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 #: The only device node of WSL2, for all its GPUs, which have no minor numbers there. Source: NVIDIA's CUDA on WSL user guide.
 WSL_NODE = "dxg"
-#: The name of the mechanism that puts a library in the place of the driver's.
+#: The name of the mechanism that puts a library in the place of the driver's libcuda.
 VCUDA = "vcuda"
 #: If NVIDIA_VISIBLE_DEVICES has this value, NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit,
 #: docker-specialized.md.
@@ -83,7 +83,7 @@ NO_DEVICES = "void"
 
 class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
     """How containers get the driver's files. `mounted`: they are mounted from the host; otherwise NVIDIA's container toolkit adds them.
-    `toolkit`: the toolkit is, or may be, one of the node's runtimes. `why` is a clause."""
+    `toolkit`: the toolkit is, or may be, one of the node's runtimes. `why`: the reason, as a clause for messages."""
 
     mounted: bool = True
     toolkit: bool = False
@@ -164,7 +164,7 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
     """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does
     not search LOADER_PATHS; otherwise the image keeps its own value. If the files are mounted and the node may have NVIDIA's toolkit,
-    NVIDIA_VISIBLE_DEVICES keeps it from adding them again."""
+    NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding the files again."""
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit

@@ -27,14 +27,14 @@ NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_meb
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing in it was listed earlier. `indices` are
-    NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new containers (unhealthy,
-    MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: it allocates no
-    others, even if GetPreferredAllocation returns them. `instances`: the MIG devices that a GPU has now, that work and that are offered;
-    `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are unschedulable because of their MIG
-    mode alone: they still grant MIG devices. `mig_profiles`: GPU -> the profiles of the MIG devices that are created on it on demand.
-    `shown`: the GPUs that the driver describes now. `burst_mebibytes`: memory of a GPU that containers hold above their requests, which
-    counts as used."""
+    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing in `rows` was listed earlier. `indices`
+    are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new containers
+    (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: the
+    kubelet allocates no other blocks, even if GetPreferredAllocation returns them. `instances`: the MIG devices that a GPU has now, that
+    work and that are offered; `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are
+    unschedulable because of their MIG mode alone: they still grant MIG devices. `mig_profiles`: GPU -> the profiles of the MIG devices that
+    are created on it on demand. `shown`: the GPUs that the driver describes now. `burst_mebibytes`: memory of a GPU that containers hold
+    above their requests, which counts as used."""
 
     topology: Topology
     rows: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
@@ -91,8 +91,9 @@ def node_devices(
     replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
-    """`failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; a GPU on which MIG devices are created has at most
-    as many as fit. A GPU may have less memory now than when it was registered (ECC was turned on)."""
+    """`failed`: the GPUs that do not work. `replicas`: how many replicas each GPU may have now; a GPU on which MIG devices are created has
+    at most as many as MIG devices fit. `open_ids`: allocations of whole GPUs that may still get a memory call. A GPU may have less memory
+    now than when it was registered (ECC was turned on)."""
     return tuple(
         _gpu_devices(ledger, node, registered, replicas, open_ids) if registered.name not in failed else _failed(node, registered)
         for registered in ledger.gpu_registry.gpus

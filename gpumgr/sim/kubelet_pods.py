@@ -4,7 +4,7 @@ A pod has the part that a kubelet's device manager uses: containers in admission
 
 Source of the versions: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4, 1.37.2): pkg/kubelet/cm/devicemanager,
 pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. 1.21 and 1.22 do not differ in these facts, nor do 1.23
-and 1.24. Only the registration of 1.37 was compared.
+and 1.24. For 1.37 only the registration was compared.
 
 The checkpoint, `kubelet_internal_checkpoint`, has ids by NUMA node, as kubelets since 1.20 write them, or in a list, and the responses
 to Allocate.
@@ -34,12 +34,12 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
 
     # Registration and the plugins' folder
 
-    #: Register dials the plugin and asks for its options before it answers (1.25). Earlier versions answer at once, dial in the
+    #: Register dials the plugin and asks for its options before it answers (since 1.25). Earlier versions answer at once, dial in the
     #: background and report no result; the options of the Register request apply.
     connects_in_register: bool = True
     #: The end of a plugin's stream disconnects the plugin that has the resource's name at that time (1.25 to 1.35).
     stream_end_hits_successor: bool = True
-    #: A resource may have several plugins, known by their sockets; the end of a stream disconnects the plugin of its socket (1.36).
+    #: A resource may have several plugins, known by their sockets; the end of a stream disconnects the plugin of its socket (since 1.36).
     knows_sockets: bool = False
     #: A start deletes every file of the folder except the checkpoint, not only sockets.
     clears_folder: bool = False
@@ -48,13 +48,13 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
 
     # Allocation
 
-    #: A container is refused while a resource has no healthy device, even if it holds or could reuse devices (1.25).
+    #: A container is refused while a resource has no healthy device, even if it holds or could reuse devices (since 1.25).
     checks_health_first: bool = True
     #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier versions drop the field.
     knows_cdi: bool = True
     #: The NUMA node that is written for ids without one: -1 since 1.23, 0 before.
     no_node: int = -1
-    #: The checkpoint file has a container's ids by NUMA node (1.20), not as a list.
+    #: The checkpoint file has a container's ids by NUMA node (since 1.20), not as a list.
     checkpoint_by_node: bool = True
 
     # The calls of PodResources v1; empty: there is no such service
@@ -64,7 +64,7 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
     limits_rate: bool = True
     #: List includes pods that ended or were refused, without ids, until they are deleted (before 1.34).
     lists_ended: bool = False
-    #: List has one entry for all ids of a resource on a NUMA node, not one for each id (1.20).
+    #: List has one entry for all ids of a resource on a NUMA node, not one for each id (in 1.20).
     groups_ids: bool = False
 
 

@@ -37,7 +37,8 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float = PEER_SECONDS
 
 
 async def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) -> CheckResult:
-    """Whether the processes of containers can be found. The check of the backend nvml-memory says whether this version is enough for it."""
+    """Whether the processes of containers can be found. The check of the backend nvml-memory reports whether the version of cgroups is
+    sufficient for that backend."""
     try:
         hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
     except CriError as exception:
@@ -84,8 +85,8 @@ def _is_usual(folder: Path) -> bool:
 
 
 _MAKE_DEFAULT: Final = (
-    "set container.driver_files to auto, or make NVIDIA's the default one (`nvidia-ctk runtime configure --set-as-default`), or give the "
-    "pods its runtime class"
+    "set container.driver_files to auto, or make NVIDIA's runtime the default (`nvidia-ctk runtime configure --set-as-default`), or give "
+    "the pods its runtime class"
 )
 _FIND: Final = (
     "install the libraries of the loaded driver, or set vcuda.driver_roots to where they are (in a pod: the value driver.root)"

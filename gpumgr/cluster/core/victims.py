@@ -21,7 +21,7 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 
 #: All sets are tried for at most this many pods.
 _MAX_EXACT: Final = 6
-#: For a set with at most this many pods, smaller sets are tried too: at most _MAX_TRIES of them.
+#: For a set with at most this many pods, smaller sets are tried too: at most _MAX_TRIES of all pods, and as many of the set's own pods.
 _MAX_IMPROVED: Final = 4
 _MAX_TRIES: Final = 32
 #: The most GPUs from which a search starts: the GPUs with the cheapest pods.
@@ -70,9 +70,10 @@ def find_eviction(
 ) -> Eviction | None:
     """The best set of victims among `pods` of this node; it is empty if the pod fits without an eviction. None if no set helps.
 
-    `unbound` pods can't be evicted. If their priority is lower, what they hold (an earlier preemption freed it for them) counts as free for
-    the preemptor. `ending` pods end anyway. `proposed`: the pods that kube-scheduler proposes, also pods without GPUs. They stay
-    victims; only if kube-scheduler chose them because the node has too few cores in total, a better set may replace them.
+    Pods in `unbound` are not bound yet, so they can't be evicted. If such a pod has a lower priority, what it holds (an earlier preemption
+    freed that for the pod) counts as free for the preemptor. Pods in `ending` end anyway. `proposed`: the pods that kube-scheduler
+    proposes, also pods without GPUs. They stay victims; only if kube-scheduler chose them because the node has too few cores in total, a
+    better set may replace them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
     gone = (ending & pods.keys()) | (lower & unbound)

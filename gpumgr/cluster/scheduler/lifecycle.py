@@ -53,8 +53,8 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: bool) -> Certificates | None:
-    """The server's certificates; clients must present one, too. None: plain HTTP, which `insecure_loopback` allows on a loopback address.
-    Raises InputError for any other combination."""
+    """The server's certificates; clients must present a certificate, too. None: plain HTTP, which `insecure_loopback` allows on a loopback
+    address. Raises InputError for any other combination."""
     cert_file, key_file, client_ca_file = settings.tls_cert_file, settings.tls_key_file, settings.client_ca_file
     if insecure_loopback:
         if cert_file is not None:
@@ -172,8 +172,8 @@ async def run_scheduler(
 
 
 async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
-    """Two clients. The second is only for the Lease: bindings that wait for a slow API server may use up all connections of the first. It
-    ignores Retry-After, which may ask for a longer pause than a leader has. Raises SettingsError."""
+    """Two clients. The second is only for the Lease: bindings that wait for a slow API server may use up all connections of the first. The
+    second client ignores Retry-After, which may ask for a longer pause than a leader may make. Raises SettingsError."""
     lease_server = await ApiServer.connect(kubeconfig, remedy=REMEDY, max_retry_after_seconds=0.0)
     return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
 

@@ -113,8 +113,8 @@ def dot_product(node: Node, shape: Shape) -> float:
 
 
 def clustering(node: Node, shape: Shape) -> float:
-    """Prefers, in this order: nodes with pods of only this kind; nodes with pods of this and other kinds; nodes without pods with GPUs;
-    nodes with pods of only other kinds."""
+    """Prefers, in this order: nodes with pods of only the request's kind; nodes with pods of this and other kinds; nodes without pods with
+    GPUs; nodes with pods of only other kinds."""
     if not shape.gpus:
         return 0
     kinds = {kind for kind, count in node.kinds.items() if count and kind != "none"}

@@ -17,8 +17,8 @@ class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
     """How a container used its turns on one GPU (the times in which the arbiter lets it run kernels), as the limiter has counted since the
     agent knows the container. `held_seconds`: the GPU time that was charged to it. `waited_seconds`: how long it had no turn while at least
     one of its threads waited for one. `overruns`: how many of its turns the arbiter ended while its work still ran. `memory_bytes_by_kind`:
-    kind of CUDA allocation -> what its processes hold, without kinds with nothing. `held_ratio` and `waited_ratio`: the part of the last
-    ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or launches need no turn."""
+    kind of CUDA allocation -> what its processes hold; kinds with 0 bytes are left out. `held_ratio` and `waited_ratio`: the part of the
+    last ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or launches need no turn."""
 
     held_seconds: float
     waited_seconds: float
