@@ -86,7 +86,7 @@ class ApiServer:
         self._credentials = credentials
         # Watch events are long lines; the usual buffer would suspend the reading for each of them.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=100, socket_factory=_socket), trust_env=True, read_bufsize=1 << 21
+            connector=aiohttp.TCPConnector(limit=100, socket_factory=_socket), read_bufsize=1 << 21
         )
         #: Whether the API server refused the credentials with 401.
         self._refused = False

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import structlog
 import yaml
@@ -107,6 +109,7 @@ class CredentialFiles:
                 raise ValueError("its cluster has no server")
         if found.host.startswith("https"):
             found.context = _tls(found)
+        found.proxy = found.proxy or _environment_proxy(found.host)
         return found
 
     def _of_pod(self, environment: Mapping[str, str]) -> Credentials:
@@ -124,6 +127,13 @@ class CredentialFiles:
         if not token:
             raise ValueError(f"{self._account / 'token'} is empty")
         return {"BearerToken": f"Bearer {token}"}
+
+
+def _environment_proxy(server: str) -> str | None:
+    """The proxy that HTTPS_PROXY, HTTP_PROXY and NO_PROXY name for this URL. The HTTP client would read them, and ~/.netrc, on two threads
+    for each request."""
+    url = urlsplit(server)
+    return None if proxy_bypass(url.netloc) else getproxies().get(url.scheme)
 
 
 def _tls(credentials: Credentials) -> ssl.SSLContext:

@@ -4,8 +4,10 @@ import asyncio
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from gpumgr.common.errors import SettingsError
@@ -33,6 +35,30 @@ async def test_refused_credentials_are_read_again_and_stay_in_use_while_they_are
         await asyncio.wait_for(cache.wait_synced(), 5)
     await server.close()
     assert api.tokens[:2] == ["Bearer old", "Bearer new" if readable else "Bearer old"]
+
+
+@pytest.mark.parametrize(("bypassed", "there"), [("other.invalid", True), ("api.invalid", False)])
+async def test_the_proxy_of_the_environment_is_used(
+    bypassed: str, there: bool, api: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", api.url)
+    monkeypatch.setenv("no_proxy", bypassed)
+    server = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", "http://api.invalid:6443", token="one"))
+    with nullcontext() if there else pytest.raises(aiohttp.ClientConnectorError):
+        assert await server.read("GET", "/api/v1/pods")
+    await server.close()
+    assert api.tokens == ["Bearer one"] * there
+
+
+async def test_the_token_is_used_though_netrc_names_the_server(
+    api: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login one password two\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    server = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", api.url, token="one"))
+    assert await server.read("GET", "/api/v1/pods")
+    await server.close()
+    assert api.tokens == ["Bearer one"]
 
 
 WHOLE = """
