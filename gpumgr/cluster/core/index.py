@@ -157,13 +157,13 @@ class ClusterIndex:
 
     def bind(self, pod: PlacedPod) -> None:
         """Records a pod that the API server shows on its node; this replaces what was assumed."""
-        if self.placement(pod.uid) != pod:
-            self._put(pod)
+        self.assume(pod)
         self._assumed.discard(pod.uid)
 
     def assume(self, pod: PlacedPod) -> None:
         """Records a pod that is expected on its node."""
-        self._put(pod)
+        if self.placement(pod.uid) != pod:
+            self._put(pod)
         self._assumed.add(pod.uid)
 
     def remove(self, uid: str) -> None:
@@ -357,7 +357,7 @@ class ClusterIndex:
     def fits(self, pod: PlacedPod) -> bool:
         """Whether the known GPUs of a placement are offered and have room for it."""
         node = self._nodes.get(pod.node)
-        taken = _taken(node.state, pod) if node is not None else None
+        taken = _taken(node.state, pod, node.state.positions) if node is not None else None
         if node is None or taken is None:
             return False
         without = self.used_without(pod.node, pod.uid)
@@ -441,14 +441,14 @@ def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]
 def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
     """Adds up what the node reports, then what pods with known GPUs take, then a likely choice for the other pods. The order of `pods` has
     no influence."""
-    used: Used = (NOTHING,) * len(node.gpus)
+    used, positions = (NOTHING,) * len(node.gpus), node.positions
     for shares in node.reported_shares.values():
         used = plus_taken(used, _summed(shares))
     unknown = []
     for pod in sorted(pods, key=lambda pod: pod.uid):
         if pod.uid in node.reported_shares:
             continue
-        taken = _taken(node, pod)
+        taken = _taken(node, pod, positions)
         if taken is None:
             unknown.append(pod)
         else:
@@ -477,11 +477,10 @@ def _summed(shares: Shares) -> Mapping[int, Amounts]:
     return taken
 
 
-def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
+def _taken(node: NodeState, pod: PlacedPod, positions: Mapping[str | int, int]) -> Mapping[int, Amounts] | None:
     """None: the GPUs of the pod are not known, or no longer on this node."""
     if pod.shares is None or len(pod.shares) != len(pod.request.containers):
         return None
-    positions = node.positions
     found: list[Shares] = []
     for shares in pod.shares:
         resolved = [(positions.get(gpu), amounts) for gpu, amounts in shares]

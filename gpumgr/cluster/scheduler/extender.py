@@ -276,9 +276,10 @@ class Extender:
         node = self._index.node(args.node)
         assert node is not None, "a node with a choice is in the index"
         if pod.uid not in self._unsettled:
-            self._forget(pod.uid)
-            excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node))
+            _, held = self._quotas.held(pod.uid)
+            excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node), held)
             if excess is not None:
+                self._forget(pod.uid)
                 raise BindingError(excess)
         try:
             with self._writing(pod, placed):

@@ -528,3 +528,17 @@ def test_what_follows_from_changes_is_computed_in_steps(index: ClusterIndex) -> 
     index.remove_node("d")
     assert index.order(index.shape(TWO, "binpack"), ["c", "d", "e"]) == ["c", "e"], "a query computes the rest"
     assert list(steps) == []
+
+
+def test_the_same_assumption_again_and_its_binding_are_no_changes() -> None:
+    index = ClusterIndex()
+    index.set_node(node_state("a", 2))
+    pod = PlacedPod(uid="one", node="a", request=share(40, 4), shares=((("GPU-a-0", Amounts(40, 1024)),),))
+    index.assume(pod)
+    before = index.version
+    index.assume(replace(pod))
+    assert (index.version, index.is_assumed("one")) == (before, True)
+    index.bind(replace(pod))
+    assert (index.version, index.is_assumed("one")) == (before, False)
+    index.assume(replace(pod, shares=((("GPU-a-1", Amounts(40, 1024)),),)))
+    assert index.version != before
