@@ -1,8 +1,8 @@
 """An operator's actions on one GPU: cordon, drain, uncordon, reset, and forget (`gone_gpus.py`).
 
 1. A cordon is on disk and in force before it is confirmed: every later grant observes it.
-2. A drain is a cordon that also returns the containers on the GPU. If it is to evict their pods, it requests that from the API server, also
-   after a restart, until the GPU is uncordoned. It ends no container itself.
+2. A drain is a cordon that also reports the containers on the GPU. With `evict` the agent requests the eviction of their pods from the API
+   server, also after a restart, until the GPU is uncordoned. The agent itself ends no container.
 3. Only a cordoned GPU without containers and processes is reset. NVML can't reset a GPU, so the driver's own program does; its output
    is returned.
 """
@@ -81,8 +81,8 @@ class Maintenance:
     """Call `restore` before the first GPU is offered.
 
     `evictor` None: there is no API server. `still_used_by`: UUID -> which part of gpumgr uses the GPU (an MPS daemon), in words that follow
-    "can't be reset:"; None if none does. `usage` returns the latest sample of the GPUs' processes (None before the first), and the
-    allocations over their memory, with the GPU.
+    "can't be reset:"; None if no part does. `usage` returns the latest sample of the GPUs' processes (None before the first), and the
+    allocations that exceed their memory limits, with the GPU.
     """
 
     def __init__(

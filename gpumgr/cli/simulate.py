@@ -57,7 +57,7 @@ SOURCE: Final = (
 _Result = inflate.Result | ReplayResult
 _METHODS: Final[Mapping[str, Callable[..., _Result]]] = {"inflate": inflate.run, "replay": replay.run}
 _Trace = tuple[list[NodeSpec], list[Pod]]
-#: The method, the policy, thousandths of a CPU beside one GPU, and the seed of one simulation.
+#: The method, the policy, the CPU beside one GPU (in thousandths, see --cpus-per-gpu), and the seed of one simulation.
 _Task = tuple[str, str, int, int]
 
 

@@ -95,7 +95,7 @@ class ApiServer:
         #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status.
         #: Many objects may share the path of a POST.
         self._held: dict[tuple[Method, str, str], tuple[float, int]] = {}
-        #: Why the last renewal failed; None: it did not.
+        #: Why the last renewal failed; None: it did not fail.
         self._unreadable: SettingsError | None = None
 
     @classmethod
@@ -136,8 +136,8 @@ class ApiServer:
 
     async def _renew(self) -> None:
         """Reads the credentials again after the API server refused them (401): kubeconfig files and their certificates are replaced in
-        place. All callers wait for one renewal; requests that were sent with the earlier credentials continue. Credentials that can't be
-        read stay in use, and are read again later."""
+        place. All callers wait for one renewal; requests that were sent with the earlier credentials continue. If the new credentials can't
+        be read, the earlier credentials stay in use, and a later call reads the files again."""
         async with self._renewing:
             if not self._refused or self._clock() < self._renewal_due:
                 return
@@ -215,8 +215,8 @@ class ApiServer:
     async def _send(
         self, method: Method, path: str, credentials: Credentials, *, headers: Mapping[str, str], **options: Any
     ) -> aiohttp.ClientResponse:
-        """`options`: of aiohttp.ClientSession.request, which opens a connection of its own for each TLS context. Raises what `request`
-        raises."""
+        """`options`: arguments of aiohttp.ClientSession.request, which opens separate connections for each TLS context. Raises what
+        `request` raises."""
         await self._files.refresh(credentials)
         try:
             return await self._session.request(

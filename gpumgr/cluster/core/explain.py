@@ -1,7 +1,8 @@
 """The text of a rejection: groups of reasons with their counts, and the closest miss of each.
 
-kube-scheduler gets it as the text of one node (`FailedAndUnresolvableNodes`), since a text for each node would cost kube-scheduler much
-more. So the text itself has the counts. It is printed after "1 " in "0/40 nodes are available: 1 ...", and a full stop follows.
+kube-scheduler gets the rejection as the text of one node (`FailedAndUnresolvableNodes`), since a text for each node would take
+kube-scheduler much more time. So the text itself has the counts. It is printed after "1 " in "0/40 nodes are available: 1 ...", and a full
+stop follows.
 """
 
 from collections.abc import Iterable
