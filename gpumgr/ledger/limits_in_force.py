@@ -44,8 +44,8 @@ class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
     computed: Mapping[AllocationOnGpu, tuple[ComputedLimit, ...]] = msgspec.field(default_factory=dict)
 
     def with_sample(self, started: Mapping[AllocationOnGpu, int]) -> "LimitsInForce":
-        """Call it first in each evaluation, with a new sample. Drops the limits that were no longer in force when it was read. `started`:
-        the limits in bytes of the containers that `computed` lacks."""
+        """Call it first in each evaluation, with a new sample. Drops the limits that were no longer in force when the sample was read.
+        `started`: the limits in bytes of the containers that `computed` lacks."""
         computed: dict[AllocationOnGpu, tuple[ComputedLimit, ...]] = {}
         for place, size_bytes in started.items():
             computed[place] = (ComputedLimit(self.last_number, size_bytes),)
@@ -54,7 +54,8 @@ class LimitsInForce(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, computed=computed)
 
     def with_limits(self, limits: Mapping[AllocationOnGpu, int]) -> "LimitsInForce":
-        """The next evaluation has computed these limits in bytes. They must include all containers: other containers are dropped."""
+        """The next evaluation has computed these limits in bytes. `limits` must include all containers: a container that is missing in it
+        is dropped from `computed`."""
         number = self.last_number + 1
         computed = {}
         for place, size_bytes in limits.items():

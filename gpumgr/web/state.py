@@ -2,8 +2,8 @@
 
 A value that is not known is null. Samples taken before the driver became unavailable are null, too, since they may be outdated.
 
-A pod has its request, its allocations, and what happened to it and to its GPUs. Pods of one name may follow each other: `uid` is the UID
-of the newest, `earlier_uids` are the UIDs of earlier pods, and each allocation and entry has the UID of its own pod. A static pod has its
+A pod has its request, its allocations, and what happened to it and to its GPUs. Pods of one name may follow each other: `uid` is the UID of
+the newest pod, `earlier_uids` are the UIDs of earlier pods, and each allocation and entry has the UID of its own pod. A static pod has its
 mirror pod's UID; the kubelet's own UID means the same pod.
 """
 
