@@ -49,8 +49,8 @@ class BindingError(GpumgrError):
 
 
 def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, now_nanoseconds: int) -> dict[str, str]:
-    """The annotations of gpumgr, gpu-manager and HAMi. Raises BindingError if the pod's annotations together would be too long: the API
-    server would accept them in a Binding, but refuse every later update of the pod."""
+    """The annotations of gpumgr, gpu-manager and HAMi. Raises BindingError if the node has lost a GPU of the placement, or the pod's
+    annotations together would be too long: the API server would accept them in a Binding, but refuse every later update of the pod."""
     made = {
         PLACEMENT_ANNOTATION: encode(_placement(pod, placed, node)),
         ASSIGNED: "false",
@@ -61,6 +61,8 @@ def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, 
     if node.naming != "none" and placed.shares is not None:
         positions = node.positions
         for place, shares in zip(pod.places, placed.shares, strict=True):
+            if gone := [gpu for gpu, _ in shares if gpu not in positions]:
+                raise BindingError(f"node {node.name} no longer has GPU {gone[0]}, which an earlier binding of the pod named")
             if place is not None:
                 indices = sorted(node.indices[positions[gpu]] for gpu, _ in shares)
                 made[f"{PREDICATE_INDEX}{place}"] = ",".join(map(str, indices))

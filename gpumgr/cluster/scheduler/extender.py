@@ -377,6 +377,9 @@ class Extender:
         if (state := self._index.node(node)) is not None:
             policy = pod.policy or self._settings.policy
             choice = self._quotas.choose(pod.namespace, state, self._index.used(node), pod.request, policy)
+            if not isinstance(choice, NodeChoice):
+                with self._preemption.without_lower(pod.priority):
+                    choice = self._quotas.choose(pod.namespace, state, self._index.used(node), pod.request, policy)
         if isinstance(choice, Rejection):
             raise BindingError(choice.text)
         if isinstance(choice, Misfit):

@@ -9,7 +9,7 @@ from aiohttp import web
 from gpumgr.cluster.scheduler import binding
 from tests.background import until
 
-from .conftest import Stage, pod
+from .conftest import Stage, inventory, node, pod
 
 
 def answering(
@@ -65,6 +65,22 @@ async def test_a_pod_that_may_be_bound_keeps_its_node(stage: Stage) -> None:
     assert "not clear yet" in (await stage.filter(item, ["b"]))["Error"]
     await stage.extender.look_up_assumed()
     assert (await stage.filter(item, ["b"]))["NodeNames"] == ["b"], "the API server shows that it is not bound"
+
+
+async def test_a_pod_that_may_be_bound_to_a_gpu_that_has_gone_waits_until_it_is_read(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 100, 0)))
+    await stage.filter(item, ["a"])
+    stage.sim.bind_hook = answering(500, bound=False)
+    await stage.bind(item, "a")
+    stage.sim.bind_hook = None
+    stage.sim.put_node(node("a", 1, inventory("other", 1)))
+    await until(lambda: stage.cores("a") == [100])
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == ["a"]
+    assert await stage.bind(item, "a") == "node a no longer has GPU GPU-a-0, which an earlier binding of the pod named"
+    stage.clock.now += 60
+    await stage.extender.look_up_assumed()
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == ["a"]
+    assert await stage.bind(item, "a") == ""
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["500", "no answer"])

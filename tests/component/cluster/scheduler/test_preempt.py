@@ -198,6 +198,22 @@ async def test_kept_gpus_are_there_for_a_pod_of_higher_priority(stage: Stage) ->
     assert stage.index.placement("uid-vip") is None
 
 
+async def test_with_several_candidates_a_pod_of_higher_priority_is_bound_to_kept_gpus(soft: Stage) -> None:
+    """Filter assumes nothing, so bind chooses the GPUs."""
+    await full(soft)
+    await soft.create(important("vip", ("app", 50, 4), nominated="a"))
+    await until(lambda: bool(soft.watches.nominated))
+    soft.sim.remove("uid-low-0")
+    await until(lambda: sum(soft.cores("a")) == 100)
+    equal, higher = important("equal"), await soft.create(important("higher", priority=11))
+    assert (await soft.filter(equal, ["a"]))["NodeNames"] == []
+    assert "no entirely free GPU" in await soft.bind(await soft.create(equal), "a")
+    assert (await soft.filter(higher, ["a"]))["NodeNames"] == ["a"]
+    assert await soft.bind(higher, "a") == ""
+    assert soft.cores("a") == [100, 100]
+    assert soft.index.placement("uid-vip") is None
+
+
 @pytest.mark.parametrize("end", ["unused", "cleared", "moved", "deleted", "late"])
 async def test_kept_gpus_end_with_the_nomination_the_pod_or_their_time(stage: Stage, end: str) -> None:
     await full(stage)
