@@ -7,7 +7,7 @@ another, starting from each of 16 GPUs.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import cache
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Final
 
 import msgspec
@@ -21,9 +21,6 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 
 #: All sets are tried for at most this many pods.
 _MAX_EXACT: Final = 6
-#: For a set with at most this many pods, smaller sets are tried too: at most _MAX_TRIES of all pods, and as many of the set's own pods.
-_MAX_IMPROVED: Final = 4
-_MAX_TRIES: Final = 32
 #: The most GPUs from which a search starts: the GPUs with the cheapest pods.
 _MAX_FIRST: Final = 16
 #: The cost of a set of victims: their highest priority, their number, the sum of their priorities.
@@ -115,7 +112,7 @@ def find_eviction(
     return Eviction(victims=victims, choice=choice, cost=costs[victims]) if victims is not None and choice is not None else None
 
 
-def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...] | None:
+def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> Collection[Evictable] | None:
     """The best pods to evict: () if the preemptor fits without evictions, None if it does not fit even without all of them."""
     if fits(frozenset()):
         return ()
@@ -144,26 +141,28 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
         return chosen if left or fits(_uids(chosen)) else frozenset(pool)
 
     firsts = sorted(on, key=lambda gpu: (_cost(on[gpu])[1:], gpu))[:_MAX_FIRST]
-    sets = {grown(first) for first in firsts} or {frozenset(pool)}
-    return min((_reduced(each, fits) for each in sets), key=lambda found: (_cost(found), sorted(_uids(found))))
+    sets = sorted({grown(first) for first in firsts} or {frozenset(pool)}, key=lambda each: sorted(_uids(each)))
+    # The first order keeps the number of pods low. The second one, on the best set only, often keeps their priorities lower.
+    best, whole = min(((_reduced(each, fits, _smallest_first), each) for each in sets), key=lambda pair: _cost(pair[0]))
+    return min(best, _reduced(whole, fits, _highest_first), key=_cost)
 
 
-def _reduced(pods: Collection[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
-    """A smaller set of `pods`, without the pods that can stay. Pods with the fewest cores are the first to be left out."""
-    by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
-    left = tuple(by_priority)
-    for each in sorted(pods, key=lambda each: (each.cores, -each.priority, each.uid)):
-        rest = tuple(other for other in left if other is not each)
-        if rest and fits(_uids(rest)):
-            left = rest
-    if len(left) > _MAX_IMPROVED:
-        return left
-    for base in (by_priority, left):
-        smaller = (found for size in range(1, len(left)) for found in combinations(base, size))
-        for found in islice(smaller, _MAX_TRIES):
-            if fits(_uids(found)):
-                return found
-    return left
+def _reduced(
+    pods: frozenset[Evictable], fits: Callable[[frozenset[str]], bool], order: Callable[[Evictable], tuple[int, int, str]]
+) -> frozenset[Evictable]:
+    """A smaller set of `pods`, without the pods that can stay. The first ones in this order are the first to be left out."""
+    for each in sorted(pods, key=order):
+        if fits(_uids(pods - {each})):
+            pods -= {each}
+    return pods
+
+
+def _smallest_first(pod: Evictable) -> tuple[int, int, str]:
+    return pod.cores, -pod.priority, pod.uid
+
+
+def _highest_first(pod: Evictable) -> tuple[int, int, str]:
+    return -pod.priority, pod.cores, pod.uid
 
 
 def _cost(pods: Collection[Evictable], count: int | None = None) -> Cost:

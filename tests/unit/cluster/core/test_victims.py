@@ -113,9 +113,79 @@ def test_the_work_on_a_node_with_many_gpus_is_bounded() -> None:
         calls += 1
         return sum(sum(f"p{gpu}-{number}" in uids for number in range(10)) == 10 for gpu in range(64)) >= 4
 
-    found = expect(tuple, fewest(pods, fits))
+    found = expect(frozenset, fewest(pods, fits))
     assert len(found) == 40
-    assert calls < 16 * (4 + 40) + 10
+    assert calls < 16 * (4 + 40) + 40 + 10
+
+
+@pytest.mark.parametrize(
+    ("kinds", "free", "gpus", "cost"),
+    [
+        pytest.param(
+            [(2, 40, 0), (0, 10, 2), (0, 50, 2), (1, 20, 1), (1, 60, 2), (3, 50, 2), (2, 20, 1)],
+            50,
+            2,
+            (2, 2, 4),
+            id="number of pods before priorities",
+        ),
+        pytest.param(
+            [(2, 60, 2), (0, 30, 0), (3, 40, 1), (3, 40, 1), (1, 20, 2), (2, 30, 2), (1, 40, 1)],
+            60,
+            2,
+            (2, 3, 4),
+            id="next GPU by priorities",
+        ),
+        pytest.param(
+            [(0, 10, 0), (0, 30, 2), (0, 20, 0), (2, 50, 0), (0, 30, 2), (1, 60, 2), (3, 20, 0)],
+            50,
+            2,
+            (2, 2, 2),
+            id="best of several first GPUs",
+        ),
+        pytest.param(
+            [(1, 10, 1), (0, 60, 2), (0, 10, 0), (1, 10, 0), (0, 10, 1), (1, 40, 2), (1, 20, 2)],
+            60,
+            2,
+            (2, 3, 6),
+            id="smallest pods stay",
+        ),
+        pytest.param(
+            [(0, 50, 0), (2, 10, 1), (2, 10, 0), (1, 100, 2), (0, 30, 2), (2, 50, 1), (2, 10, 2)],
+            60,
+            2,
+            (2, 3, 3),
+            id="among them the important ones",
+        ),
+        pytest.param(
+            [(0, 30, 1), (0, 20, 1), (0, 20, 2), (1, 20, 2), (1, 40, 1), (1, 20, 2), (0, 30, 2)],
+            50,
+            2,
+            (2, 4, 5),
+            id="important pods stay",
+        ),
+        pytest.param(
+            [(1, 10, 2), (0, 20, 0), (0, 60, 1), (0, 20, 1), (2, 50, 2), (1, 30, 0), (2, 40, 1)],
+            40,
+            3,
+            (2, 4, 4),
+            id="among them the smallest ones",
+        ),
+        pytest.param([(gpu // 2, 50, 0) for gpu in range(32)] + [(16, 100, 0)], 100, 1, (0, 1, 0), id="first GPUs by number"),
+        pytest.param([(gpu // 2, 50, 1) for gpu in range(33)] + [(16, 50, 0)], 100, 1, (1, 2, 1), id="first GPUs by priorities"),
+    ],
+)
+def test_of_many_pods_the_best_are_evicted(
+    kinds: list[tuple[int, int, int]], free: int, gpus: int, cost: tuple[int, int, int]
+) -> None:
+    """From (GPU, cores, priority) of each pod. The preemptor needs `free` cores on each of `gpus` GPUs."""
+    pods = [Evictable(f"p{number:02}", priority, frozenset({gpu}), cores) for number, (gpu, cores, priority) in enumerate(kinds)]
+
+    def fits(uids: frozenset[str]) -> bool:
+        freed = [sum(pod.cores for pod in pods if gpu in pod.gpus and pod.uid in uids) for gpu in range(17)]
+        return sum(cores >= free for cores in freed) >= gpus
+
+    found = [pod.priority for pod in expect(frozenset, fewest(pods, fits))]
+    assert (max(found), len(found), sum(found)) == cost
 
 
 PODS = st.lists(
