@@ -13,10 +13,11 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName, Resource
 from gpumgr.ledger.burst import blocks_of_burst
-from gpumgr.ledger.ids import NO_IDS, Masks, RegisteredGpu, lowest
+from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks, RegisteredGpu, lowest
 from gpumgr.ledger.ledger import AllocationId, Ledger
 from gpumgr.placement.evaluators.mig import has_place, most_devices
 from gpumgr.placement.evaluators.select import Policy
@@ -83,6 +84,16 @@ class GpuDevices(msgspec.Struct, frozen=True, dict=True):
 NodeDevices = tuple[GpuDevices, ...]
 
 
+def at_present(node: NodeView, ledger: Ledger) -> Ledger:
+    """The ledger with the memory that each GPU has now, which may be less than when it was registered (ECC was turned on)."""
+    sizes = {name: gpu.memory_mebibytes for name, gpu in node.shown.items()}
+    gpus = (
+        replace(gpu, memory_mebibytes=min(gpu.memory_mebibytes, sizes.get(gpu.name, gpu.memory_mebibytes)))
+        for gpu in ledger.gpu_registry.gpus
+    )
+    return ledger.with_gpu_registry(GpuRegistry(tuple(gpus)))
+
+
 def node_devices(
     ledger: Ledger,
     node: NodeView,
@@ -92,10 +103,12 @@ def node_devices(
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
     """`failed`: the GPUs that do not work. `replicas`: how many replicas each GPU may have now; a GPU on which MIG devices are created has
-    at most as many as MIG devices fit. `open_ids`: allocations of whole GPUs that may still get a memory call. A GPU may have less memory
-    now than when it was registered (ECC was turned on)."""
+    at most as many as MIG devices fit. `open_ids`: allocations of whole GPUs that may still get a memory call."""
+    now = at_present(node, ledger)
     return tuple(
-        _gpu_devices(ledger, node, registered, replicas, open_ids) if registered.name not in failed else _failed(node, registered)
+        _gpu_devices(ledger, now, node, registered, replicas, open_ids)
+        if registered.name not in failed
+        else _failed(node, registered)
         for registered in ledger.gpu_registry.gpus
     )
 
@@ -105,7 +118,7 @@ def _failed(node: NodeView, registered: RegisteredGpu) -> GpuDevices:
 
 
 def _gpu_devices(
-    ledger: Ledger, node: NodeView, registered: RegisteredGpu, replicas: int, open_ids: Collection[AllocationId]
+    ledger: Ledger, now: Ledger, node: NodeView, registered: RegisteredGpu, replicas: int, open_ids: Collection[AllocationId]
 ) -> GpuDevices:
     gpu, claimed, owner = registered.name, ledger.by_amount.get(registered.name), ledger.exclusive.get(registered.name)
     cores, blocks = ledger.held("core").get(gpu, 0), ledger.held("memory").get(gpu, 0)
@@ -114,10 +127,7 @@ def _gpu_devices(
     elif owner is not None and owner.id not in open_ids:
         healthy = (registered.all_ids("core"), blocks)
     else:
-        present = (
-            registered.all_ids("memory") & (1 << (node.shown.get(gpu) or registered).memory_mebibytes // BLOCK_MEBIBYTES) - 1
-        )
-        healthy = (registered.all_ids("core"), present | blocks)
+        healthy = (registered.all_ids("core"), now.gpu_registry.by_name[gpu].all_ids("memory") | blocks)
     if claimed is not None or gpu in node.burst_mebibytes:
         taken_blocks = registered.memory_blocks - blocks_with_ids(node, ledger, gpu)
         healthy = (_less(healthy[0], cores, claimed.cores if claimed else 0), _less(healthy[1], blocks, taken_blocks))
@@ -125,15 +135,16 @@ def _gpu_devices(
     return GpuDevices(
         registered,
         *healthy,
-        healthy_replicas=_healthy_replicas(ledger, node, registered, min(replicas, registered.replicas)),
+        healthy_replicas=_healthy_replicas(now, node, gpu, replicas),
         healthy_instances=node.instances.get(gpu, 0) & open_instances,
         numa_node=_numa_node(node, gpu),
     )
 
 
-def _healthy_replicas(ledger: Ledger, node: NodeView, registered: RegisteredGpu, number: int) -> int:
-    """The replicas that are held and, if the GPU has room, its first `number` replicas."""
-    gpu = registered.name
+def _healthy_replicas(ledger: Ledger, node: NodeView, gpu: GpuName, replicas: int) -> int:
+    """The replicas that are held and, if the GPU has room, its first `replicas` ones."""
+    registered = ledger.gpu_registry.by_name[gpu]
+    number = min(replicas, registered.replicas)
     held = ledger.held("replica").get(gpu, 0)
     if not number or node.closed(gpu, "replica") is not None:
         return held

@@ -25,7 +25,7 @@ from gpumgr.ledger.grant import refuse_elsewhere, refuse_held, refuse_unfit
 from gpumgr.ledger.ids import GpuRegistry, Masks, common, count, lowest, minus
 from gpumgr.ledger.instances import amounts_of_devices, mig_devices, obstacle_to_devices
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.node import NO_MEMORY, NodeView
+from gpumgr.ledger.node import NO_MEMORY, NodeView, at_present
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.evaluators.select import find
@@ -33,6 +33,7 @@ from gpumgr.placement.evaluators.select import find
 
 def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
     """GPUs for the whole container, and one replica of each. If the scheduler named GPUs, they are chosen. Raises Refusal."""
+    ledger = at_present(node, ledger)
     wanted = check_replicas(caller, request.size)
     named = named_gpus(caller, ledger.gpu_registry)
     if len({*named}) < len(named):
@@ -44,6 +45,7 @@ def grant_replicas(
     node: NodeView, ledger: Ledger, caller: Caller, masks: Masks, *, new_id: AllocationId, now: float, why: str
 ) -> Allocation:
     """The allocation with exactly these replicas, for `ledger.occupy`. Raises Refusal."""
+    ledger = at_present(node, ledger)
     wanted = check_replicas(caller, count(masks))
     fresh = minus(masks, common(masks, ledger.reusable("replica", caller.pod, caller.uid)))
     refuse_held(ledger, "replica", fresh)
