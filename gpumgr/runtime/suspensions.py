@@ -78,7 +78,7 @@ class Suspensions:
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare]) -> None:
         """Resumes containers that their pages show as suspended, but that have no saved state: the checkpoint was lost. Each may need the
-        memory that its library counts, or, without such a count, what it was granted."""
+        memory that its library counts, or, without such a count, what it was granted; one that has memory on the GPU waits for none."""
         for name, share in shares.items():
             if name in self._records.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue
@@ -87,7 +87,7 @@ class Suspensions:
                     each.gpu: sum(each.turns.memory_bytes_by_kind.values()) if each.turns else 0 for each in self._uses[name]
                 }
                 lost = Suspension(
-                    state="suspended",
+                    state="resuming" if any(each.memory_bytes for each in self._uses[name]) else "suspended",
                     processes=tuple(started.items()),
                     memory_bytes={gpu.name: counted.get(gpu.name) or gpu.memory_bytes or 0 for gpu in share.gpus},
                     since=self._records.history.now(),

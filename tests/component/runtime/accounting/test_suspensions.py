@@ -320,6 +320,14 @@ async def test_it_waits_for_what_its_library_counts_or_for_its_request(counted_m
     assert (state(node), node.backends.held) == (None, set())
 
 
+async def test_a_container_without_a_saved_state_does_not_wait_for_memory_that_it_has() -> None:
+    """The checkpoint was lost, and the agent killed, after it had held the container's calls: nothing was moved."""
+    node = running()
+    node.backends.held.add("a")
+    await sampled(node, uses(a=1800))
+    assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
+
+
 async def test_a_state_without_sizes_ends_no_evaluation() -> None:
     """An earlier version saved it for a container that may burst."""
     node = two(memory_limits=(("main", 2048),))
