@@ -46,6 +46,7 @@ def around(used: Mapping[str, int | None] | None = None, **fields: Any) -> Surro
     """`used`: MiB by container. The settings allow 50 cores and 2048 MiB above a pod's requests."""
     defaults: dict[str, Any] = {
         "used_bytes": {(name, GPU): None if size is None else size * MIB for name, size in (used or {"a": 0}).items()},
+        "most_bytes": lambda _allocation, _gpu: 0,
         "memory_mebibytes": {GPU: 4096},
         "most": Amounts(50, 2048),
         "obstacle": lambda _mechanisms, _resource: None,
@@ -163,7 +164,7 @@ def test_suspended_containers_lend_memory_and_no_client_of_mps_gets_it(mechanism
 def test_growth_waits_while_another_container_may_still_burst_into_it() -> None:
     """Its limit is lower once it is set again."""
     ledger = ledger_of(A, share("b", 60, 8))
-    surroundings = around({"a": 0, "b": 2048}, most_bytes={("b", GPU): 3000 * MIB})
+    surroundings = around({"a": 0, "b": 2048}, most_bytes=lambda a, _: 3000 * MIB if a.id == "b" else 0)
     found = decide(ledger, ledger.allocations["a"], ResizeRequest(memory_mebibytes=2048), surroundings)
     assert isinstance(found, Waits)
     assert (found.gpu, found.holder.id) == (GPU, "b")
