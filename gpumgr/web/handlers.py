@@ -23,6 +23,7 @@ from gpumgr.web.access import CurrentPolicy, Scope, origin_of
 from gpumgr.web.graph import graph_data, graph_text
 from gpumgr.web.read_model import ReadModel
 from gpumgr.web.responses import (
+    DENIED_NOW,
     MAX_BODY_BYTES,
     PAGE,
     TRUSTED,
@@ -102,6 +103,8 @@ class Streams:
                     await response.write(_HEARTBEAT)
                     continue
                 except StopAsyncIteration:
+                    break
+                if await request[DENIED_NOW]() is not None:  # the token of the client was revoked
                     break
                 if state not in (stale, newest):
                     stale, newest = b"", state

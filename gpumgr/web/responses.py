@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,6 +75,8 @@ MAX_BODY_BYTES: Final = 4096
 BODY_SECONDS: Final = 10.0
 #: Key of a request: its client may read any page, not only metrics and probes.
 TRUSTED: Final = web.RequestKey("trusted", bool)
+#: Key of a request: returns the denial by the credentials that are in force at the time of the call; None: the request is allowed.
+DENIED_NOW: Final = web.RequestKey("denied_now", partial)
 #: A client sends this in place of `Authorization`, which Kubernetes' API server removes from the requests that it forwards.
 PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
@@ -97,7 +100,8 @@ def make_middleware(
                 authorization=request.headers.get("Authorization", request.headers.get(PROXIED_AUTHORIZATION)),
                 hosts=tuple(request.headers.getall("Host", ())),
             )
-            return await _denied(request, caller, scopes, policy, names) or await _respond(request, handler)
+            request[DENIED_NOW] = denied = partial(_denied, request, caller, scopes, policy, names)
+            return await denied() or await _respond(request, handler)
         except web.HTTPNotFound:
             return failure(404, f"there is nothing at {request.path}", paths=list(scopes))
 

@@ -99,6 +99,24 @@ async def test_a_new_token_counts_at_once_and_an_empty_file_denies_all_requests(
     assert await opens("third")
 
 
+async def test_a_stream_ends_when_its_token_is_revoked(serve: Serve, scene: Scene, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret")
+    server = await serve(token_file=file)
+    connector = aiohttp.TCPConnector(local_addr=(REMOTE, 0))
+    async with (
+        aiohttp.ClientSession(server.url, connector=connector, headers={"Authorization": "Bearer s3cret"}) as client,
+        client.get("/api/stream") as stream,
+    ):
+        await stream.content.readuntil(b"\n\n")
+        scene.states.set(b'{"at": 2}')
+        assert await stream.content.readuntil(b"\n\n") == b'event: state\ndata: {"at": 2}\n\n'
+        file.unlink()
+        scene.states.set(b'{"at": 3}')
+        async with asyncio.timeout(10):
+            assert await stream.content.read() == b""
+
+
 async def test_a_file_system_that_hangs_stops_no_other_request_and_denies_tokens_until_it_answers(
     serve: Serve, tmp_path: Path, hanging_files: HangingFiles
 ) -> None:
