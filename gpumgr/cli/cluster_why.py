@@ -22,7 +22,7 @@ from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.common.units import count_text
-from gpumgr.kube.client import AnswerError, ApiServer, items_of
+from gpumgr.kube.client import REQUEST_TIMEOUT, AnswerError, ApiServer, items_of
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
 #: Selects the leader, or else any replica of the chart's Deployment. A replica that does not lead lacks only the leader's decisions that no
@@ -113,7 +113,10 @@ async def _ask(
             return server.request("GET", path, query, headers=headers)
 
         return await _answer(through_proxy, f"the scheduler's pod {namespace}/{pod} can't be reached through the API server")
-    async with _forwarded(location.kubeconfig, namespace, pod, port) as local, aiohttp.ClientSession() as session:
+    async with (
+        _forwarded(location.kubeconfig, namespace, pod, port) as local,
+        aiohttp.ClientSession(timeout=REQUEST_TIMEOUT) as session,
+    ):
 
         def through_port(scheme: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
             # The port is on this machine, and kubectl has authenticated the API server.
@@ -131,7 +134,7 @@ async def _answer(request: Callable[[str], AbstractAsyncContextManager[aiohttp.C
             async with request(scheme) as response:
                 text = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            failures.append(f"{scheme}: {error or 'no answer in time'}")
+            failures.append(f"{scheme}: {str(error) or 'no answer in time'}")
             continue
         try:
             document = decode_json(text)

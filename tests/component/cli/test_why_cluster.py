@@ -2,13 +2,14 @@
 
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientError, web
+from aiohttp import ClientError, ClientTimeout, web
 from aiohttp.test_utils import TestServer
 
 from gpumgr.cli import cluster_why
@@ -224,6 +225,18 @@ async def test_a_port_that_can_not_be_forwarded_is_named(
     ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
     assert (ended.code, ended.out) == (1, "")
     assert said in ended.err
+
+
+@pytest.mark.usefixtures("api")
+async def test_a_scheduler_that_hangs_is_named(
+    folder: Path, tmp_path: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_why, "REQUEST_TIMEOUT", ClientTimeout(total=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        forwards(tmp_path, f"echo 'Forwarding from 127.0.0.1:{silent.getsockname()[1]} -> 1234'; exec sleep 60")
+        ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+    assert (ended.code, ended.out) == (1, "")
+    assert "the scheduler does not answer at the forwarded port: http: no answer in time; https: " in ended.err
 
 
 @pytest.mark.usefixtures("api")
