@@ -42,7 +42,9 @@ class Bursts:
         self._starting: dict[object, Collection[GpuName]] = {}
         #: The GPUs on which growth waits; no container may take more memory for a burst there. Each evaluation sets it anew.
         self.growing: Collection[GpuName] = ()
-        self._in_force = LimitsInForce()
+        #: Only this class changes it.
+        self.in_force = LimitsInForce()
+        #: Set at the end of the next evaluation, which makes another one.
         self._news = asyncio.Event()
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
@@ -51,13 +53,13 @@ class Bursts:
         """Call it first in each evaluation. `use`: what the containers use according to the new sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
-            if not self.begun and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
+            if not self.in_force.last_number and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
             else a.guaranteed_on(gpu).memory_mebibytes << 20
             for a in ledger.allocations.values()
             for gpu in (a.gpus if is_share(a) else ())
-            if (a.id, gpu) not in self._in_force.computed
+            if (a.id, gpu) not in self.in_force.computed
         }
-        self._in_force, self.growing = self._in_force.with_sample(started), ()
+        self.in_force, self.growing = self.in_force.with_sample(started), ()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
         """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
@@ -93,7 +95,7 @@ class Bursts:
             uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
             shares, use = self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
         now = {(name, gpu.name): gpu.limit_bytes for name, share in shares.items() for gpu in share.gpus}
-        self._in_force = self._in_force.with_limits(now)
+        self.in_force = self.in_force.with_limits(now)
         news, self._news = self._news, asyncio.Event()
         news.set()
         return shares, use
@@ -116,28 +118,18 @@ class Bursts:
         moved = self._records.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
-        if not (self.begun or self._in_force.computed) and self._had_more(allocation, gpu, None):
+        if not (self.in_force.last_number or self.in_force.computed) and self._had_more(allocation, gpu, None):
             return UNKNOWN_BYTES
         before = 0 if moved is None or moved.measured else moved.memory_bytes.get(gpu, 0)
-        return max(before, self._in_force.most_bytes((allocation.id, gpu)))
-
-    @property
-    def begun(self) -> int:
-        """The number of the last evaluation."""
-        return self._in_force.last_number
-
-    @property
-    def obstacles(self) -> Mapping[AllocationId, str]:
-        """The containers with limits that could not be set, and the reasons."""
-        return self._in_force.now.obstacles
+        return max(before, self.in_force.most_bytes((allocation.id, gpu)))
 
     def enforced(self, enforced: Enforced) -> None:
         """Call it when the limits of an evaluation are in force."""
-        self._in_force = replace(self._in_force, now=enforced)
+        self.in_force = replace(self.in_force, now=enforced)
 
     def evaluated(self) -> None:
         """Call it at the end of each evaluation, before the next sample is read."""
-        self._in_force = replace(self._in_force, before_sample=self._in_force.now)
+        self.in_force = replace(self.in_force, before_sample=self.in_force.now)
 
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
         moving = [each.memory_bytes for each in self._records.suspensions.values() if each.needs_room]
@@ -165,7 +157,7 @@ class Bursts:
         try:
             async with asyncio.timeout(_ROOM_SECONDS):
                 while any(self._may_lack_memory(allocation, gpu) for gpu in gpus):
-                    await self._news.wait()
+                    await self.measured()
         except TimeoutError:
             why = [": ".join(found) for gpu in gpus if (found := self._not_lowered(self._reach(allocation, gpu)))]
             raise Refusal(
@@ -185,9 +177,7 @@ class Bursts:
 
     async def measured(self) -> None:
         """Returns when the next evaluation of a sample has computed the limits of bursts."""
-        begun = self.begun
-        while self.begun <= begun:
-            await self._news.wait()
+        await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
         """Other containers on the GPU -> the bytes that they may still take, by the limits in force, beyond the memory that is set aside
@@ -205,7 +195,7 @@ class Bursts:
     def _not_lowered(self, reach: Collection[AllocationId]) -> tuple[str, str] | None:
         """One of these containers, if its limit could not be lowered, and the reason."""
         known = self._records.ledger.allocations
-        return next(((known[name].describe(), why) for name, why in self.obstacles.items() if name in reach), None)
+        return next(((known[name].describe(), why) for name, why in self.in_force.now.obstacles.items() if name in reach), None)
 
     def _memory(self, ledger: Ledger, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
         """The memory of the containers on the GPU, without suspended containers and without `but`."""

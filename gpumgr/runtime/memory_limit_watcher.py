@@ -174,7 +174,7 @@ class MemoryLimitWatcher:
         use = _with_turns(use, self._backends.turns())
         shares, use = await self.bursts.apply(ledger, shares, use, sample)
         self._use = use
-        number = self.bursts.begun
+        number = self.bursts.in_force.last_number
         await self.suspensions.evaluate(shares, use, ownership)
         self._overcommitment.evaluate()
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]

@@ -69,7 +69,9 @@ class Resizes:
                     continue
                 after = decide(now, a, request, around)
                 if isinstance(after, Waits):
-                    since = waiting[a.id, request] = self._waiting.get((a.id, request), (self._bursts.begun, self._clock()))
+                    since = waiting[a.id, request] = self._waiting.get(
+                        (a.id, request), (self._bursts.in_force.last_number, self._clock())
+                    )
                     if not self._too_long(*since):
                         self._bursts.growing = {*self._bursts.growing, after.gpu}
                         continue
@@ -96,10 +98,10 @@ class Resizes:
     def _too_long(self, evaluation: int, at: float) -> bool:
         """Growth is refused only after a whole evaluation and _LOWERED_SECONDS, so that a backend has time to act even if samples are
         rare."""
-        return self._bursts.begun > evaluation and self._clock() - at >= _LOWERED_SECONDS
+        return self._bursts.in_force.last_number > evaluation and self._clock() - at >= _LOWERED_SECONDS
 
     def _why(self, waits: Waits) -> str:
-        why = self._bursts.obstacles.get(waits.holder.id, "its backend has not changed it yet")
+        why = self._bursts.in_force.now.obstacles.get(waits.holder.id, "its backend has not changed it yet")
         return f"the lower memory limit of {waits.holder.describe()} on GPU {waits.gpu} is not in force: {why}"
 
 
