@@ -291,23 +291,26 @@ class ClusterIndex:
         """The best nodes of `names` for the request, the best one first, at most `most` of them. `names` must not be empty."""
         return [each[1:] for each in self.best(shape, names, most)] or self.rejection(shape, names)
 
-    def order(self, shape: Shape, names: Names, most: int | None = None) -> list[str] | Rejection:
-        """The names of `rank`; without `most` all that fit."""
-        return [name for _, name, _ in self.fitting(shape, names, most)] or self.rejection(shape, names)
-
-    def best(self, shape: Shape, names: Names, most: int) -> list[tuple[Rank, str, NodeChoice]]:
+    def best(self, shape: Shape, names: Names, most: int = 1) -> list[tuple[Rank, str, NodeChoice]]:
         """The nodes of `rank` with their ranks; empty if no node fits."""
-        found = self.fitting(shape, names, most)
+        found = self._fitting(shape, names, most)
         made = (
             (rank, name, self._choice_on(name, shape) if room is None else shape.in_room(room, name))
             for rank, name, room in found
         )
         return [(rank, name, choice) for rank, name, choice in made if isinstance(choice, NodeChoice)]
 
-    def fitting(self, shape: Shape, names: Names, most: int | None = None) -> list[Found]:
-        """The nodes of `order`; empty if no node fits."""
+    def order(self, shape: Shape, names: Names, most: int | None = None) -> list[str]:
+        """The names of `best`; without `most` all that fit."""
+        return [name for _, name, _ in self._fitting(shape, names, most)]
+
+    def any_fits(self, shape: Shape, names: Names) -> bool:
+        """Whether one of these nodes fits. The search ends at the first one."""
+        return bool(self._fitting(shape, names, 1, enough=1))
+
+    def _fitting(self, shape: Shape, names: Names, most: int | None, enough: int | None = None) -> list[Found]:
         named, nodes = self._named(shape.request, self.node_set(names))
-        fits = shape.fitting(nodes, most)
+        fits = shape.fitting(nodes, most, enough=enough)
         choices = [(name, self._choice_on(name, shape)) for name in named]
         fits += [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
         return sorted(fits, key=itemgetter(0, 1))[:most] if named else fits
@@ -322,16 +325,9 @@ class ClusterIndex:
         misfits = ((count, name, misfit or self._choice_on(name, shape)) for count, name, misfit in closest)
         return Rejection(explain((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
 
-    def any_fits(self, shape: Shape, names: Names) -> bool:
-        """Whether one of these nodes fits. It leaves out the reasons, which take most of the time of `order`."""
-        named, nodes = self._named(shape.request, self.node_set(names))
-        return bool(shape.fitting(nodes, 1, enough=1)) or any(
-            isinstance(self._choice_on(name, shape), NodeChoice) for name in named
-        )
-
     def examine(self, shape: Shape, names: Names, most: int | None = 1, *, reasons: bool = True) -> Iterator[None]:
-        """Does the slow part of `rank` and `order` (without `reasons`: of `any_fits`) in steps of less than a millisecond. Afterwards these
-        methods take a few milliseconds."""
+        """Does the slow part of `rank` (with `most` None: of `order`; without `reasons`: of `any_fits`) in steps of less than a
+        millisecond. Afterwards these methods take a few milliseconds."""
         return shape.examine(self._named(shape.request, self.node_set(names))[1], most, reasons=reasons)
 
     def largest(self, offered: NodeSet) -> Largest:

@@ -120,7 +120,7 @@ class RankWithinQuota:
             return self.index.rank(self.shape, offered, self.most) if len(offered) else Rejection("")
         if found := self._best(self._parts(offered, denials, whole=True)):
             return found
-        roomy = [name for _, name, _ in self.index.fitting(self.shape, offered.within(_mixed(denials)))]
+        roomy = self.index.order(self.shape, offered.within(_mixed(denials)))
         return (self._divided(offered, denials) if roomy else None) or self._rejection(offered, denials, roomy)
 
     @cached_property
@@ -153,7 +153,7 @@ class RankWithinQuota:
     def _divided(self, offered: NodeSet, denials: _Denials) -> _Ranked:
         """Choices with some of the GPUs in Denial.whole, for a pod with several GPUs."""
         different: dict[tuple[Profile, str, str, str], NodeState] = {}
-        for _, name, _ in chain.from_iterable(self.index.fitting(*part) for part in self._parts(offered, denials, whole=False)):
+        for name in chain.from_iterable(self.index.order(*part) for part in self._parts(offered, denials, whole=False)):
             node, named = self.index.node(name), name if self.request.constraints.uuids else ""
             assert node is not None, "a node that fits is in the index"
             different.setdefault((self.index.profile(name), node.model_label, node.pool, named), node)

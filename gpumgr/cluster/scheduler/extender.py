@@ -210,11 +210,10 @@ class Extender:
         if self.ready and names and pod.request.containers:
             shape = self._index.shape(pod.request, pod.policy or self._settings.policy)
             await in_slices(self._index.settling())
-            await in_slices(self._index.examine(shape, names, None), gone)
+            await in_slices(self._index.examine(shape, names, None, reasons=False), gone)
             ordered = self._index.order(shape, names)
-            if not isinstance(ordered, Rejection):
-                count = len(ordered)
-                scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
+            count = len(ordered)
+            scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
         return list(map(HostPriority, scores, scores.values()))
 
     async def bind(self, args: BindArgs) -> BindResult:

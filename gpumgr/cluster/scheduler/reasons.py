@@ -64,8 +64,8 @@ class Reasons:
             return "resources"
         # Results that the index keeps for the verbs are not displaced.
         names, shape = list(self._overview.names), self._index.shape(request, policy, keep=False)
-        await in_slices(self._index.examine(shape, names))
-        if not isinstance(self._index.rank(shape, names), Rejection):
+        await in_slices(self._index.examine(shape, names, reasons=False))
+        if self._index.any_fits(shape, names):
             return "elsewhere"
         return "fragmentation" if await self._allowed_in_total(request) else "resources"
 

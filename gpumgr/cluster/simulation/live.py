@@ -12,7 +12,6 @@ from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, NamedShares, PlacedPod, named_shares
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.request import NO_REQUEST, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.simulation.node_filters import Json, Resources, refusal, short, shortage_text
 
 
@@ -109,8 +108,7 @@ class LiveCluster:
         """The best places for the pod, as kube-scheduler and the extender choose them."""
         names = self.names(pod)
         shape = self.index.shape(pod.request, pod.policy or self.policy)
-        ordered = self.index.order(shape, names) if names else Rejection("")
-        found = () if isinstance(ordered, Rejection) else (self.on(pod, name) for name in ordered)
+        found = (self.on(pod, name) for name in self.index.order(shape, names))
         return list(islice((spot for spot in found if isinstance(spot, Spot)), most))
 
     def on(self, pod: LivePod, name: str) -> Spot | str:

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
 from gpumgr.cluster.simulation.model import GPU_MILLI, MAX_SHAPES, Cluster, Gpus, Node, NodeSpec, Placement, Random, Shape
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
@@ -297,10 +296,10 @@ class CorePolicy:
     def find(self, shape: Shape) -> Placement | None:
         nodes = self._offered(shape.cpu_milli, shape.ram_mebibytes).nodes()
         request = request_of(shape)
-        found = self._index.rank(self._questions(request), nodes) if len(nodes) else None
-        if found is None or isinstance(found, Rejection):
+        found = self._index.best(self._questions(request), nodes)
+        if not found:
             return None
-        name, choice = found[0]
+        _, name, choice = found[0]
         return Placement(self._positions[name], tuple(gpu for shares in choice.shares for gpu, _ in shares))
 
     def placed(self, uid: str, shape: Shape, where: Placement) -> None:

@@ -253,7 +253,9 @@ def test_a_gpu_that_two_nodes_report_is_found_on_the_one_that_stays(index: Clust
 
 def test_requests_that_differ_by_cpu_and_fit_nowhere_are_computed_once(index: ClusterIndex, computed: list[int]) -> None:
     texts = {
-        index.order(index.shape(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation"), NAMES)
+        expect(
+            Rejection, index.rank(index.shape(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation"), NAMES)
+        ).text
         for cpu in range(1000, 3000, 100)
     }
     assert len(texts) == 1
@@ -433,7 +435,8 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
                 if data.draw(st.booleans()):
                     list(index.examine(index.shape(wanted, policy), offered))
                 most = data.draw(st.sampled_from([None, 1, 2]))
-                assert index.order(index.shape(wanted, policy), offered, most) == (fits[:most] or Rejection(text))
+                assert index.order(index.shape(wanted, policy), offered, most) == fits[:most]
+                assert index.any_fits(index.shape(wanted, policy), offered) == bool(fits)
                 ranked = index.rank(index.shape(wanted, policy), offered, 2)
                 choices = [(name, index.choose_on(name, "", wanted, policy)) for name in fits[:2]]
                 assert ranked == (choices or Rejection(text)), "a room decides as the evaluators do"
