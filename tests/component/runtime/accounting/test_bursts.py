@@ -146,7 +146,7 @@ async def test_a_limit_that_is_not_used_is_reported_once_and_the_request_is_enfo
 
 async def test_containers_that_share_a_claim_have_the_highest_of_their_limits() -> None:
     node = bursting(replace(A, claim=ClaimRequest(uid="u", namespace="team", name="c", request="gpu")), most=1024)
-    asked = {WEB: {"main": 1024, "side": 1280}, TRAIN: {"main": 2000, "free": 2048}}
+    asked = {WEB: {"main": 1024, "side": 1280, "third": 1100}, TRAIN: {"main": 2000, "free": 2048}}
     for (namespace, name), sizes in asked.items():
         used = tuple(ClaimUse(container=each, claim="c" if each != "free" else "other") for each in sizes)
         uid = "uid-a" if name == "web" else "uid-t"
