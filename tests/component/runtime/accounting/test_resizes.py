@@ -11,6 +11,7 @@ from gpumgr.common.units import Amounts
 from gpumgr.kube.pod_annotations import _resize_answers
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.node import node_devices
+from gpumgr.ledger.suspension import Suspension
 from gpumgr.placement.pods import NO_RESIZE, PodKey, PodView, ResizeRequest
 from gpumgr.runtime.memory_limit_watcher import OverLimit
 from tests.unit.web.metrics.pictures import allocation
@@ -357,6 +358,23 @@ async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets
     for _ in range(3):
         await sampled(node, uses(t=1500))
     assert (node.agent_state.suspensions, limits(node)["t"]) == ({}, (2, 1536))
+
+
+async def test_growth_waits_for_a_container_that_is_being_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had 900 MiB, by a burst, and has none of it on the GPU yet."""
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    node = with_driver(node_with(A, T, burst=True))
+    ask(node, "a", WEB, memory_limits=(("main", 900),))
+    known = Suspension(state="resuming", processes=((PIDS["a"], 110),), memory_bytes={GPU: 900 * MIB}, asked_at=7.0)
+    node.agent_state.suspensions, node.mover.answers = {"a": known}, [None]
+    for _ in range(2):
+        await node.sampled(uses(a=0, t=100))
+    ask(node, "t", TRAIN, wants(mebibytes=1300))
+    await node.sampled(uses(a=0, t=100))
+    assert not told(node)
+    node.mover.ends.set()
+    await sampled(node, uses(a=900, t=100))
+    assert "has 124 MiB left for it, and it needs 276 more; team/web (main) has 388 MiB above its request" in told(node)[-1]
 
 
 async def test_a_start_waits_until_what_was_given_back_is_no_limit_in_force() -> None:

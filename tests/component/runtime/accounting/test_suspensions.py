@@ -553,6 +553,16 @@ async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() 
     assert state(node) == "running"
 
 
+async def test_a_burst_comes_back_only_beside_what_others_were_granted() -> None:
+    """1948 MiB are free, and 924 of them are granted to `t`."""
+    node = two(memory_limits=(("main", 2048),))
+    known = Suspension(state="suspended", processes=((PIDS["a"], 110),), memory_bytes={GPU: 1100 * MIB}, asked_at=7.0)
+    node.agent_state.suspensions = {"a": known}
+    for _ in range(3):
+        await sampled(node, uses(a=0, t=100))
+    assert node.agent_state.suspensions["a"].reason == f"it waits for 76 MiB of GPU {GPU}, used by team/train (main) (100 MiB)"
+
+
 async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_so() -> None:
     """Each counts with half of what it may use: 1024 of 2048 MiB."""
     one, other = (
