@@ -235,11 +235,16 @@ class AgentState:
             self._set_quarantine(quarantine.released(state, self._runs))
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
-        """After a restart: restores the processes in quarantine and the unattributed ones, as far as they still run. Raises CheckpointError
-        for a note that can't be read."""
+        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones, as far as they still
+        run. Earlier samples are judged again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, _QuarantineNote, remedy=DELETE_IT)
-        state = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {}))
+        state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine
+        processes = {
+            gpu: seen.tenants.get(gpu, frozenset()) | seen.unattributed.get(gpu, frozenset())
+            for gpu in {*seen.tenants, *seen.unattributed}
+        }
+        state = quarantine.sampled(state, processes, self.ledger.occupied)
         self._held_since = dict.fromkeys(state.held, float("-inf"))  # the start of the quarantine is not known
         self._set_quarantine(quarantine.released(state, self._runs))
 

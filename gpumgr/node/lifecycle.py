@@ -173,14 +173,14 @@ async def _reconcile(components: Components) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
-    components.agent_state.restore_quarantine(loaded.notes)
     components.agent_state.restore_suspensions(loaded.notes)
-    components.gone_gpus.restore(loaded.notes)
     entries = await entries_if_readable(settings.kubelet.device_plugin_dir, inner_names(settings))
     if settings.node.mode == "dra" and entries:
         await api_side.wait_synced(SPECS_SECONDS)
         entries = of_existing_pods(entries, api_side.pods)
     complete = await reconcile(components.reconciler, entries or (), wait_synced=api_side.wait_synced, lost=loaded.lost)
+    components.agent_state.restore_quarantine(loaded.notes)
+    components.gone_gpus.restore(loaded.notes)
     await _keep_mig_devices(components, complete=complete and entries is not None)
     await components.enforcement.recover()
     components.remove_orphans()

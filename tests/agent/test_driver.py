@@ -123,3 +123,18 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
         node.end_process_outside_containers(leftover)
         await node.agent_log.until("gpu_released", gpu=name)
         await node.kubelet.until(lambda: node.healthy(name)["core"] == 100)
+
+
+async def test_a_process_of_a_pod_that_ended_while_no_agent_ran_holds_its_gpu(folder: Path) -> None:
+    """Only the first sample of the next agent shows whose process it was."""
+    async with running(folder, settings={"nvml": {"sample_period_seconds": 3600}}) as node:
+        tenant = node.pod("tenant", app(100))
+        await node.run(tenant)
+        (name,) = node.gpus_of(tenant)
+        node.start_process_outside_containers(node.indices[name], memory_bytes=1 << 20)
+        await node.agent.kill()
+        node.delete(tenant)
+        assert node.api is not None
+        node.api.delay_seconds = 0.3  # the agent's start waits for the pods, and the first sample does not
+        await node.start_agent()
+        await until_noted(folder, name)

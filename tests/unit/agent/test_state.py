@@ -253,3 +253,19 @@ async def test_a_ledger_with_violations_is_neither_written_nor_applied() -> None
         world.agent_state.put(broken)
     assert world.agent_state.ledger is sound
     assert world.checkpoint.allocations.keys() == sound.allocations.keys()
+
+
+async def test_a_sample_before_the_notes_are_read_is_judged_again(world: World) -> None:
+    """The next one may come after the pod's allocation is freed."""
+    await sample(world, 3)
+    await world.agent_state.note_quarantine()
+    pod = await world.run(world.pod("tenant", app(100, 16)))
+    await world.restart()
+    await sample(world, 3, 7)
+    world.agent_state.restore_quarantine(world.checkpoint.notes)
+    world.end(pod, None)
+    for _ in range(6):
+        await world.sweep(2)
+    assert not world.ledger.allocations
+    reason = "in quarantine: processes of an ended pod still run there (pid 7)"
+    assert list(world.agent.view().node.unschedulable.values()) == [reason]
