@@ -6,7 +6,8 @@ number of pods. It is recorded by namespace and kind of GPU, not by limit: new l
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
+from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
@@ -194,15 +195,24 @@ class Quotas:
         """Yields what the quota denies the pod, for each group of nodes with the same GPUs."""
         if namespace not in self.limits:
             return
-        parts = {replace(each, gpus=1) for each in request.containers}
-        whole = cache(lambda gpu: self.refusal(namespace, on_equal_gpus(gpu, request.containers)))
-        denied = cache(lambda gpu: all(self.refusal(namespace, on_equal_gpus(gpu, (part,))) for part in parts))
+        whole, each = self._denied(namespace, chain.from_iterable(found.gpus for found in self._classes.values()), request)
         for found in self._classes.values():
-            refused = {gpu: text for gpu in found.gpus if (text := whole(gpu)) is not None}
-            closed = refused.keys() if found.uniform else {gpu for gpu in refused if denied(gpu)}
-            if refused:
+            if refused := found.gpus & whole.keys():
+                closed = refused if found.uniform else refused & each
                 entire = len(closed) == len(found.gpus)
-                yield Denial(found.names, min(refused.values()), entire, _types(refused), _types(closed))
+                yield Denial(found.names, min(whole[gpu] for gpu in refused), entire, _types(refused), _types(closed))
+
+    def _denied(
+        self, namespace: str, gpus: Iterable[CountedGpu], request: PodRequest, freed: Holding = NO_HOLDING
+    ) -> tuple[Mapping[CountedGpu, str], Set[CountedGpu]]:
+        """The GPUs that can't have the whole pod, with the reason, and the GPUs among them that can have no container of it."""
+
+        def why(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> str | None:
+            return self.refusal(namespace, on_equal_gpus(gpu, containers), freed)
+
+        parts = {replace(each, gpus=1) for each in request.containers}
+        whole = {gpu: text for gpu in set(gpus) if (text := why(gpu, request.containers)) is not None}
+        return whole, {gpu for gpu in whole if all(why(gpu, (part,)) for part in parts)}
 
     def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
         """Why the namespace may not hold `wanted` besides what it holds, or None."""
@@ -235,27 +245,28 @@ class Quotas:
     ) -> NodeChoice | Misfit | Rejection:
         """The choice on this node among the GPUs that the quota allows. The quota's Rejection if only other GPUs have room for the pod.
 
-        While a choice exceeds the quota, one of the GPUs that count against the limit is closed, and the next choice is tried. If the pod
-        needs only one GPU, all GPUs that count in the same way are closed with it. With several containers an allowed choice may be
-        missed: there are too many choices to try all.
+        First without the GPUs that can't have the whole pod, as RankWithinQuota. Then one GPU of each choice that exceeds the quota is
+        closed, and the next choice is tried. With several GPUs an allowed choice may be missed: there are too many choices to try all.
         """
-        refused: tuple[str, frozenset[GpuKind]] | None = None
-        one = sum(each.gpus for each in request.containers) == 1
-        gpus = gpus_of(node)
-        while True:
-            choice = choose(node, used, request, policy)
-            if isinstance(choice, Misfit):
-                return choice if refused is None else Rejection(refused[0])
+        gpus, left = gpus_of(node), node
+        whole, each = self._denied(namespace, gpus, request, freed)
+        if whole:
+            choice = choose(node, used, replace(request, denied=_types(whole)), policy)
+            if isinstance(choice, NodeChoice):
+                return choice
+        some = replace(request, denied=_types(each))
+        while isinstance(choice := choose(left, used, some, policy), NodeChoice):
             found = self._refused(namespace, self.choice_holding(choice, request, node), freed)
             if found is None:
                 return choice
-            refused = refused or found
             if node.naming == "none":  # the agent chooses
-                return Rejection(refused[0])
-            counted = [gpu for shares in choice.shares for gpu, _ in shares if gpus[gpu][0] in found[1]]
-            closed = {gpu for gpu, each in enumerate(gpus) if each == gpus[counted[-1]]} if one else {counted[-1]}
-            offered = (replace(gpu, cordoned=gpu.cordoned or place in closed) for place, gpu in enumerate(node.gpus))
-            node = replace(node, gpus=tuple(offered))
+                break
+            closed = [gpu for shares in choice.shares for gpu, _ in shares if gpus[gpu][0] in found[1]][-1]
+            offered = (replace(gpu, cordoned=gpu.cordoned or place == closed) for place, gpu in enumerate(left.gpus))
+            left = replace(left, gpus=tuple(offered))
+        if each and left is node and isinstance(choice, Misfit):
+            choice = choose(node, used, request, policy)
+        return choice if left is node and isinstance(choice, Misfit) else Rejection(min(whole.values()))
 
     def without(self, namespace: str, uid: str) -> "Quotas":
         """A copy of one namespace's quota and use, without what this pod holds. Later changes do not reach the copy."""
