@@ -235,8 +235,8 @@ class AgentState:
             self._set_quarantine(quarantine.released(state, self._runs))
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
-        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones, as far as they still
-        run. Earlier samples are judged again. Raises CheckpointError for a note that can't be read."""
+        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones, as far as they
+        still run. Earlier samples are judged again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, _QuarantineNote, remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine

@@ -126,7 +126,7 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
 
 
 async def test_a_process_of_a_pod_that_ended_while_no_agent_ran_holds_its_gpu(folder: Path) -> None:
-    """Only the first sample of the next agent shows whose process it was."""
+    """Only the first sample of the next agent shows that the process belongs to the pod."""
     async with running(folder, settings={"nvml": {"sample_period_seconds": 3600}}) as node:
         tenant = node.pod("tenant", app(100))
         await node.run(tenant)
