@@ -4,7 +4,8 @@
  * It reads and writes the tenants' pages with pread and pwrite. A mapping of the turn page is only the address of a futex: a tenant may
  * truncate its page at any time.
  *
- * A tenant's virtual time is the time that it held the GPU, divided by its share; the waiting tenant with the lowest one is next. A
+ * A tenant's virtual time is the time that it held the GPU, divided by its share; the waiting tenant with the lowest one is next. Only
+ * tenants that compete are compared: one that comes back catches up with them, so a GPU that was free costs no tenant anything later. A
  * tenant's bucket fills at the rate of its ceiling; while the bucket is empty, the tenant waits although the GPU is free. */
 #define _GNU_SOURCE
 #include "pages.h"
@@ -32,7 +33,6 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
 #define REST_SCAN_NS (5 * MS)
 #define REFRESH_NS (50 * MS)
 #define RECENT_NS (1000 * MS)
-#define AWAY_NS (100 * MS) /* a tenant that wanted nothing for so long has no claim on the time before */
 #define CROSSED_NS (5 * MS) /* longer than the work takes that a program may queue ahead */
 #define DEBT_NS (2000 * MS)
 
@@ -70,6 +70,7 @@ static struct tenant {
     void *mapping; /* of the turn page, never read */
     int64_t share, ceiling, quantum_ns;
     int64_t virtual_ns, bucket_ns;
+    int64_t debt_ns; /* GPU time of work that overran its turn, that others shared; until it is paid, others are next */
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */
     uint64_t until, since; /* as written to its turn page */
@@ -83,7 +84,7 @@ static struct gpu {
     struct tenant *tenants, *holder;
     int64_t served_at, due; /* the last and the next look at it */
     int64_t until; /* the end of the holder's turn */
-    int64_t virtual_ns; /* the lowest one of the tenants that were active last */
+    int64_t virtual_ns; /* the lowest one of the tenants that competed last */
     bool draining; /* its turn is over, its work has not ended */
 } gpus[GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -194,24 +195,29 @@ static void refresh(struct tenant *t, int64_t now) {
     wake(t);
 }
 
-/* The lowest virtual time of the GPU's active tenants except `but`; `other` if there is none. */
-static int64_t lowest(const struct gpu *g, const struct tenant *but, int64_t now, int64_t other) {
-    bool found = false;
-    int64_t least = other;
-    for (struct tenant *t = g->tenants; t; t = t->next) {
-        if (t == but || now - t->active_at > AWAY_NS) continue;
-        if (!found || t->virtual_ns < least) least = t->virtual_ns;
-        found = true;
-    }
-    return least;
+/* Whether the tenant wants a turn and is not at its ceiling. */
+static bool may_have(const struct tenant *t) { return t->flags & GM_WANTS && t->bucket_ns >= t->quantum_ns / 4; }
+/* Whether it has the GPU, or has a claim on the next turn. */
+static bool competes(const struct tenant *t) { return t->gpu->holder == t ? t->flags : may_have(t) && t->debt_ns <= 0; }
+/* The lowest virtual time of the tenants that compete for the GPU, except `but`; without one, as it was last. */
+static int64_t lowest(const struct gpu *g, const struct tenant *but) {
+    const struct tenant *least = NULL;
+    for (struct tenant *t = g->tenants; t; t = t->next)
+        if (t != but && competes(t) && (!least || t->virtual_ns < least->virtual_ns)) least = t;
+    return least ? least->virtual_ns : g->virtual_ns;
 }
-static void charge(struct tenant *t, int64_t ns, int64_t now) {
+/* `shared`: other tenants have the GPU, too. */
+static void charge(struct tenant *t, int64_t ns, bool shared) {
     t->figures.held_ns += (uint64_t)ns;
-    t->virtual_ns += ns * 100 / t->share;
     t->bucket_ns -= ns;
     if (t->bucket_ns < -DEBT_NS) t->bucket_ns = -DEBT_NS;
-    int64_t most = lowest(t->gpu, t, now, t->virtual_ns) + DEBT_NS * 100 / t->share;
-    if (t->virtual_ns > most) t->virtual_ns = most;
+    if (!t->overran || !shared) t->virtual_ns += ns * 100 / t->share;
+    else t->debt_ns = t->debt_ns + ns < DEBT_NS ? t->debt_ns + ns : DEBT_NS;
+}
+/* The tenant gives up its claim on time that it did not want or was not allowed to use, except for `kept_ns`. */
+static void catch_up(struct tenant *t, int64_t kept_ns) {
+    int64_t least = lowest(t->gpu, t) - kept_ns * 100 / t->share;
+    if (t->virtual_ns < least) t->virtual_ns = least;
 }
 /* Whether the tenant's page need not be read now. The holder's page is read at each look. The page of a tenant that only waits changes
  * little, so it is read as seldom as that of an inactive tenant. */
@@ -221,16 +227,14 @@ static bool rests(const struct tenant *t, int64_t now) {
 }
 static void look(struct tenant *t, int64_t now) {
     if (rests(t, now)) return;
+    bool competed = competes(t);
     t->flags = read_flags(t, now);
     t->bucket_ns += (now - t->looked_at) * t->ceiling / 100;
     t->looked_at = now;
     if (t->bucket_ns > 2 * t->quantum_ns || t->ceiling >= 100) t->bucket_ns = 2 * t->quantum_ns;
     if (!(t->flags & GM_BUSY)) t->overran = false;
     if (!t->flags) return;
-    if (now - t->active_at > AWAY_NS) {
-        int64_t least = lowest(t->gpu, t, now, t->gpu->virtual_ns);
-        if (t->virtual_ns < least) t->virtual_ns = least;
-    }
+    if (!competed && competes(t)) catch_up(t, 4 * t->quantum_ns);
     t->active_at = now;
 }
 
@@ -245,12 +249,12 @@ static bool yields(const struct tenant *h, const struct tenant *other) {
         }
     return false;
 }
-/* The waiting tenant that is next, or NULL. */
+/* The waiting tenant that is next, or NULL. One with a debt is next if no other one competes. */
 static struct tenant *next(const struct gpu *g, const struct tenant *but) {
     struct tenant *best = NULL;
     for (struct tenant *t = g->tenants; t; t = t->next) {
-        if (t == but || !(t->flags & GM_WANTS) || t->bucket_ns < t->quantum_ns / 4) continue;
-        if (!best || t->virtual_ns < best->virtual_ns) best = t;
+        if (t == but || !may_have(t)) continue;
+        if (!best || (competes(t) == competes(best) ? t->virtual_ns < best->virtual_ns : competes(t))) best = t;
     }
     return best;
 }
@@ -261,7 +265,7 @@ static int64_t turn_ns(const struct tenant *t) {
     return ns < t->quantum_ns ? ns : t->quantum_ns;
 }
 static void grant(struct gpu *g, struct tenant *t, int64_t now) {
-    g->holder = t, g->until = now + turn_ns(t), g->draining = false;
+    g->holder = t, g->until = now + turn_ns(t), g->draining = t->overran = false;
     write_since(t, now);
     write_until(t, g->until);
     wake(t);
@@ -282,7 +286,7 @@ static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, 
     if (now < g->until) {
         if (h->bucket_ns <= 0 || crossed || (other && !h->flags)) end_turn(g, h, now);
         else if (!other && g->until < now + turn_ns(h) - MS) write_until(h, g->until = now + turn_ns(h));
-        else if (other && now + MS >= g->until && h->virtual_ns + (g->until - now) * 100 / h->share <= other->virtual_ns)
+        else if (other && now + MS >= g->until && (!competes(other) || h->virtual_ns + (g->until - now) * 100 / h->share <= other->virtual_ns))
             write_until(h, g->until += turn_ns(h));
     }
     if (now < g->until) return;
@@ -314,8 +318,9 @@ static int64_t serve(struct gpu *g, int64_t now) {
     int parts = 0;
     for (struct tenant *t = g->tenants; t; t = t->next) parts += has_gpu(t, other);
     for (struct tenant *t = g->tenants; t; t = t->next)
-        if (has_gpu(t, other)) charge(t, (now - g->served_at) / parts, now);
-    g->virtual_ns = lowest(g, NULL, now, g->virtual_ns);
+        if (has_gpu(t, other)) charge(t, (now - g->served_at) / parts, parts > 1);
+        else if (h && t->debt_ns > 0) t->debt_ns -= (now - g->served_at) * t->share / 100, catch_up(t, 0);
+    g->virtual_ns = lowest(g, NULL);
     g->served_at = now;
     g->draining = false;
     if (h) serve_holder(g, h, other, now);

@@ -163,6 +163,13 @@ def test_a_kernel_that_is_longer_than_two_turns_is_paid_for_afterwards(node: Nod
     assert arbiter.figures()[0][1] > 10
 
 
+def test_long_kernels_cost_nothing_while_no_other_tenant_wants_the_gpu(node: Node, tmp_path: Path) -> None:
+    containers = [Container(tmp_path / str(ceiling), share_percent=50, ceiling_percent=ceiling) for ceiling in (50, 100)]
+    _, tenants = arbitrated(node, containers)
+    assert tenants[0].ask("work slow 4000 1")[0] == 0
+    assert gpu_time_percent(tenants, ["products"] * 2) == pytest.approx([50, 50], abs=3)
+
+
 @pytest.mark.parametrize(
     ("shares", "ceiling", "seconds", "percent"),
     [  # four seconds without a turn at half of the time; 18 at a tenth beside the other one, after 20 in which both had time slices
@@ -205,6 +212,25 @@ def test_a_tenant_that_launches_seldom_leaves_its_turn_to_the_other(node: Node, 
     """It gives the turn back a millisecond after its work has ended; a turn lasts 20 ms."""
     _, tenants = arbitrated(node, containers_of(tmp_path, [50, 50], 100))
     assert gpu_time_percent(tenants, ["sparse", "products"])[1] > 70
+
+
+def test_a_tenant_does_not_pay_for_time_that_others_may_not_use(node: Node, tmp_path: Path) -> None:
+    """One is at its ceiling; when the third one comes, each has its share at once."""
+    containers = [
+        Container(tmp_path / f"{number}", share_percent=share, ceiling_percent=ceiling)
+        for number, (share, ceiling) in enumerate(((40, 40), (20, 100), (40, 100)))
+    ]
+    _, tenants = arbitrated(node, containers)
+    gpu_time_percent(tenants[:2], ["products"] * 2)
+    assert gpu_time_percent(tenants, ["products"] * 3) == pytest.approx([40, 20, 40], abs=3)
+
+
+def test_tenants_divide_by_their_shares_what_one_that_launches_seldom_leaves(node: Node, tmp_path: Path) -> None:
+    """Its time is far behind theirs."""
+    _, tenants = arbitrated(node, containers_of(tmp_path, [10, 5, 85], 100))
+    large, small, _ = gpu_time_percent(tenants, ["products", "products", "sparse"])
+    assert large / small == pytest.approx(2, abs=0.2)
+    assert large + small > 80
 
 
 _LAUNCHES = ("extended", "cooperative", "several", "grid")
