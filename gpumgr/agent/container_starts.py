@@ -85,17 +85,17 @@ def tenants(ledger: Ledger, inventory: Inventory, pods: Pods) -> Iterator[tuple[
             yield tenant, allocation.mechanisms
 
 
-def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The other shares on the tenant's GPUs, with their mechanisms. Init containers and the other containers of one pod do not run at the
-    same time, so such pairs are left out."""
-    own = ledger.allocations.get(tenant.allocation)
-    for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
-        if other.id != tenant.allocation and other.mechanisms and not (own and own.same_pod(other) and own.init != other.init):
-            yield other.describe(), other.mechanisms
-
-
 #: The mechanisms of a share without enforcement.
 NO_MECHANISM = ("none",)
+
+
+def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The other shares on the tenant's GPUs, with their mechanisms; containers that another program admitted have NO_MECHANISM. Init
+    containers and the other containers of one pod do not run at the same time, so such pairs are left out."""
+    own = ledger.allocations.get(tenant.allocation)
+    for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
+        if other.id != tenant.allocation and not other.admin and not (own and own.same_pod(other) and own.init != other.init):
+            yield other.describe(), other.mechanisms or NO_MECHANISM
 
 
 class ContainerStarts:

@@ -2,16 +2,17 @@
 
 from msgspec.structs import replace
 
-from gpumgr.agent.container_starts import tenant_of
+from gpumgr.agent.container_starts import others_on_gpus, tenant_of
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of
 
 FIRST, SECOND = name_of(0), name_of(1)
 PARTS = Allocation(id="a", gpus={SECOND: Amounts(20, 512), FIRST: Amounts(70, 256)}, mechanisms=("hami-core",))
 VIEW = view_of()
+WATCH = ClaimRequest(namespace="team", name="watch", uid="c", request="gpu", admin=True)
 SHOWN = VIEW.inventory.gpus(VIEW.ledger.gpu_registry)
 
 
@@ -50,3 +51,25 @@ def test_whole_gpus_only_and_gpu_managers_records_are_no_tenants() -> None:
     assert tenant(replace(PARTS, gpus={FIRST: Amounts(100, 2048), SECOND: Amounts(100, 2048)})) is None
     assert tenant(replace(PARTS, anonymous=True)) is None
     assert tenant(replace(PARTS, gpus={})) is None
+
+
+def test_a_container_that_another_program_admitted_is_a_neighbour_without_mechanisms() -> None:
+    mine = Allocation(id="m", gpus={FIRST: Amounts(20, 256)}, mechanisms=("mps",), pod=("team", "new"))
+    share = tenant(mine)
+    assert share is not None
+    others = [
+        replace(mine, id="a", pod=("team", "old"), mechanisms=(), anonymous=True),
+        replace(mine, id="h", pod=("team", "of-hami"), mechanisms=()),
+        replace(mine, id="n", pod=("team", "next")),
+        replace(mine, id="i", init=True),
+        replace(mine, id="w", pod=None, mechanisms=(), claim=WATCH),
+        replace(mine, id="e", gpus={SECOND: Amounts(20, 256)}, pod=("team", "elsewhere")),
+    ]
+    ledger = Ledger(VIEW.ledger.gpu_registry)
+    for each in (mine, *others):
+        ledger = ledger.occupy(each)
+    assert list(others_on_gpus(ledger, share)) == [
+        ("team/old", ("none",)),
+        ("team/of-hami", ("none",)),
+        ("team/next", ("mps",)),
+    ]
