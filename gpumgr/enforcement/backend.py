@@ -80,8 +80,8 @@ class Backend:
         """Puts the limits in place, see `start`. Raises GpumgrError, OSError, and ValueError for limits that the mechanism can't
         express."""
 
-    async def vacate(self, uuids: Collection[str]) -> None:
-        """Ends this backend's use of these GPUs, before a container gets them exclusively. Raises Refusal."""
+    async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
+        """Ends this backend's use of these GPUs, before a container starts on them without it; `whole`: as whole GPUs. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
         """Checks the running containers of this backend. It compares each limit with what was granted, before anything changes that

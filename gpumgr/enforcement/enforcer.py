@@ -132,6 +132,8 @@ class Enforcer:
             try:
                 if tenant is not None and not (allocation.claim and await self._runs(allocation.id)):
                     self._refuse_mixture(tenant, allocation.mechanisms)
+                    if not _by_mps(allocation.mechanisms):  # an idle daemon keeps the GPU in exclusive mode
+                        await self._vacate([gpu.uuid for gpu in tenant.gpus], whole=False)
                     for backend in self._of(allocation.mechanisms):
                         await backend.start(tenant)
                 if allocation.cdi:
@@ -152,8 +154,11 @@ class Enforcer:
         return there and allocation in await self._used([allocation])
 
     async def vacate(self, uuids: Collection[str]) -> None:
+        await self._vacate(uuids, whole=True)
+
+    async def _vacate(self, uuids: Collection[str], *, whole: bool) -> None:
         for backend in self.backends.values():
-            await backend.vacate(uuids)
+            await backend.vacate(uuids, whole=whole)
 
     def _refuse_mixture(self, tenant: GpuShare, mechanisms: Mechanisms) -> None:
         """Raises Refusal if only one of two containers on a GPU is limited by MPS. MPS sets the GPU to exclusive mode: containers that use

@@ -268,11 +268,11 @@ class Mps(Backend):
                     except MpsError as error:  # the limits stay until the daemon ends; no process uses them
                         log.warning("mps_limits_not_removed", allocation=allocation, gpu=daemon.uuid, reason=str(error))
 
-    async def vacate(self, uuids: Collection[str]) -> None:
-        """To be called before a container gets these GPUs exclusively. Ends their idle daemons and the EXCLUSIVE_PROCESS mode, in which
-        only one process could use the GPU. Raises Refusal if the mode can't be restored.
-        """
-        await self._await_probe()
+    async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
+        """Ends the idle daemons of these GPUs and the EXCLUSIVE_PROCESS mode, in which only one process could use the GPU. Raises Refusal
+        if the mode can't be restored."""
+        if whole:  # a trial does not change the mode
+            await self._await_probe()
         for daemon in self.daemons():
             if daemon.uuid in uuids:
                 async with daemon.lock:

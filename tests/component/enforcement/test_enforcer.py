@@ -71,8 +71,8 @@ class Files(Backend):
             raise self.error
         (self.folder / tenant.allocation).write_text("here")
 
-    async def vacate(self, uuids: Collection[str]) -> None:
-        self.vacated += uuids
+    async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
+        self.vacated += [f"whole {uuid}" if whole else uuid for uuid in uuids]
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         self.seen.append([each.tenant.allocation for each in running])
@@ -260,7 +260,7 @@ async def test_each_mechanism_receives_its_own_containers(folder: Path, running:
     assert made.limits.own_pids({17: 5, 18: 5}) == {17}
     await made.limits.recover([(tenant(), ("mps",)), (tenant("0" * 16), ("none",))])
     await made.limits.vacate(["GPU-1"])
-    assert (made.files.recovered, made.files.vacated) == ([ID], ["GPU-1"])
+    assert (made.files.recovered, made.files.vacated) == ([ID], ["whole GPU-1"])
 
 
 @pytest.fixture
@@ -336,6 +336,15 @@ async def test_mps_shares_no_gpu_with_another_mechanism(folder: Path) -> None:
     await made.limits.start(BASE, granted("mps"), tenant())
     with pytest.raises(Refusal, match=r"limited by none, and .* through MPS"):
         await made.limits.start(BASE, granted("none"), tenant())
+
+
+@pytest.mark.parametrize("mechanism", ["none", "mps"])
+async def test_a_share_without_mps_does_not_start_on_a_gpu_that_an_idle_daemon_keeps_exclusive(
+    folder: Path, mechanism: str
+) -> None:
+    made = make(folder)
+    await made.limits.start(BASE, granted(mechanism), tenant())
+    assert made.files.vacated == ([] if mechanism == "mps" else [gpu.uuid for gpu in tenant().gpus])
 
 
 async def test_an_error_of_one_backend_does_not_affect_the_others(folder: Path) -> None:

@@ -119,7 +119,7 @@ async def test_another_program_or_boot_is_tried_again(place: Place, monkeypatch:
 async def test_a_container_that_starts_during_the_try_waits_for_its_end(place: Place) -> None:
     backend = await place.agent(trials=Trials(idle_gpu=Idle()))
     await backend.unavailable()
-    await asyncio.gather(backend.start(tenant()), backend.vacate([]))
+    await asyncio.gather(backend.start(tenant()), backend.vacate([], whole=True))
     assert remains(place) != []
     assert has_result(place)
     assert not (place.root / "mps/probe").exists()
@@ -136,14 +136,15 @@ async def test_a_container_is_refused_while_the_try_does_not_end(place: Place, m
 
     backend = await place.agent(trials=Trials(idle_gpu=slow_driver))
     await backend.unavailable()
-    for attempt in (backend.start(tenant()), backend.vacate([UUID])):
+    for attempt in (backend.start(tenant()), backend.vacate([UUID], whole=True)):
         with pytest.raises(Refusal, match=r"still tries MPS on an idle GPU .* \(nvidia-smi\), and see .*/probe/log"):
             await attempt
+    await backend.vacate([UUID], whole=False)
     assert remains(place) == []
     answers.set()
     monkeypatch.undo()
     await backend.start(tenant())
-    await backend.vacate([])
+    await backend.vacate([], whole=True)
 
 
 async def test_a_gpu_with_a_daemon_is_not_used_for_a_try(place: Place) -> None:
