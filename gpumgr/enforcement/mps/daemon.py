@@ -122,12 +122,22 @@ class Daemon:
         if self._is_healthy():
             await self._set_mode()
             await self._limit({allocation}, anew=False)
-        elif await self.adopt():
-            await self._limit({allocation})
         else:
-            await self._start()
+            try:
+                adopted = await self.adopt()
+            except MpsError:  # it may be of an earlier agent process, with another protocol or driver
+                if self._others(allocation):
+                    raise
+                await self.stop()
+                await self.admit(allocation, share)
+                return
+            await (self._limit({allocation}) if adopted else self._start())
         self.folder.put(allocation, share)
         self.trouble, self.silent = None, False
+
+    def _others(self, allocation: AllocationId) -> frozenset[AllocationId]:
+        """The other containers that depend on the daemon. Raises OSError."""
+        return frozenset(self.folder.allocations()) - self.unused - {allocation}
 
     def _is_healthy(self) -> bool:
         """Whether the daemon answered at the last check, some seconds ago, and is still the same process."""
@@ -162,7 +172,7 @@ class Daemon:
         """Ends the daemon if it is blocked. Raises MpsError while other containers depend on it, and OSError."""
         if self.blocked is None:
             return
-        if others := {*self.folder.allocations()} - self.unused - {allocation}:
+        if others := self._others(allocation):
             raise MpsError(f"{self.blocked}; it is replaced when the other containers on it have ended ({len(others)})")
         await self.stop()
 
@@ -194,7 +204,7 @@ class Daemon:
             await self._limits.drop(self._daemon_client, self.folder.shares(), allocation)
 
     async def vacate(self) -> None:
-        """Ends the daemon. The GPU is no longer shared, so the containers on record have ended. Raises MpsError, OSError."""
+        """Ends the daemon. The containers on record have ended. Raises MpsError, OSError."""
         for allocation in self.folder.allocations():
             self.folder.drop(allocation)
         await self.stop()

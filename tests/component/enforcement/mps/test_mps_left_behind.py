@@ -138,3 +138,24 @@ async def test_unreadable_folders_do_not_hide_daemons(place: Place, how: str, tm
     else:
         await place.pass_time(backend, 10 * IDLE_SECONDS)
         assert place.daemon_pid() == pid, "containers that can't be read may exist"
+
+
+# -- the daemon has another protocol -----------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_an_idle_daemon_of_the_other_protocol_is_replaced_by_the_first_container(
+    place: Place, setting: ProtocolSetting
+) -> None:
+    pid = await begun(place, "2" if setting == "3" else "3")
+    new = await place.agent(keep_protocol=False, protocol=setting)
+    await new.recover([])
+    with pytest.raises(Refusal, match=r"can.t start with the backend mps"):
+        await new.start(tenant("b2"))  # as far as it knows, a1 still depends on the daemon
+    assert place.daemon_pid() == pid
+    await place.pass_time(new, 0.0)
+    await new.cleanup("a1")
+    await new.start(tenant("b2"))
+    assert place.daemon_pid() != pid
+    _, got = await place.attach(new, tenant("b2"))
+    assert (got["percentage"], new.remains()) == (30, {"b2"})
