@@ -104,7 +104,7 @@ def find_eviction(
     ):
         best = fewest(evictable, lambda uids: found(uids) is not None)
         # If the pod waits only for pods that end anyway, these are its victims: then it is nominated, and their GPUs are kept for it.
-        sets += [_uids(best) or frozenset(lower & ending)] if best is not None else []
+        sets += [_uids(best) or frozenset(lower & ending - unbound)] if best is not None else []
     by_uid = {each.uid: each for each in evictable}
     costs = {uids: _cost([by_uid[uid] for uid in uids & by_uid.keys()], len(uids - ending)) for uids in sets}
     victims = min(sets, key=lambda uids: costs[uids], default=None)

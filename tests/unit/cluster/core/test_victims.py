@@ -56,6 +56,8 @@ def test_pods_that_end_anyway_cost_nothing() -> None:
     assert len(found.victims) == 1
     found = expect(Eviction, evict(pods, WHOLE, ending=frozenset({"h"})))
     assert (found.victims, found.choice.shares[0][0][0]) == (frozenset(), 1), "it ends by itself, and must not be named"
+    found = expect(Eviction, evict(pods, WHOLE, ending=frozenset({"ends"}), unbound=frozenset({"ends"})))
+    assert found.victims == frozenset(), "kube-scheduler refuses a victim that is not on the node"
 
 
 def test_gpus_that_are_not_offered_are_not_freed() -> None:
