@@ -377,5 +377,6 @@ async def test_limits_of_running_containers_change_where_each_backend_that_has_t
     limits.backends["mps"].kept_bytes = lambda: {"a": 5}  # type: ignore[method-assign]
     assert limits.kept_bytes() == {"a": 5}
     limits.backends["mps"].limits = {"memory": "hard"}
-    assert limits.obstacle_to_change(("mps",), "core") == "no backend limits the container's cores"
+    for obstacle in (limits.obstacle_to_change, limits.obstacle_to_burst):
+        assert obstacle(("mps",), "core") == "no backend limits the container's cores"
     assert limits.obstacle_to_change(("mps",), "memory") is None
