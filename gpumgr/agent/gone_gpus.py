@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 #: The checkpoint's note: the PCI addresses of registered GPUs by UUID, as the driver listed them last.
 ADDRESSES_NOTE: Final = "gpu_addresses"
-#: The kubelet crashes if an id vanishes while it allocates that id. So the ids must have been Unhealthy in its list for this time before.
+#: The kubelet crashes if an id vanishes while it allocates that id. So a GPU's ids are Unhealthy for this time before it is forgotten.
 _PATIENCE_SECONDS: Final = 10.0
 
 

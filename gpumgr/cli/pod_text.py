@@ -1,4 +1,4 @@
-"""The text of `gpumgr why`. The texts of a `PodDetails` are printable."""
+"""The text of `gpumgr why`. The texts of a `PodDetails` are printable (see `agent_client`)."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -189,7 +189,7 @@ def _candidates(entry: HistoryEntry, request: ContainerRequest) -> Iterator[str]
 
 
 def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerRequest) -> str:
-    """The text "chosen", or the reason why the GPU was not chosen; empty if it is not known. An amount of 0 in `request`: not known."""
+    """The text "chosen", or why the GPU was not chosen; empty if that is not known. An amount of 0 in `request`: not known."""
     if candidate.gpu in entry.gpus:
         return "chosen"
     if candidate.note is not None:

@@ -1,6 +1,6 @@
 """`gpumgr usage`: what containers hold of this node's GPUs, and what they use, once or live, in tables for a terminal of any width.
 
-The texts of a `NodeState` are printable.
+The texts of a `NodeState` are printable (see `agent_client`).
 """
 
 import asyncio
@@ -175,7 +175,7 @@ def _gib_text(memory_bytes: int | None) -> str:
 
 
 def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]:
-    """The sort key: by GPU, then by utilization, then by memory used."""
+    """By GPU, then by utilization, then by memory used."""
     order = list(gpus.indices)
     position = order.index(row.gpu) if row.gpu in order else len(order)
     return position, -(row.utilization_ratio or 0.0), -(row.memory_used_bytes or 0), row.pod_name
@@ -212,9 +212,9 @@ _EPILOG = """
 Columns:
   CORES   granted, in hundredths of a GPU    BUSY  share of the last second in which kernels ran
   MEMORY  granted (GPU: of what it offers)   USED  memory in use
-  HELD    part of the last ten seconds in which it had the GPU, in hundredths, beside CORES
+  HELD    part of the last ten seconds in which it had the GPU, in hundredths, then a slash and CORES
   WAITED  share of these seconds in which its work waited for a turn
-  LIMITS  whether the container stays within its memory, and what limits it
+  LIMITS  whether it stays within its memory    KEPT BY  what limits it (below 120 columns: in LIMITS)
 
 \b
 Examples:
@@ -263,8 +263,8 @@ def command(
 
 
 class _Rows:
-    """Keeps only the matching rows of each state. `gpu` is an index, name or UUID at the first state: a restarted agent that waits for the
-    driver knows no indices, and a new driver may number the GPUs anew."""
+    """Keeps only the matching rows of each state. `gpu` (an index, name or UUID) is looked up only in the first state: later a restarted
+    agent may not know the indices yet, and a new driver may number the GPUs anew."""
 
     def __init__(self, gpu: str | None, namespace: str | None) -> None:
         self._gpu, self._namespace = gpu, namespace

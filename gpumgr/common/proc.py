@@ -129,7 +129,7 @@ def unescaped(field: str) -> str:
 
 
 def _mount_namespace(process: Path) -> str | None:
-    """The process's mount namespace; None if the agent may not trace the process (to read the mounts needs fewer rights)."""
+    """The process's mount namespace; None if the agent may not trace the process (mountinfo needs fewer rights)."""
     try:
         return os.readlink(process / "ns/mnt")
     except OSError:

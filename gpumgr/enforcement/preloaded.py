@@ -34,8 +34,8 @@ _INSTALLING: Final = threading.Lock()
 
 
 class Monitor:
-    """Checks the files of one start of a container. `files`: the name of these files in messages. `file`: the name of what the next start
-    gets. `obstacle`: why the limits of the last check or repair are not in force; None: they are. Any thread may call the methods. `close`
+    """Checks the files of one start of a container. In messages they are called `files`, and those of the next start `file`. `obstacle`:
+    why the limits that were last checked or restored are not in force; None: they are. Any thread may call the methods. `close`
     may be called again."""
 
     def __init__(self, files: str, file: str) -> None:
@@ -118,8 +118,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """Installs the library already now: when the container starts, another version may be in use, and a runtime makes a folder where
-        the file of a mount is missing."""
+        """Installs the library already now: at the container's start an updated agent installs only its own version, and a runtime makes a
+        folder where the file of a mount is missing."""
         with suppress(LibraryError, OSError):  # the start reports it
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)

@@ -121,8 +121,8 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
 
 
 def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
-    """The container with the memory that HAMi's scheduler counts for a percentage. HAMi's scheduler computes it from the memory that the
-    agent registered, which lacks what other pods held on the GPU at that time."""
+    """The container with the memory that HAMi's scheduler counts for a percentage: a part of the memory that the agent registered, that
+    is, without what other pods held on the GPU at that time."""
     if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
         return container
     memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
@@ -194,7 +194,7 @@ def _container(
     container: Mapping[str, Any], kind: ContainerKind, hami: ReplicaResources | None, mig: str | None
 ) -> ContainerSpec:
     resources = container.get("resources") or {}
-    # For extended resources requests and limits are equal where both are given; the API server does not fill in a missing one.
+    # The API server refuses an extended resource without a limit, and a request that differs from it.
     wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
     return ContainerSpec(
         name=str(container["name"]),

@@ -252,7 +252,7 @@ class Reflector(Generic[T]):
 
     @property
     def outdated(self) -> str | None:
-        """Why the copy may lack changes of long ago, in words; None if it is not outdated."""
+        """Why the copy may lack old changes, in words; None if it is not outdated."""
         if self._clock() < self.outdated_at:
             return None
         return (
@@ -341,7 +341,7 @@ class Reflector(Generic[T]):
             if not page.metadata.following:
                 break
             query = {**self._watched.query, "limit": _PAGE, "continue": page.metadata.following}
-        if "" in unreadable:  # it may be any object that the list lacks
+        if "" in unreadable:  # an object without a UID may be any missing one
             found = {**self._objects, **found}
         self._unreadable.listed(unreadable)
         gone: dict[str, T | None] = dict.fromkeys(self._objects.keys() - found.keys())

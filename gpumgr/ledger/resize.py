@@ -1,8 +1,8 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
 A request is decided once, by what its GPUs have left then. What exceeds the container's grant is taken from what is free there, then from
-what other containers hold and may no longer use since a resize. If that is not enough, suspended containers lend memory: it is used
-like a burst, so their resume gets it back as far as it is not in use.
+what other containers hold but may not use since a resize. If that is not enough, suspended containers lend memory. It is used like a
+burst: when they resume, they get back what is not in use.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +18,7 @@ from gpumgr.placement.pods import ResizeRequest
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision depends on, in addition to the ledger. `used_bytes`: what containers use on their GPUs; None: not known.
-    `most_bytes`: what they may have there by the limits that may be in force. `memory_mebibytes`: the memory that each GPU has now. `most`:
+    `most_bytes`: the highest limit that may be in force for one there. `memory_mebibytes`: the memory that each GPU has now. `most`:
     how much a pod may have above its requests. `obstacle`: why these mechanisms can't change the container's limit of a resource (None:
     they can). `away`: the containers that are suspended, and do not ask for their resume."""
 
@@ -35,7 +35,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, -(-used_bytes >> 20) - allocation.guaranteed_on(gpu).memory_mebibytes)
 
     def reach(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that it may still take there, above what it uses and what is guaranteed, before its limit is set again."""
+        """The MiB that it may still take there, on top of what is guaranteed and `beyond`, before its limit is set again."""
         least = allocation.guaranteed_on(gpu).memory_mebibytes + self.beyond(allocation, gpu)
         return max(0, -(-self.most_bytes(allocation, gpu) >> 20) - least)
 
@@ -76,7 +76,9 @@ def _refuse_fixed(allocation: Allocation, asked: ResizeRequest) -> None:
         raise ValueError("the capacity of a ResourceClaim is fixed by the API; create a pod with another claim")
     if allocation.by_mig:
         raise ValueError("the sizes of MIG devices are fixed")
-    if allocation.whole or allocation.anonymous:
+    if allocation.anonymous:
+        raise ValueError("gpu-manager set its limits, and gpumgr can't change them; delete the pod and create it again")
+    if allocation.whole:
         raise ValueError("only a container with a share of a GPU can be resized, and it has whole GPUs")
     if allocation.init:
         raise ValueError("an init container can't be resized")

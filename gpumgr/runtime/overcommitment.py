@@ -1,4 +1,4 @@
-"""Reports GPUs on which memory is granted more than once (hami.device_memory_scaling), and the active containers do not fit.
+"""Reports GPUs with too little memory for their active containers, because it is granted more than once (hami.device_memory_scaling).
 
 A container is active unless it is suspended. What counts is how much the active containers may use, not how much they use: beyond the GPU's
 memory, an allocation of any of them can fail although it is within the container's limit.

@@ -47,7 +47,7 @@ def parse_config(text: str) -> Mapping[str, Any]:
 
 
 def profiles_of(config: Mapping[str, Any]) -> list[str]:
-    """The names of the profiles, which pods have in spec.schedulerName."""
+    """The names of the profiles; a pod has one in spec.schedulerName."""
     return [str(each.get("schedulerName", "default-scheduler")) for each in config.get("profiles") or [{}]]
 
 

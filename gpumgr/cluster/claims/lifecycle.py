@@ -68,7 +68,7 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
     web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)
     try:
-        await serve_pages(web_server, lost="no metrics or probes; templates are created and gates removed")
+        await serve_pages(web_server, lost="no metrics or probes; templates are still created, and gates removed")
         leading = [leadership.run()] if leadership is not None else []
         daemons = run_together(watches.run(), persistently("claims", controller.run), *leading)
         working = await run_until(stop.wait(), daemons)

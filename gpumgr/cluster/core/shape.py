@@ -11,9 +11,9 @@ the CPU, or the GPU lacks the memory, that pods need beside them. On a node, and
 A pod may have one policy for nodes and another for the GPUs of a node. Then nodes are compared as HAMi's scheduler does: by the part of
 all their GPUs that is in use.
 
-A share of one GPU is ranked by the room that it gets (equal GPUs with equal use), and needs no choice of GPUs. For other requests only the
-ranks of profiles (`gpumgr.cluster.core.profiles`) are kept, so the costs do not depend on how many different requests there are. Groups of
-nodes are compared by the lowest rank that a node of the group can have; only nodes that may be among the best are examined.
+A room is a set of equal GPUs with equal use. A share of one GPU is ranked by the room that it gets, without a choice of GPUs. For other
+requests only the ranks of profiles are kept: nodes that differ only by name. Groups of nodes are compared by the lowest rank that a node
+of the group can have; only nodes that may be among the best are examined.
 """
 
 from bisect import bisect_left
@@ -47,8 +47,8 @@ from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
 from gpumgr.placement.evaluators.replicas import Scaling
 
 _numbers: Final = count()
-#: A pod is compared on _MOST_CHOICES profiles that fit, divided by the number of its containers, but on at least _FEWEST_PROFILES. If none
-#: fits, the rejection has the reasons of that many profiles.
+#: A pod is compared on this many fitting profiles: _MOST_CHOICES divided by the number of its containers, at least _FEWEST_PROFILES. If
+#: none fits, the rejection has the reasons of as many profiles.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
 #: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers such a node.
@@ -83,8 +83,8 @@ class _Best:
 
 
 class _OnState(NamedTuple):
-    """A request on nodes with this state. `number` is equal for equal requests, policies and sets of allowed GPUs: they decide the choice
-    for a given use of the GPUs. `least`: what the pod takes at least in total. `state` is kept, so that no other state gets its id()."""
+    """A request on nodes with this state. `number` identifies request, policy and set of allowed GPUs, which together with the use of
+    the GPUs decide the choice. `least`: what the pod takes at least in total. `state` is kept, so that no other state gets its id()."""
 
     state: NodeState
     number: int
@@ -92,7 +92,7 @@ class _OnState(NamedTuple):
 
 
 class Shape:
-    """One request under one policy. `offered` and `nodes` are sets of nodes as in `gpumgr.cluster.core.profiles`."""
+    """One request under one policy. `offered` and `nodes` are sets of nodes: bit masks as in `gpumgr.cluster.core.profiles`."""
 
     def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, cpu_per_core: int, *, keep: bool) -> None:
         """`keep`: ranks are kept in the profiles, for later calls; otherwise in this object."""
@@ -106,8 +106,8 @@ class Shape:
         self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
         self._whole = self._alike and all(each.whole for each in containers)
         self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
-        #: `_whole_gpus`: how many idle GPUs a node needs at least. `_largest`: free (cores, memory blocks) that one of its GPUs needs at
-        #: least.
+        #: `_whole_gpus`: how many idle GPUs a node needs at least. `_largest`: for each (cores, memory blocks) it needs a GPU
+        #: with at least so much free.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
@@ -313,7 +313,7 @@ class Shape:
                     self._add(nodes, room, least, Ranked(rank, taken if self._by_cpu else None), best)
 
     def _add(self, nodes: int, room: Room | None, least: Rank, ranked: Ranked, best: _Best) -> None:
-        """Adds nodes of the same rank, except for what the pod strands on each of them. No node has a rank below `least`."""
+        """Adds nodes with ranks that differ at most in what the pod strands there. No node has a rank below `least`."""
         rank, taken = ranked
         places = self._profiles.places_of(nodes) if best.most is None else self._profiles.in_order(nodes)
         if taken is None:
@@ -502,7 +502,7 @@ def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
 
 
 def _tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
-    """A share is in a better place if it leaves less of its GPU free, and if its GPU is in use and not entirely free."""
+    """How well a share fills its GPU, in cores: better with less left free, and on a GPU that is in use."""
     return -left if entirely_free else taken - left
 
 
@@ -521,7 +521,7 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def _tier(room: Room) -> tuple[int, int]:
-    """Rooms with the same result are equal for a share without replicas: it takes the node's first one."""
+    """Rooms of the same tier are equal for a share without replicas: it takes the node's first one."""
     return room.cores_free, room.blocks_free
 
 

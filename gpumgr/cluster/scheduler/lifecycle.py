@@ -89,7 +89,7 @@ def webhook(settings: Settings, host: str) -> HttpServer | None:
         return None
     if hami is None or wanted.tls_cert_file is None or wanted.tls_key_file is None:
         raise InputError(
-            "webhook.port needs webhook.tls_cert_file, webhook.tls_key_file, and node.profile hami or both; set them, or the port to 0"
+            "webhook.port needs node.profile hami or both, webhook.tls_cert_file and webhook.tls_key_file; set them, or the port to 0"
         )
     application = webhook_application(hami, wanted)
     tls = Certificates(wanted.tls_cert_file, wanted.tls_key_file, None, section="webhook")
@@ -156,7 +156,7 @@ async def run_scheduler(
         if hami_webhook is not None:
             await hami_webhook.start()
             _log.info("webhook_listening", url=hami_webhook.url)
-        await serve_pages(web_server, lost="no cluster page, metrics or `gpumgr why`; pods are scheduled")
+        await serve_pages(web_server, lost="no cluster page, metrics or `gpumgr why`; pods are still scheduled")
         serving = await run_until(stop.wait(), asyncio.shield(daemons))
         if not serving.cancelled():
             serving.result()

@@ -10,7 +10,7 @@ from gpumgr.kube.selection import GPU_POLICY, MAX_CHARACTERS, refusal, words
 POLICY: Final = "gpumgr.io/policy"
 #: HAMi has one policy for GPUs and one for nodes. Sources: HAMi 2.10, pkg/scheduler/policy and Fit in pkg/device/nvidia/device.go.
 _NODE_POLICY: Final = "hami.io/node-scheduler-policy"
-#: Weights in HAMi's score of a GPU. The evaluators have no such score: they compare cores first, and then memory.
+#: Weights in HAMi's score of a GPU; only checked here. The evaluators have no such score: they compare cores, then memory.
 _WEIGHTS: Final = "hami.io/device-scoring-weights"
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 
@@ -23,7 +23,7 @@ def policy_of(annotations: Mapping[str, object]) -> Policy | None:
             raise refusal(POLICY, f"{text[:MAX_CHARACTERS]!r} is no policy; use {', '.join(POLICIES)}")
         return found
     if _WEIGHTS in annotations and not _are_weights(text := str(annotations[_WEIGHTS])):
-        raise refusal(_WEIGHTS, f"{text[:MAX_CHARACTERS]!r} has not the form slot=1,core=1,memory=3, with one positive number")
+        raise refusal(_WEIGHTS, f"{text[:MAX_CHARACTERS]!r} has not the form slot=1,core=1,memory=3, with a number above 0")
     return _gpu_policy(annotations)
 
 

@@ -1,4 +1,4 @@
-"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sets the authority that the kubelet's own clients send.
+"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sends the same `:authority` as the kubelet's clients.
 
 `PeerConnection` is the client's connection, and the base of the server's connections.
 """

@@ -1,4 +1,4 @@
-"""gpu-manager's four gauges, with gpu-manager's names, helps, labels and units: percent of a GPU, GPUs, MiB used, MiB.
+"""gpu-manager's four gauges, with its names, helps, labels and units: use in percent of a GPU and in MiB, requests in GPUs and in MiB.
 
 Source: gpu-manager's display service. The gauges of use have a series for each GPU and one called `total`, the gauges of requests only
 `total`. All containers of pods that request GPUs have series, with 0 for containers without a request, except init containers. If a request

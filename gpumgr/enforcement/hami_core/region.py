@@ -1,4 +1,4 @@
-"""The file of a region. The library's locks are not taken: the container has another pid namespace and would consider the holder dead."""
+"""HAMi-core's shared region as a file. Its locks are not taken: the container has another pid namespace and would think the holder dead."""
 
 import ctypes
 import mmap

@@ -61,10 +61,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Daemon:
-    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `checks` counts successful
-    lists of its clients; `checked_at`: when the last check began. `tampering`: found at the last check or later. `idle_since`: since when
+    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `checks`: how often its
+    clients were listed; `checked_at`: when the last check began. `tampering`: found at the last check or later. `idle_since`: since when
     no container uses it; `unused`: the records of containers that have ended. `hang`: a sentence if new clients hang. `silent`: the last
-    command to the daemon did not end in time. `end_not_before`: when the next try to end it is due, after a failed one. Times are in
+    command to the daemon did not end in time. `end_not_before`: when the agent may try again to end it, after a failure. Times are in
     seconds of the clock."""
 
     uuid: str
@@ -186,7 +186,7 @@ class Daemon:
             older = dict.fromkeys(_started(pids), former_bytes) | older
             # Recorded before the limits change, so that a later call, perhaps of the agent's next process, continues.
             self.folder.put(allocation, share.with_older(older, former_bytes))
-            if self.blocked is not None:  # a command would take seconds, with each sample
+            if self.blocked is not None:  # a command would take seconds, at each sample
                 raise MpsError(self.blocked)
             await self._limit({allocation})
             await self._list()
@@ -258,7 +258,7 @@ class Daemon:
     def _set_trouble(self, error: Exception) -> None:
         if str(error) != self.trouble:
             log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
-        # A command may time out while the daemon is started: then there is nothing to replace.
+        # If a command timed out before the daemon ran, there is nothing to replace.
         self.trouble, self.silent = str(error), isinstance(error, MpsTimeoutError) and self.pid is not None
 
     async def guard(self) -> None:
@@ -368,7 +368,7 @@ class Daemon:
         self._client_left, self._tried_at = False, self.config.clock()
         process, folder, config = self.process, self.folder, self.config
         if self._serves_others():
-            self._set_hang(None)  # a server that hung has ended
+            self._set_hang(None)  # the hang was at a server of the agent's user
             return
         pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}

@@ -43,8 +43,8 @@ def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:
 
 
 def unserved(running: RunningContainer, view: View) -> bool:
-    """Whether the container's processes may wait because the server serves another user. If one of them is a client, none waits; the
-    container's first process may run as another user."""
+    """Whether the container's processes may wait because the server serves another user. If one of them is a client, none waits, also
+    if the container's first process runs as another user."""
     return not view.multiuser and view.server_user is not None and not any(pid in view.clients for pid in running.pids)
 
 

@@ -72,7 +72,7 @@ class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     unwatched_seconds: float = 1.0
     #: The same limit directly after Register, when a busy kubelet may need longer. It doubles after each registration that gets no stream.
     first_watch_seconds: float = 5.0
-    #: The time that calls in progress, and then the kubelet's disconnection, get at a replaced socket.
+    #: At a replaced socket: how long calls may go on, and then how long the kubelet may take to disconnect.
     handover_seconds: float = 5.0
     #: The interval of the calls of `held_back_by`.
     held_back_seconds: float = 2.0
@@ -353,8 +353,8 @@ def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: 
 
 
 def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
-    """Maps each resource to its MIG devices that were ever offered, by their newest profile. `resource` is the name of the only resource,
-    or MIG_PREFIX if each profile has a resource of its own."""
+    """Maps each resource to MIG devices: each that was ever offered, under its newest profile. `resource` is the name of the only
+    resource, or MIG_PREFIX if each profile has a resource of its own."""
     found: dict[str, list[DeviceEntry]] = {}
     for each in node_devices:
         for number, instance in enumerate(each.gpu.instances):

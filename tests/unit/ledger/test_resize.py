@@ -79,6 +79,7 @@ A = share("a", 30, 4)
         ({"claim": ClaimRequest(namespace="n", name="c", uid="u", request="r")}, ResizeRequest(cores=40), "fixed by the API"),
         ({"device_ids": {"mig": {}}, "init": True}, ResizeRequest(cores=40), "an init container can't be resized"),
         ({"gpus": {GPU: Amounts(100, 4096)}}, ResizeRequest(cores=40), "it has whole GPUs"),
+        ({"anonymous": True}, ResizeRequest(cores=40), "gpu-manager set its limits"),
         ({"limits": {GPU: Amounts(60, 1024)}}, ResizeRequest(cores=40), "more than once"),
         ({}, ResizeRequest(cores=0), "1 to 99 cores, not 0"),
         ({}, ResizeRequest(cores=100), "1 to 99 cores, not 100"),

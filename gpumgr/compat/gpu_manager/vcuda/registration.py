@@ -38,7 +38,7 @@ MOST_REQUEST_BYTES: Final = 16 * 1024
 _CONTAINER_TIMEOUT_SECONDS: Final = 5.0
 #: `struct ucred` of unix(7): pid, uid and gid.
 _CREDENTIALS: Final = struct.Struct("3i")
-#: Field number -> name and longest value in bytes. A container's id is not part of vcuda.config; the limit of a name applies to it.
+#: Field number -> name and longest value in bytes. vcuda.config has no container id, so its limit here is that of a name.
 _FIELDS: Final[Mapping[int, tuple[str, int]]] = {
     1: ("bus_id", BUS_ID_BYTES),
     2: ("pod_uid", POD_UID_BYTES),
