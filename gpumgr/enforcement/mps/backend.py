@@ -288,12 +288,15 @@ class Mps(Backend):
         if self._supervisor is None:
             return
         for tenant in tenants:
-            for gpu in tenant.gpus:
-                folder = self._supervisor.of(gpu.uuid).folder
-                # In protocol 3 `adjust` changes a share, and the record has the processes that keep the former one.
-                if tenant.allocation in folder.allocations() and not (self.adjustable and tenant.allocation in folder.shares()):
-                    folder.put(tenant.allocation, _share(gpu))
+            self.record_again(tenant, _share(tenant.gpus[0]))
         await self._supervisor.tick()
+
+    def record_again(self, tenant: GpuShare, share: Share) -> None:
+        """Writes the container's record again, if it has one. In protocol 3 only if the record can't be read: `adjust` changes a share, and
+        the record has the processes that keep the former one. Raises Refusal, OSError."""
+        folder, name = self._ready().of(tenant.gpus[0].uuid).folder, tenant.allocation
+        if name in folder.allocations() and not (self.adjustable and name in folder.shares()):
+            folder.put(name, share)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Raises OSError."""
@@ -422,6 +425,10 @@ def _share(gpu: SharedGpu) -> Share:
     return Share(cores=gpu.core_percent, memory_bytes=gpu.memory_bytes)
 
 
+def _whole(tenant: GpuShare) -> Share:
+    return Share(cores=100, memory_bytes=tenant.only_gpu("MPS").total_bytes or _ALL_MEMORY_BYTES)
+
+
 def answer(
     tenant: GpuShare, kind: Resource, protocol: MpsProtocol, limits: Collection[Resource], root: Path
 ) -> ContainerResponse:
@@ -478,8 +485,13 @@ class UnlimitedMps(Unlimited):
         return self._mps.answer(tenant, kind, self.limits)
 
     async def put_limits(self, tenant: GpuShare) -> None:
-        await self._mps.admit(tenant, Share(cores=100, memory_bytes=tenant.only_gpu("MPS").total_bytes or _ALL_MEMORY_BYTES))
+        await self._mps.admit(tenant, _whole(tenant))
         await super().put_limits(tenant)
+
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
+        """Raises Refusal, OSError."""
+        for tenant in tenants:
+            self._mps.record_again(tenant, _whole(tenant))
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Reports only whether the daemon works for the containers; they have no limits to evade. Raises OSError."""

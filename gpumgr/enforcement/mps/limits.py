@@ -132,7 +132,8 @@ class Namespaces(msgspec.Struct):
             for name in wrong - self._set.keys()
             if name not in found or commands.within(found[name], shares[name].cores, shares[name].memory_bytes)
         }
-        changed, foreign = frozenset(wrong - unchecked), found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE}
+        changed, recorded = frozenset(wrong - unchecked), daemon.folder.allocations()  # also records that can't be read
+        foreign = found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE, *recorded}
         made = foreign - self._set.keys()
         self._set = {name: known for name, known in self._set.items() if name in shares}
         await self.put(daemon, shares, wrong, anew=True)
