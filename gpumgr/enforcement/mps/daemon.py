@@ -113,7 +113,7 @@ class Daemon:
 
     async def admit(self, allocation: AllocationId, share: Share) -> None:
         """When this returns, the daemon runs and enforces the container's limits. Raises MpsError, OSError."""
-        self.idle_since = None
+        self.idle_since, self.unused = None, self.unused - {allocation}  # a claim gets the same id again
         await self._move_home(allocation)
         await self._replace_if_blocked(allocation)
         self.records.begin(self.uuid, self.folder.root)
@@ -135,9 +135,9 @@ class Daemon:
         self.folder.put(allocation, share)
         self.trouble, self.silent = None, False
 
-    def _others(self, allocation: AllocationId) -> frozenset[AllocationId]:
+    def _others(self, *mine: AllocationId) -> frozenset[AllocationId]:
         """The other containers that depend on the daemon. Raises OSError."""
-        return frozenset(self.folder.allocations()) - self.unused - {allocation}
+        return frozenset(self.folder.allocations()) - self.unused - {*mine}
 
     def _is_healthy(self) -> bool:
         """Whether the daemon answered at the last check, some seconds ago, and is still the same process."""
@@ -247,7 +247,7 @@ class Daemon:
         try:
             if await self.adopt():
                 self.tampering = await self._restore_limits()
-            elif self.folder.allocations():
+            elif self._others():
                 await self._restart()
             self.trouble, self.silent = None, False
             if self.config.clock() - self._settled_at >= _LONGEST_PAUSE_SECONDS:
@@ -264,7 +264,7 @@ class Daemon:
     async def guard(self) -> None:
         """Between checks, in protocol 3: corrects namespaces that a container changed, by one run of the control program. A daemon that
         has ended or answers with an error is checked at once."""
-        if self.trouble is not None or not self.folder.allocations():
+        if self.trouble is not None or not self._others():
             return
         try:
             if self.pid is None:

@@ -34,6 +34,8 @@ class Supervisor:
         self.root, self.config, self._records = root, config, records
         self._idle_seconds = idle_seconds
         self._daemons: dict[str, Daemon] = {}
+        #: UUID of a GPU -> why its daemon could not be ended, as it was logged.
+        self._not_ended: dict[str, str] = {}
         #: UUID of a GPU -> the work that holds its daemon's lock (a check or its end), and the trial of a new client.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._trials: dict[str, asyncio.Task[None]] = {}
@@ -108,11 +110,14 @@ class Supervisor:
             return
         try:
             await daemon.stop()
+            self._not_ended.pop(daemon.uuid, None)
         except Exception as error:
             daemon.end_not_before = self.config.clock() + _CHECK_SECONDS
             if not isinstance(error, MpsError | OSError):  # a bug
                 raise
-            log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
+            if self._not_ended.get(daemon.uuid) != str(error):
+                log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
+            self._not_ended[daemon.uuid] = str(error)
 
     async def close(self) -> None:
         """Stops the checks; the daemons continue."""

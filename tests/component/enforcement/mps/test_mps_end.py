@@ -4,6 +4,7 @@ import asyncio
 from unittest.mock import AsyncMock
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.common.errors import MpsError, Refusal
 from gpumgr.common.proc import start_time_ticks
@@ -107,6 +108,34 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
     place.modes.broken = None
     await place.pass_time(backend)
     assert (place.modes.now, place.folder.root.exists()) == ({UUID: 0}, False)
+
+
+async def test_a_daemon_that_could_not_be_ended_whole_is_not_started_for_ended_containers(place: Place) -> None:
+    """Their records are kept for a while, and the GPU may be lost."""
+    backend = await place.started(idle_seconds=0.0)
+    place.modes.broken = "GPU is lost"
+    with capture_logs() as logged:
+        for _ in range(3):
+            await backend.tend(set)
+            place.seconds += CHECK_SECONDS
+            await backend.adjust(())
+    assert [each["event"] for each in logged if each["log_level"] == "warning"] == ["mps_daemon_not_ended"]
+    assert (place.daemon_pid(), backend.restarts(), backend.remains()) == (None, {UUID: 0}, {"a1"})
+    place.modes.broken = None
+    await backend.tend(set)
+    assert (place.modes.now, backend.daemons()) == ({UUID: 0}, [])
+
+
+async def test_an_allocation_that_is_made_again_needs_the_daemon_at_once(place: Place) -> None:
+    """The ids of a claim are computed."""
+    backend = await place.started()
+    await backend.tend(set)
+    await backend.start(tenant())
+    pid = place.daemon_pid()
+    backend.daemons()[0].hang = "it hangs"
+    with pytest.raises(Refusal, match=r"replaced when the other containers on it have ended \(1\)"):
+        await backend.start(tenant("b2"))
+    assert place.daemon_pid() == pid
 
 
 async def test_the_compute_mode_is_set_or_restored_as_the_setting_requires(place: Place) -> None:
