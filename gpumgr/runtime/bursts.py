@@ -113,8 +113,8 @@ class Bursts:
         return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The most memory that the container may have there by the limits that may be in force; see LimitsInForce. A suspended container
-        has none. One that is being suspended or resumed may have what it had before."""
+        """The highest memory limit that may be in force for the container there (see LimitsInForce); 0 for a suspended one. One that is
+        being suspended or resumed may have what it had before."""
         moved = self._records.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0

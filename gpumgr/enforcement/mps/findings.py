@@ -54,7 +54,7 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
     tenant = running.tenant
     who, gpu = tenant.describe(), tenant.gpus[0].name
     if view.trouble is not None:
-        text = f"MPS on GPU {gpu} does not work at present, CUDA programs that {who} starts now fail: {view.trouble}"
+        text = f"MPS on GPU {gpu} does not work at present, so CUDA programs that {who} starts now fail: {view.trouble}"
         yield finding(tenant, "broken", text)
         return
     if (found := view.tampering) is not None and (tenant in view.suspects or tenant.allocation in found.concerned):
