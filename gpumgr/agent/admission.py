@@ -1,8 +1,8 @@
 """Identifies the container that the kubelet is admitting: from PodResources, the pod cache, and the order of the kubelet's calls.
 
-The kubelet answers at most 100 calls of `List` a second, of all clients together, and composes each answer anew. The agent therefore
-calls `List` once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while
-the rate of calls is low. If `List` fails and several pods wait for the same amount, the agent calls `List` again for a while
+The kubelet answers at most 100 calls of `List` a second, of all clients together, and composes each answer anew. The agent therefore calls
+`List` once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while the rate
+of calls is low. If `List` fails and several pods wait for the same amount, the agent calls `List` again for LIST_AGAIN_SECONDS
 (`writer.py`) and then refuses: it does not guess.
 """
 
@@ -137,8 +137,8 @@ class Admission:
         return self.call
 
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
-        """Returns the ledger without the ids that the kubelet has freed, and the caller of GetPreferredAllocation. Raises ListFailedError
-        if only `List` can show the caller, and it fails."""
+        """Returns the ledger without the ids that the kubelet has freed, and the container that GetPreferredAllocation is for. Raises
+        ListFailedError if only `List` can show the container, and `List` fails."""
         resource, size, offered = request.resource, request.size, minus(request.available, request.must)
         follows = self._follower(ledger, resource, size)
         contested = bool(common(ledger.held(resource), offered))
@@ -209,7 +209,8 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger with the names that `List` shows, and without allocations of ended pods if they hold `offered` ids or `_is_over`."""
+        """The ledger with the names that `List` shows, without allocations of ended pods. Only allocations that hold `offered` ids or that
+        `_is_over` finds are examined."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -251,8 +252,8 @@ class Admission:
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The caller is the newest listed pod that waits for these ids, since the kubelet adds no pod to the list while it admits another
-        one. If the cache has no such pod (it is late, or has an earlier pod of the same name), the caller is among the pods that were
-        listed last."""
+        one. If the cache has no such pod (the cache is late, or has an earlier pod of the same name), the caller is among the pods that
+        were listed last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -320,8 +321,8 @@ class Admission:
         )
 
     def _candidates(self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None) -> list[Caller]:
-        """The possible callers, found without `List`: the container of the last Allocate if it lacks this resource, and the pods that
-        wait for it.
+        """The possible callers, found without `List`: the container of the last Allocate if it lacks this resource, and the pods that wait
+        for this resource.
 
         A share always requests both resources. A container with whole GPUs may request no memory: then ids on other GPUs (`masks`, if
         known) are for another container.

@@ -82,9 +82,9 @@ class NodeClaims:
         self._answered: set[str] = set()
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
-        """When this returns, the allocations are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the waits
-        for API server and pods.
-        `adopted`: pods may run with the claim already, so it may be on a GPU that accepts no new pods. Raises Refusal."""
+        """Returns the claim's allocations once they are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the
+        waits for API server and pods. `adopted`: pods may run with the claim already, so it may be on a GPU that accepts no new pods.
+        Raises Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
             if not held or self._closed is None:
@@ -109,8 +109,8 @@ class NodeClaims:
     async def reclaim(
         self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
     ) -> None:
-        """Frees claims that the kubelet will never unprepare, because it was replaced or lost its state: the API server no longer allocates
-        their shares to them, and the kubelet does not list them. A claim is freed if two calls in a row find it so.
+        """Frees each claim that the kubelet will never unprepare, because the kubelet was replaced or lost its state: the API server no
+        longer allocates the claim's shares to it, and the kubelet does not list the claim. Two calls in a row must find that.
 
         `find` returns the UID of the claim that has the name now ("": none has), and its shares on this node; None if that is not known."""
         gone = set[str]()
@@ -148,8 +148,8 @@ class NodeClaims:
         self._not_restored = failed
 
     def held(self) -> Mapping[tuple[str, str], bool]:
-        """(Namespace, name) of each claim that holds GPUs -> whether this process has prepared it. The kubelet may have received no answer
-        from an earlier process."""
+        """(Namespace, name) of each claim that holds GPUs -> whether this process has prepared it. An earlier process may have prepared it
+        without an answer to the kubelet."""
         names = {claim.uid: (claim.namespace, claim.name) for claim in self._agent_state.ledger.claims.values()}
         answered = {name for uid, name in names.items() if uid in self._answered}
         return {name: name in answered for name in names.values()}  # two claims may have the same name, one after the other
@@ -185,13 +185,13 @@ class NodeClaims:
         return True
 
     def _has_holder(self, held: Iterable[Allocation]) -> bool:
-        """Whether a pod of these allocations exists and has not ended: while a claim is reserved for a pod, its allocation does not
-        change."""
+        """Whether a pod of these allocations exists and has not ended. The API server does not change the allocation of a claim that is
+        reserved for a pod."""
         views = [self._pods.by_uid(a.uid or "") for a in held]
         return any(view is not None and not view.ended for view in views)
 
     async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
-        """The claim from the API server. None: it does not answer, and the allocations `held` stay in force. Raises Refusal."""
+        """The claim from the API server. None: the API server does not answer, and the allocations `held` stay in force. Raises Refusal."""
         lasting = held and (self._has_holder(held) or not self._pods.synced)
         if lasting:
             deadline = min(deadline, time.monotonic() + AGAIN_SECONDS)
@@ -203,7 +203,7 @@ class NodeClaims:
             raise
 
     async def _grant(self, claim: ClaimRef, before: Sequence[Allocation], deadline: float, adopted: bool) -> Sequence[Allocation]:
-        """`before`: the allocations that the claim holds. Raises Refusal."""
+        """The claim's allocations: `before`, which it holds now, or new ones. Raises Refusal."""
         if self._closed is not None and not adopted:
             raise Refusal("conflict", self._closed)
         call = object()

@@ -90,7 +90,7 @@ NO_MECHANISM = ("none",)
 
 
 def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The other shares on the tenant's GPUs, with their mechanisms; containers that another program admitted have NO_MECHANISM. Init
+    """(Name, mechanisms) of the other shares on the tenant's GPUs; containers that another program admitted have NO_MECHANISM. Init
     containers and the other containers of one pod do not run at the same time, so such pairs are left out."""
     own = ledger.allocations.get(tenant.allocation)
     for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
@@ -158,8 +158,8 @@ class ContainerStarts:
         await self.enforcement.start(base, allocation, self._tenant(allocation))
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
-        """A share that was rebuilt without its response has no mechanisms. It gets NO_MECHANISM if the node has no mechanism for its pod.
-        Otherwise its limits are not known: raises Refusal."""
+        """A share has no mechanisms if the ledger was rebuilt without its Allocate response. It gets NO_MECHANISM if the node has none for
+        its pod. Otherwise its limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
         mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -171,7 +171,8 @@ class ContainerStarts:
         return replace(allocation, mechanisms=mechanisms)
 
     def _check_exemption(self, allocation: Allocation) -> None:
-        """The operator's exemption applies only to the pods that it names; a later `List` call may have corrected the pod of a grant."""
+        """Raises Refusal if the operator's exemption may not apply to the pod: a later `List` call may have corrected the pod of a
+        grant."""
         exemption = allocation.exemption
         if exemption is None or allocation.claim is not None:  # the pods of a claim are certain, and the first one may have ended
             return
@@ -189,9 +190,9 @@ class ContainerStarts:
 
 
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
-    """Adds an event if a container of this pod, which has just appeared on the node, gets two sets of limits. That happens if its claims
-    were prepared for other pods before: the kubelet then makes no Prepare call that could be refused, and the container gets the variables
-    and files of one set. A claim that is not prepared yet does not count: its Prepare call can be refused."""
+    """Call it when the pod appears on the node: adds an event if one of its containers gets two sets of limits. That happens if the pod's
+    claims were prepared for other pods earlier: the kubelet then makes no Prepare call that could be refused, and the container gets the
+    variables and files of one set. A claim that is not prepared yet does not count: its Prepare call can be refused."""
     ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
     for claim in ledger.claims.values():
         if (claim.namespace, claim.name) in names:
@@ -215,7 +216,7 @@ class PreStart:
         self._mig_devices = mig_devices
 
     async def start(self, record: CallRecord, device_ids: Sequence[str]) -> None:
-        """Raises Refusal; the kubelet tries again later."""
+        """Checks the request again and puts the limits in place. Raises Refusal; the kubelet tries again later."""
         agent_state, resource = self._agent_state, record.resource
         masks = agent_state.ledger.gpu_registry.known(resource, device_ids)
         if count(masks) < len(device_ids):
@@ -258,8 +259,8 @@ class PreStart:
                 await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
 
     def _refuse_gone_gpus(self, allocation: Allocation) -> None:
-        """Raises Refusal with the reason; without it the start fails with the runtime's error about a missing device, which gives no
-        reason."""
+        """Raises Refusal if one of the GPUs is gone; without it the start fails with the runtime's error about a missing device, which
+        gives no reason."""
         gone = self._agent_state.inventory.gone(self._agent_state.ledger.gpu_registry)
         for gpu in allocation.gpus:
             if gpu in gone:
@@ -289,7 +290,7 @@ class PreStart:
             )
 
     def _confirm_anonymous(self, record: CallRecord, device_ids: Sequence[str]) -> None:
-        """A container that gpu-manager admitted starts again: its ids name no GPU, but its record does."""
+        """These ids name no GPU: gpu-manager admitted the container. Raises Refusal if the ledger has no record of gpu-manager."""
         if not any(a.anonymous for a in self._agent_state.ledger.allocations.values()):
             record.id = _name_of(device_ids)
             raise Refusal(
@@ -300,7 +301,7 @@ class PreStart:
 
 
 def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:
-    """The allocations with exactly these ids. A container that took over the ids of an init container is after it."""
+    """The allocations with exactly these ids: an init container's first, then that of the container that took the ids over."""
     return sorted((a for a in ledger.holders(resource, masks) if a.held(resource) == masks), key=lambda a: not a.init)
 
 

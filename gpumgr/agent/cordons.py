@@ -29,6 +29,6 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_cordons(notes: Mapping[str, str]) -> dict[str, Cordon]:
-    """The cordons in the checkpoint's notes, by UUID. Raises CheckpointError: a GPU that was taken out of service must not return to
-    service because the note can't be read."""
+    """UUID -> cordon, from the checkpoint's notes. Raises CheckpointError: a GPU that was taken out of service must not return to service
+    because the note can't be read."""
     return decode_note(notes, CORDONS_NOTE, dict[str, Cordon], remedy=f"{DELETE_IT} and cordon the GPUs again")

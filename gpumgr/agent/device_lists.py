@@ -68,7 +68,7 @@ class DeviceListPublisher:
             self._timer = None
 
     def _urgent(self, new: NodeDevices) -> bool:
-        """Whether a GPU is new or has other memory, or its Healthy cores, replicas or MIG devices have changed."""
+        """Whether a GPU is new or forgotten or has other memory, or its Healthy cores, replicas or MIG devices have changed."""
         if len(new) != len(self._sent):
             return True
         return any(

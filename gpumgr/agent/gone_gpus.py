@@ -1,8 +1,8 @@
 """Forgets registered GPUs that were removed for good, so that the node does not report them as missing forever.
 
 A GPU can be forgotten if the driver does not list it, and no allocation and no process of an ended container is on it. It is forgotten on
-an operator's request, or by itself when another GPU is at its PCI address. If it returns, it is registered again with the same name. Its
-cordon stays in force.
+an operator's request, or automatically when another GPU is at its PCI address. If it returns, it is registered again with the same name.
+Its cordon stays in force.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _PATIENCE_SECONDS: Final = 10.0
 
 
 class GoneGpus:
-    """No address is recorded, and no GPU forgotten, before `restore`. `clock` is monotonic, in seconds."""
+    """Before `restore`, `look` records no address and forgets no GPU. `clock` is monotonic, in seconds."""
 
     def __init__(self, agent_state: AgentState, *, clock: Callable[[], float]) -> None:
         self._agent_state, self._clock = agent_state, clock
@@ -36,8 +36,9 @@ class GoneGpus:
         self._replaced_since: dict[str, float] = {}
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """Takes over the addresses after a start, once the quarantine is restored. GPUs that were replaced before are forgotten without a
-        wait, since the kubelet gets a new list anyway. A note that can't be read counts as empty: an operator can still forget the GPUs.
+        """Takes over the addresses after a start, once the quarantine is restored. GPUs that were replaced before the start are forgotten
+        without a wait, since the kubelet gets a new list anyway. A note that can't be read counts as empty: an operator can still forget
+        the GPUs.
         """
         try:
             self._addresses = decode_note(notes, ADDRESSES_NOTE, dict[str, str])

@@ -162,7 +162,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @_once
     def unschedulable_reasons(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
-        """GPU -> why it accepts no new containers."""
+        """GPU -> why it accepts no new containers, apart from `failures`."""
         without_mig = self._without_mig(gpu_registry)
         reasons = {}
         for c in gpu_registry.gpus:

@@ -3,8 +3,7 @@
 1. A cordon is on disk and in force before it is confirmed: every later grant observes it.
 2. A drain is a cordon that also reports the containers on the GPU. With `evict` the agent requests the eviction of their pods from the API
    server, also after a restart, until the GPU is uncordoned. The agent itself ends no container.
-3. Only a cordoned GPU without containers and processes is reset. NVML can't reset a GPU, so the driver's own program does; its output
-   is returned.
+3. Only a cordoned GPU without containers and processes is reset. NVML can't reset a GPU, so nvidia-smi does; its output is returned.
 """
 
 import asyncio
@@ -120,7 +119,7 @@ class Maintenance:
     async def execute(self, request: MaintenanceRequest) -> MaintenanceResult:
         """Executes the request, to its end even if the caller is cancelled.
 
-        Raises InputError for a GPU that is not known or a reason that is too long, Refusal if it can't be done now.
+        Raises InputError for a GPU that is not known or a reason that is too long, Refusal if the request can't be executed now.
         """
         return await run_shielded(self._execute(request), name=f"gpu_{request.action}")
 
@@ -168,8 +167,8 @@ class Maintenance:
         return done
 
     def _evict(self, evictor: Evictor, gpu: RegisteredGpu, cordon: Cordon, *, again: bool = False) -> dict[str, Any]:
-        """Requests the eviction of each pod on the GPU. `again`: the history has these evictions already. The answer's `not_evicted` has
-        the containers that stay, with the reasons."""
+        """Requests the eviction of each pod on the GPU. `again`: the history has these evictions already. Returns the fields `evicting` and
+        `not_evicted` of MaintenanceResult."""
         reason = f"{self._label(gpu)} is drained" + (f": {cordon.reason}" if cordon.reason else "")
         pods: dict[tuple[PodKey, str], Allocation] = {}
         staying = []

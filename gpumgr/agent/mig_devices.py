@@ -73,7 +73,8 @@ class MigDevices:
         self._keeping = True
 
     async def create(self, allocation: Allocation) -> Allocation:
-        """The reserved allocation with all its MIG devices created. The caller holds `changes`. Raises Refusal; then none was created."""
+        """The reserved allocation with all its MIG devices created. The caller holds `changes`. Raises Refusal; then the new ones were
+        destroyed."""
         devices: list[MigDevice] = []
         for device in allocation.mig_devices:
             try:
@@ -91,8 +92,9 @@ class MigDevices:
                 await self._destroy(ledger.gpu_registry.by_name[device.gpu].uuid, device.uuid)
 
     async def restore(self, allocation: Allocation) -> Allocation:
-        """Call it when the container starts. After a reboot its MIG devices are gone: they are created again. If a UUID changes, only a
-        container that gets its devices by CDI can start: the environment of any other container names the former UUID. Raises Refusal."""
+        """The allocation with MIG devices that exist; call it when the container starts. After a reboot they are gone: they are created
+        again. If a UUID changes, only a container that gets its devices by CDI can start: the environment of any other container names the
+        former UUID. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
         async with self.changes:
@@ -232,7 +234,7 @@ class MigDevices:
         return [device for device in devices if (there := present[device.gpu]) is not None and device.uuid not in there]
 
     async def _present(self, gpu: str) -> Collection[str] | None:
-        """The MIG devices that the GPU has now: the last snapshot may be older. None: it does not answer."""
+        """UUIDs of the MIG devices that the GPU has now: the last snapshot may be older. None: the GPU does not answer."""
         try:
             return {each.uuid for each in await self._driver.mig_instances(gpu)}
         except NvmlError:

@@ -76,7 +76,8 @@ class Enforcement(Protocol):
         ...
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
-        """The terms for a container of this pod (None: the pod is not certain). `setting`: the mechanism that its DeviceClass demands."""
+        """The terms for a container of this pod (None: the pod is not certain). `share`: it shares a GPU. `setting`: the mechanism that its
+        DeviceClass demands."""
         ...
 
     def answer(
@@ -88,7 +89,7 @@ class Enforcement(Protocol):
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
         """Call it before each start of the container. For a claim it may be called at any time, since the limits of a running container do
-        not change. `base`: the responses to both calls for the container, without the limits. Raises Refusal."""
+        not change. `base`: the responses to all calls for the container, without the limits. Raises Refusal."""
         ...
 
     def intact_specs(self) -> Collection[AllocationId]:

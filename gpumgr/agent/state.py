@@ -38,10 +38,10 @@ _QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
 
 
 class AgentState:
-    """All state of the agent. Each change needs `lock`. Only removals and reservations may be in `ledger` before they are on disk; the next
-    commit saves them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are offered.
-    `on_freed` gets the id of each allocation that was removed from the ledger. `inventory` has no GPUs yet, only the settings that decide
-    what is offered of them."""
+    """All state of the agent. Each change needs `lock`. Only removals, reservations and corrected names may be in `ledger` before they are
+    on disk; the next commit saves them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are
+    offered. `on_freed` gets the id of each allocation that was removed from the ledger. `inventory` has no GPUs yet, only the settings that
+    decide what is offered of them."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class AgentState:
             self.ledger = self.ledger.free([reserved.id])
 
     def _apply(self, ledger: Ledger) -> None:
-        """Logs and records the freed allocations, and checks GPUs without a holder for remaining processes."""
+        """Puts `ledger` in force, logs and records the freed allocations, and checks GPUs without a holder for remaining processes."""
         for a in ledger.freed_since(self.ledger):
             log.info(
                 "allocation_freed",
@@ -228,15 +228,16 @@ class AgentState:
             self.suspensions = changed
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """The processes on each GPU. `started`: pid -> start time in clock ticks since boot, without processes that have ended."""
+        """Updates the quarantine with the processes on each GPU. `started`: pid -> start time in clock ticks since boot, without processes
+        that have ended."""
         async with self.lock:
             processes = self.inventory.processes(self.ledger.gpu_registry, sample, started)
             state = quarantine.sampled(self.inventory.quarantine, processes, self.ledger.occupied)
             self._set_quarantine(quarantine.released(state, self._runs))
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
-        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones, as far as they
-        still run. Earlier samples are judged again. Raises CheckpointError for a note that can't be read."""
+        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container),
+        as far as they still run. The samples until now are judged again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, _QuarantineNote, remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine

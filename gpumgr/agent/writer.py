@@ -305,8 +305,8 @@ class Agent:
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Leaves the allocation open for its memory call, if that may still come: the free blocks of whole GPUs turn Unhealthy only when it
-        can no longer come."""
+        """Leaves the allocation open for its memory call, if that may still come: the free blocks of whole GPUs turn Unhealthy only when
+        that call can no longer come."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
         if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
