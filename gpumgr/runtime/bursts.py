@@ -28,7 +28,7 @@ Shares = Mapping[AllocationId, GpuShare]
 
 
 class Bursts:
-    """`slack_bytes`: a container that holds at most this above its request prevents no start."""
+    """`slack_bytes`: a container that holds at most this much above its request prevents no start of another one."""
 
     def __init__(self, records: AgentRecords, demands: BurstDemands) -> None:
         self._records, self.demands, self.slack_bytes = records, demands, 0
@@ -40,7 +40,7 @@ class Bursts:
         self._away: Mapping[AllocationId, Mapping[GpuName, int]] = {}
         #: For each container that waits to start: its GPUs, on which no container may take more memory now.
         self._starting: dict[object, Collection[GpuName]] = {}
-        #: The GPUs on which growth waits; no container may take more memory for a burst there. Each evaluation sets it anew.
+        #: The GPUs on which a resize waits for memory; no container may take more memory for a burst there. Each evaluation sets it anew.
         self.growing: Collection[GpuName] = ()
         #: Only this class changes it.
         self.in_force = LimitsInForce()
@@ -50,7 +50,8 @@ class Bursts:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     def begin(self, ledger: Ledger, use: NodeUse) -> None:
-        """Call it first in each evaluation. `use`: what the containers use according to the new sample."""
+        """Call it first in each evaluation: it notes the limits that new containers may have. `use`: what the containers use by the new
+        sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
             if not self.in_force.last_number and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
@@ -113,8 +114,8 @@ class Bursts:
         return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The highest memory limit that may be in force for the container there (see LimitsInForce); 0 for a suspended one. One that is
-        being suspended or resumed may have what it had before."""
+        """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container. A container that is
+        being suspended or resumed may have the memory that it had before."""
         moved = self._records.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
@@ -147,8 +148,8 @@ class Bursts:
     # -- before a container starts or is resumed ---------------------------------------------------------------------------
 
     async def make_room(self, allocation: Allocation) -> None:
-        """Call it before a container with a share starts. Lowers the limits of other containers with bursts to what they use, and raises
-        Refusal if the memory of the starting container is not free then."""
+        """Call it before a container starts. For a share, waits until the limits of other containers with bursts are lowered to what they
+        use. Raises Refusal if that takes too long, or if the memory of the starting container is not free then."""
         gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._contested(allocation, gpu)]
         if not gpus:
             return
@@ -180,8 +181,8 @@ class Bursts:
         await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """Other containers on the GPU -> the bytes that they may still take, by the limits in force, beyond the memory that is set aside
-        for them or that they use."""
+        """Other containers on the GPU -> the bytes that their limits in force let them take beyond what is set aside for them or, if that
+        is more, what they use."""
         reach = {}
         for other in self._records.ledger.on(gpu):
             if other.id != allocation.id and is_share(other):
@@ -227,9 +228,9 @@ class Bursts:
         return f"the driver does not report how much memory of GPU {unknown[0]} is free" if unknown else None
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
-        """Which GPU has too little memory for a suspended container, and who uses it; None: it can be resumed. `needs`: GPU -> bytes.
-        `lowers`: other containers on these GPUs have time to get lower limits; an empty text means that the next samples show whether the
-        limits are lower."""
+        """Says which GPU has too little memory for a suspended container, and who uses that memory; None: the container can be resumed.
+        `needs`: GPU -> bytes. With `lowers`, the resume also waits for lower limits of other containers on these GPUs; the text is empty
+        while they may still take effect."""
         for gpu, need_bytes in needs.items():
             if unknown := self.unknown_memory([gpu]):  # a restore without enough memory can end the processes
                 return unknown

@@ -93,9 +93,9 @@ def own_cgroup(path: str, container_id: str) -> str | None:
 
 
 def expand_cgroups_path(cgroups_path: str) -> str | None:
-    """The OCI spec's `linux.cgroupsPath` -> a path. A path is returned as it is, "slice:prefix:name" is a systemd scope below its slices.
+    """The OCI spec's `linux.cgroupsPath` -> a path. A path stays a path, "slice:prefix:name" is a systemd scope below its slices.
 
-    None: it is malformed, or relative to the cgroup of the runtime.
+    None: the text is malformed, or relative to the cgroup of the runtime.
     """
     if cgroups_path.startswith("/"):
         segments = [each for each in cgroups_path.split("/") if each]
@@ -186,7 +186,7 @@ def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
 
 
 class Cgroups:
-    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. All files are small, and in the kernel's memory."""
+    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. All files are small, and no read waits for a disk."""
 
     def __init__(self, cgroup_root: Path, proc_root: Path = Path("/proc")) -> None:
         self._cgroup_root = cgroup_root
@@ -240,7 +240,7 @@ class Cgroups:
 
     def memory_left(self, cgroup: str) -> int | None:
         """How many bytes the limits of the cgroup and of the cgroups above it leave. Page cache that the kernel can drop counts as free.
-        None: there is no limit. Raises CriError if there is no hierarchy."""
+        None: no limit can be read. Raises CriError if there is no hierarchy."""
         hierarchy, left = self.hierarchy(), list[int]()
         limit, usage, cache = _MEMORY_FILES["v2" if hierarchy.mode == "v2" else "v1"]
         folder = hierarchy.root / cgroup.lstrip("/")

@@ -114,12 +114,12 @@ def _ready_sandbox(data: bytes, start: int, end: int) -> PodSandbox | None:
 
 
 def _entry(data: bytes, start: int, end: int) -> tuple[str, str]:
-    """The one entry of a map<string, string> at start..end."""
+    """The key and the value of the map<string, string>'s entry at start..end."""
     texts: dict[int, list[str]] = {1: [], 2: []}
     wire.scan(data, start, end, texts)
     return _last(texts[1]), _last(texts[2])
 
 
 def _last(values: list[str]) -> str:
-    """The last value, which counts if a field is repeated."""
+    """The last value, which counts if a field is repeated; "" if the field is missing."""
     return values[-1] if values else ""

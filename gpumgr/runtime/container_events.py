@@ -25,7 +25,7 @@ class AgentRecords(Protocol):
     """The agent's state, which is read, and its history, to which entries are added (gpumgr.agent.state.AgentState)."""
 
     async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
-        """Sets what containers hold above their requests, as measured."""
+        """Sets how many MiB containers hold above their requests on each GPU, as measured."""
         ...
 
     async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:

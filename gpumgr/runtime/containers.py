@@ -26,13 +26,13 @@ _log = structlog.get_logger(__name__)
 EAGER_SECONDS: Final = 15.0
 EAGER_PERIOD_SECONDS: Final = 1.0
 CALM_PERIOD_SECONDS: Final = 10.0
-#: The shortest time between two polls for unknown containers: many containers that start at once cause few polls. It is short, since a
-#: program waits for such a poll.
+#: The shortest time between two polls for unknown containers, so that many containers that start at once cause few polls. It is short,
+#: since a container's program may wait for such a poll (backend vcuda).
 UNKNOWN_PERIOD_SECONDS: Final = 0.02
 #: A poll may begin this much before its period is over, since calls of `tick` are not exactly a second apart.
 _EARLY_SECONDS: Final = 0.1
 
-#: pid and cgroup, requested from the runtime once for each container.
+#: The first process's pid and the container's cgroup, requested from the runtime once for each container.
 Location = tuple[int | None, str | None]
 
 
@@ -145,7 +145,7 @@ class Containers:
             self.wake()
             return
         async with self._polling:
-            # A poll after `since` is new enough, since a container is listed before its program runs.
+            # The runtime lists a container before its program runs, so any poll after `since` is new enough.
             if self._polled_at <= since and container_id not in self._table:
                 await self._sleep(max(0.0, self._polled_at + UNKNOWN_PERIOD_SECONDS - self._clock()))
                 await self._refresh()

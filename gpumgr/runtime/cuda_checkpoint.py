@@ -1,14 +1,15 @@
 """A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
 
-Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a lock file, a lock's name, the seconds that submitted work may
-take. Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the driver must
-report a state while they run. It prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes that the driver holds,
-and processes of unknown state; `failed`: the processes that can't go on; `error` if something failed, with `out_of_memory` if the GPU
-lacked memory; `untouched`: it changed no process. A process that has ended, or does not use CUDA and is not required, is left out.
+Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a lock file, a lock's name, the seconds that a suspension waits
+for submitted work. Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the
+driver must report a state while they run. The program prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes
+that the driver has locked or checkpointed, and processes of unknown state; `failed`: the processes that can't go on; `error` if something
+failed, and whether the GPU lacked memory (`out_of_memory`); `untouched`: the program changed no process. A process is left out if it has
+ended, or if it does not use CUDA and is not required.
 
-Everything depends on the driver's state of each process, so an interrupted run can be repeated. With a lock on the file, a run waits for
-an earlier one of this name, which a killed agent may have left. If one process can't be suspended, the others are restored and unlocked;
-if the GPU lacks memory for one in a resume, the others are moved back.
+Each step depends only on the states that the driver reports, so an interrupted run can be repeated. By a lock in the file, a run waits for
+an earlier run with the same lock's name, which a killed agent may have left. If one process can't be suspended, the others are restored
+and unlocked. If the GPU lacks memory for one process in a resume, the others are moved to the host again.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ _WAIT_SECONDS = 0.1
 
 
 class _Args(ctypes.Structure):
-    """The argument structure of any of the functions: 64 bytes. Only Lock uses a field of it."""
+    """The arguments of any of the functions: 64 bytes. Only Lock reads a field."""
 
     _fields_ = (("timeout_milliseconds", ctypes.c_uint), ("reserved", ctypes.c_uint * 15))
 
@@ -44,7 +45,7 @@ class _Processes:
         self._started, self._required = {int(pid): int(started) for pid, started in request["processes"]}, request["required"]
 
     def load(self, library: str) -> None:
-        """Raises OSError if the library can't be loaded, _CudaError."""
+        """Raises OSError if the library can't be loaded, and _CudaError if CUDA does not start."""
         self._cuda = ctypes.CDLL(library)
         if code := self._cuda.cuInit(0):
             raise _CudaError("cuInit", 0, code)
@@ -54,7 +55,7 @@ class _Processes:
         name, first = f"cuCheckpointProcess{function}", None
         for pid in [pid for pid, state in self.states().items() if state == before]:
             arguments = _Args(timeout_milliseconds=self._milliseconds if function == "Lock" else 0)
-            # The driver may still be busy with what an earlier run began.
+            # ILLEGAL_STATE: the driver may still be busy with what an earlier run began.
             while (code := getattr(self._cuda, name)(pid, ctypes.byref(arguments))) == ILLEGAL_STATE:
                 time.sleep(_WAIT_SECONDS)
                 if self.states().get(pid) != before:

@@ -153,8 +153,8 @@ class MemoryLimitWatcher:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     async def evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """`sample` was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot, without processes
-        that have ended."""
+        """Evaluates a sample that was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot,
+        without processes that have ended."""
         ledger, now = self._records.ledger, self._clock()
         awaited = self._ended.ended
         self._ended = self._ended.with_allocations(ledger.allocations, now)
@@ -181,7 +181,7 @@ class MemoryLimitWatcher:
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
-        unknown = () if ownership.listed else ledger.allocations  # nothing is set for them
+        unknown = () if ownership.listed else ledger.allocations  # before the first list no limit is set
         await self._enforce.start(
             lambda: self._observe_and_adjust(running, number, unknown), timeout_seconds=self._owners.timeout_seconds
         )
@@ -263,8 +263,8 @@ class MemoryLimitWatcher:
     # -- unattributed processes --------------------------------------------------------------------------------------------
 
     def _log_unattributed(self, use: NodeUse, started: Mapping[int, int]) -> None:
-        """Logs each unattributed GPU process once when it appears (a process of an ended container only if it stays), and once when it
-        has ended."""
+        """Logs each GPU process without an allocation once when it appears (a process of an ended container only if it stays), and once
+        when it has ended."""
         expected = frozenset(self._ended.expected(use, started, self._owners.latest.owners))
         self._ended = self._ended.with_processes(use, started)
         met = update_unattributed(self._unattributed, use, started, expected)
@@ -315,9 +315,9 @@ class _Evictions:
 
 
 class _Shares:
-    """The containers that share a GPU, as enforcement describes them. Each is made once and kept while its allocation, its GPUs and its pod
-    stay the same: otherwise every evaluation would create all of them again. Only shares can be suspended: for another container the
-    annotation gpumgr.io/suspend leads to an event."""
+    """The containers that share a GPU. Each GpuShare is made once and kept while its allocation, its GPUs and its pod stay the same, so
+    that not every evaluation creates all of them again. Only shares can be suspended: for another container the annotation
+    gpumgr.io/suspend leads to an event."""
 
     def __init__(self, pods: Pods, events: ContainerEvents) -> None:
         self._pods, self._events = pods, events

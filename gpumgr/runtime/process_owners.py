@@ -26,7 +26,8 @@ RETRY_SECONDS: Final = 5.0
 
 
 class RunningContainers(Protocol):
-    """The container runtime's containers, as last listed (`listed`: ever). Implemented by gpumgr.runtime.containers.Containers."""
+    """The container runtime's containers, by the last list; `listed` is False before the first. Implemented by
+    gpumgr.runtime.containers.Containers."""
 
     listed: bool
 
@@ -80,7 +81,9 @@ class ProcessOwners:
     async def find(
         self, index: AllocationIndex, shares: Collection[AllocationId], seen: Collection[int], started: Mapping[int, int]
     ) -> ProcessOwnership:
-        """`shares`: the allocations for which `pids` is to be filled. `seen`: the pids for which `owners` is to be filled.
+        """Returns the containers of the processes on GPUs, and the processes of containers, as far as they can be found in time.
+
+        `shares`: the allocations for which `containers` and `pids` are filled. `seen`: the pids for which `owners` is filled.
 
         `started`: pid -> start time in clock ticks since boot, without processes that have ended.
         """
@@ -149,6 +152,6 @@ class ProcessOwners:
 
     async def _look_up_one(self, process: Process) -> None:
         container = await self._runtime.container_of(*process)
-        # A process that has ended since the driver listed it is not recorded: without a container it would be unattributed.
+        # A process that has ended since the driver listed it is not recorded: it would be reported as one outside of containers.
         if container is not None or self._runtime.runs(process):
             self._answers[process] = (container, self.clock())

@@ -31,7 +31,7 @@ _LOWERED_SECONDS: Final = 15.0
 
 
 class Resizes:
-    """`obstacle`: see Surroundings. `clock` is monotonic."""
+    """`obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `clock` is monotonic."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Resizes:
         clock: Callable[[], float],
     ) -> None:
         self._records, self._pods, self._bursts, self._obstacle, self._clock = records, pods, bursts, obstacle, clock
-        #: Requests that wait for lower limits of other containers: since which evaluation, and since when.
+        #: Requests that wait for lower limits of other containers -> the number of the evaluation since which they wait, and the time.
         self._waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
 
     async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts) -> bool:
         """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
-        containers of `ledger` use. `most`: see Surroundings."""
+        containers of `ledger` use. `most`: how much a pod may have above its requests."""
         gpus = self._records.inventory.gpus(ledger.gpu_registry)
         moved = {name for name, each in self._records.suspensions.items() if not each.measured}
         around = Surroundings(

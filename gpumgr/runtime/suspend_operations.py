@@ -29,7 +29,7 @@ _FIGURES: Final = re.compile("[0-9]+ MiB")
 REFUSED: Final = "GpuSuspendRefused"
 WAITS: Final = "GpuResumeWaits"
 FAILED: Final = "GpuSuspendFailed"
-#: How long a thread may need from the library's check (whether calls are held) to its call of the driver.
+#: How long a container's thread may need to call the driver after the library in it has found that calls are not held.
 HOLD_SECONDS: Final = 0.1
 #: How long a suspension waits for samples that were read while calls are held.
 _SAMPLES_SECONDS: Final = 15.0
@@ -60,7 +60,7 @@ class Host(Protocol):
     def runs(self, process: Process, /) -> bool: ...
 
     def memory(self, containers: Sequence[Container]) -> HostMemory:
-        """The memory that is left for what these containers have on the GPU."""
+        """The host's memory that is left: on the node, and below the limits of these containers' cgroups."""
         ...
 
 
@@ -92,7 +92,7 @@ class Pages(Protocol):
     (gpumgr.enforcement.limiter.backend.Limiter)."""
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
-        """Holds the container's calls outside of the driver, or releases them. False: the container has no pages, or they can't be used."""
+        """Makes the library keep the container's calls from the driver, or let them go on. False: the container has no usable pages."""
         ...
 
     def holds_calls(self, allocation: AllocationId) -> bool: ...
@@ -102,7 +102,7 @@ class Pages(Protocol):
 
 class SuspendMeter(Protocol):
     def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
-        """`operation`: suspend or resume, which succeeded."""
+        """An operation, suspend or resume, has succeeded."""
         ...
 
     def resumed(self, waited_seconds: float) -> None:
@@ -156,7 +156,7 @@ class SuspendOperations:
         if isinstance(found, str):
             await self._give_up(allocation, begun, found, stopped=not fresh)
             return
-        # What an earlier process of the agent moved is not on the GPU.
+        # What an earlier process of the agent moved is not on the GPU, so the sample lacks it.
         sizes = found if fresh else {gpu: max(size, begun.memory_bytes.get(gpu, 0)) for gpu, size in found.items()}
         if sizes != begun.memory_bytes:
             begun = replace(begun, memory_bytes={**begun.memory_bytes, **sizes})
@@ -291,7 +291,7 @@ class SuspendOperations:
         self._events.add(allocation.id, FAILED, reason)
 
     async def _save(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Saves a state, and repeats that until the disk accepts it: the step that follows must be repeatable."""
+        """Saves a state, and repeats that until the disk accepts it: a later agent must be able to repeat the step that follows."""
         while True:
             await self.save_once(name, suspension)
             if self._records.suspensions.get(name) == suspension:

@@ -77,8 +77,9 @@ class Suspensions:
         self._refused = refused
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare]) -> None:
-        """Resumes containers that their pages show as suspended, but that have no saved state: the checkpoint was lost. Each may need the
-        memory that its library counts, or, without such a count, what it was granted; one that has memory on the GPU waits for none."""
+        """Resumes containers that have no saved state although their pages hold their calls: the checkpoint was lost. Each may need the
+        memory that its library counts or, without such a count, what it was granted. A container that has memory on the GPU does not wait
+        for free memory."""
         for name, share in shares.items():
             if name in self._records.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue

@@ -67,8 +67,9 @@ def _program(runtime: _Runtime) -> str:
 
 
 def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
-    """`setting`: container.driver_files; `runtimes` None: the container runtime has not answered yet. If it is not known whether the
-    toolkit adds the driver's files, gpumgr mounts them and keeps the toolkit from adding them; that works with and without the toolkit."""
+    """Decides whether gpumgr mounts the driver's files or the toolkit adds them. `setting`: container.driver_files; `runtimes` None: the
+    container runtime has not answered yet. In doubt gpumgr mounts the files and keeps the toolkit from adding them, which works with and
+    without the toolkit."""
     if setting == "toolkit":
         return DriverAccess(mounted=False, toolkit=True, why="container.driver_files is toolkit")
     if runtimes is None:
