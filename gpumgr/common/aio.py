@@ -3,8 +3,9 @@
 Invariants:
 * A reader of `LatestValue` gets the newest value, perhaps not every value, and never delays the writer.
 * A state change that has begun is finished even if its caller is cancelled (`run_shielded`).
-* A daemon that returns has a bug: `forever` raises an error.
-* A daemon that only reports something does not end the agent: its bugs are logged, and it is restarted (`persistently`, `BugLog`).
+* A daemon is a coroutine that runs until it is cancelled. If it returns, that is a bug: `forever` raises an error.
+* A bug in a daemon that only reports something does not end the process: it is logged, and the daemon is restarted (`persistently`,
+  `BugLog`).
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import structlog
 
 T = TypeVar("T")
 
-#: Work that takes longer lets other tasks run in between.
+#: `in_slices` lets other tasks run each time this has passed.
 SLICE_SECONDS = 0.005
 #: A repeated bug is logged at most this often.
 BUG_LOG_SECONDS: Final = 60.0
@@ -32,7 +33,7 @@ _shielded: set[asyncio.Task[Any]] = set()
 
 async def in_slices(steps: Iterable[object], gone: Callable[[], bool] | None = None) -> None:
     """Runs all steps. During a step no other task runs; between two steps other tasks run if SLICE_SECONDS have passed since they last
-    could. Raises ConnectionResetError if `gone` says then that the client has disconnected."""
+    could. `gone` is called after that; if it returns True, the client has disconnected, and ConnectionResetError is raised."""
     began = time.perf_counter()
     for _ in steps:
         if time.perf_counter() > began + SLICE_SECONDS:
@@ -43,7 +44,7 @@ async def in_slices(steps: Iterable[object], gone: Callable[[], bool] | None = N
 
 
 class LatestValue(Generic[T]):
-    """The newest value of something, for any number of readers. `set` never blocks; an equal value is no change."""
+    """The newest value of something, for any number of readers. `set` never blocks, and does nothing if the value is equal."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -113,7 +114,7 @@ def next_tick(period_seconds: float, after: float) -> float:
 
 
 def until_tick(period_seconds: float) -> float:
-    """The seconds until the next tick, counted from now."""
+    """The seconds from now until `next_tick`."""
     now = time.monotonic()
     return next_tick(period_seconds, now) - now
 
@@ -126,7 +127,7 @@ async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
 
 
 class DaemonCalls:
-    """Runs blocking calls that may never return, such as calls of a network file system: one at a time, on a daemon thread of its own.
+    """Runs blocking calls that may never return, such as calls of a network file system: one at a time, on one daemon thread.
 
     Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the process nor other calls.
     """
@@ -137,8 +138,8 @@ class DaemonCalls:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
-        """Returns the result of `work`, or raises its error. Raises TimeoutError if the call takes longer, or at once if an earlier call
-        has not returned or the system starts no further thread."""
+        """Returns the result of `work`, or raises its error. Raises TimeoutError after `timeout_seconds`, or at once if an earlier call has
+        not returned or the system starts no further thread."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -178,7 +179,8 @@ def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
 
 
 async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:
-    """Runs `work` until `work` or `end` is done, and cancels the unfinished one. Returns `work`, which has ended or was cancelled."""
+    """Runs `work` and `end` until one of them is done, and cancels the other. Returns the future of `work`, which has ended or was
+    cancelled."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -224,7 +226,7 @@ class DaemonExitedError(RuntimeError):
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Runs a daemon, as a task of the caller's task group. Raises the errors of `work`, and DaemonExitedError if it returns."""
+    """Runs the daemon `work`. Raises the errors of `work`, and DaemonExitedError if `work` returns."""
     await work()
     raise DaemonExitedError(f"the daemon {name} returned; it must run until it is cancelled")
 
@@ -251,9 +253,9 @@ async def persistently(
     *,
     pause_seconds: float = 1.0,
 ) -> NoReturn:
-    """Runs a daemon without which the agent can work for a while: after an error or a return it is started again, `pause_seconds` later.
+    """Runs a daemon without which the process can work for a while: `pause_seconds` after an error or a return, `work` is called again.
 
-    `work` must be able to start again. Errors are bugs, which are logged (see `BugLog`).
+    Errors are bugs, which are logged (see `BugLog`).
     """
     bugs = BugLog(name)
     while True:
@@ -289,7 +291,8 @@ async def report_event_loop_lag(
 
 
 def yielding_gil(items: Iterable[T]) -> Iterator[T]:
-    """Yields the items. After each 0.5 ms it sleeps, which releases the GIL: a computing thread would keep it for 5 ms."""
+    """Yields the items. After each 0.5 ms the iterator sleeps, which releases the GIL: a thread that only computes keeps the GIL for 5 ms
+    at a time."""
     since = time.perf_counter()
     for item in items:
         yield item

@@ -47,7 +47,7 @@ class ElfError(GpumgrError):
 
 
 class Table(NamedTuple):
-    """A table in the file: where it begins, and size and number of its entries."""
+    """A table in the file: the offset where it begins, and size and number of its entries."""
 
     offset: int
     entry_bytes: int
@@ -66,7 +66,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Elf(msgspec.Struct, frozen=True, kw_only=True):
-    """One program or library. `bits` is 32 or 64. `abi`: the oldest kernel that it supports, from its ABI note, as (major, minor, sub)."""
+    """One program or library. `bits` is 32 or 64. `abi`: the oldest kernel on which it runs, from its ABI note, as (major, minor, sub);
+    None: it has no such note."""
 
     bits: int
     machine: str
@@ -100,7 +101,7 @@ def read_header(descriptor: int) -> Header:
 
 
 def read_exports(descriptor: int) -> frozenset[str]:
-    """The dynamic symbols that other programs can use; none without a table of sections. Raises ElfError, OSError."""
+    """The names of the dynamic symbols that the file defines for others; empty if it has no section headers. Raises ElfError, OSError."""
     read = _reader(descriptor)
     header = _header(read)
     wide, order = header.bits == 64, header.order

@@ -1,22 +1,22 @@
 """The errors that several parts of gpumgr raise on purpose. A part's own errors are derived from them and are in its module.
 
 GpumgrError
-├── Refusal           a request that must not be granted; its text reaches `kubectl describe pod`
-├── InputError        text, file or argument that can't be read; names the problem, its place, and the remedy
+├── Refusal
+├── InputError
 │   ├── TopologyError
 │   ├── SettingsError
 │   └── StateError
-├── NvmlError         the driver's library can't answer
-│   └── NvmlAbsent    there is no driver (yet)
-├── MpsError          NVIDIA's MPS control program, or something that it needs, failed
-│   └── MpsTransientError  it hung or could not be run; the next attempt may succeed
+├── NvmlError
+│   └── NvmlAbsent
+├── MpsError
+│   └── MpsTransientError
 │       └── MpsTimeoutError
-├── DriverFilesError  the copy of the driver's files for containers can't be made or kept
-├── CheckpointError   the checkpoint can't be read or written
-│   └── LedgerError   a change is not written because the ledger would contradict itself
-├── KubeletError      the kubelet can't be reached, or refused
-├── CriError          the container runtime or the kernel's cgroups can't describe containers
-└── AlreadyRunning    another agent holds this node's lock
+├── DriverFilesError
+├── CheckpointError
+│   └── LedgerError
+├── KubeletError
+├── CriError
+└── AlreadyRunning
 """
 
 from typing import Literal
@@ -29,7 +29,8 @@ class GpumgrError(Exception):
 
 
 class Refusal(GpumgrError):
-    """A request that is not granted. `code` is a bounded label for metrics, `str()` a sentence for the operator."""
+    """A request that must not be granted. `code` is one of few labels, for metrics; `str()` is a sentence, which `kubectl describe pod`
+    shows."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -37,7 +38,7 @@ class Refusal(GpumgrError):
 
 
 class InputError(GpumgrError):
-    """Something that a person wrote can't be used."""
+    """Something that a person wrote can't be used, or is missing. The message names the problem, its place, and the remedy."""
 
 
 class TopologyError(InputError):

@@ -69,7 +69,8 @@ def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterato
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file of at most `most_bytes`. Raises OSError, also for any other file; opening a FIFO does not block."""
+    """The content of a file. Raises OSError, also if the file is not regular or has more than `most_bytes`; opening a FIFO does not
+    block."""
     with open(path, "rb", opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 #: No object of Kubernetes that gpumgr reads is nested nearly as deep; the decoders reach about a thousand levels.
 MAX_DEPTH: Final = 100
-#: Messages reach logs, events and refusals, and a decoder may quote a key of any length.
+#: Messages are cut to this length: they reach logs, events and refusals, and a decoder may quote a key of any length.
 _MAX_MESSAGE: Final = 400
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: A string or a bracket. A string without an end reaches to the end of the text, and no part is tried twice, so the time is linear in the
 #: length, for any text.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-#: An object of the API server with more bytes is parsed on a thread; to parse so many takes up to 20 ms.
+#: An object of the API server with more bytes is parsed on a thread: parsing this many takes up to 20 ms.
 _LONG_BYTES: Final = 1 << 16
-#: PyYAML needs quadratic time for numbers to base 60, such as 1:30:00.
+#: Limits the colons of a value without quotes: PyYAML needs quadratic time for numbers to base 60, such as 1:30:00.
 _MAX_SEXAGESIMAL: Final = 100
 
 

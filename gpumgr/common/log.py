@@ -1,5 +1,5 @@
-"""Configures the log: structlog writes to stderr, as text on a terminal and otherwise as one JSON object per line. Libraries log from
-WARNING on.
+"""Configures the log: structlog writes to stderr, one JSON object per line, or text (format "console", and "auto" on a terminal). Libraries
+log from WARNING on.
 
 If the format is "auto" and systemd's journal reads stderr, each line is sent to the journal as an entry with fields and a priority; its
 message is the same JSON.
@@ -82,8 +82,8 @@ def _read_by_journal(out: TextIO) -> bool:
 
 
 class _Lines:
-    """Sends entries to the journal, and writes lines without an entry, or with one that the journal refuses. If stderr is a full disk or a
-    closed pipe, the line is lost and no error is raised."""
+    """Sends each entry to the journal. Without a journal, or if it refuses the entry, the line is written to stderr. If stderr is on a full
+    disk or is a closed pipe, the line is lost and no error is raised."""
 
     def __init__(self, out: TextIO, journal: Journal | None) -> None:
         self._out, self._journal = out, journal

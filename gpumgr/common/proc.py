@@ -91,8 +91,8 @@ def mount_tables(root: Path) -> Iterator[str]:
 
 
 def mounted_root(line: str) -> str:
-    """The path within the file system that this line of mountinfo mounts (field 4), with blanks as octal numbers; "" if the line has no
-    such field."""
+    """The root of the mount within its file system: field 4 of this line of mountinfo, in which blanks are octal numbers. "" if the line
+    has no such field."""
     fields = line.split(" ", 4)
     return fields[3] if len(fields) > 3 else ""
 
@@ -109,6 +109,7 @@ class Mount(NamedTuple):
 
 def mount_of(mountinfo: str, path: Path) -> Mount | None:
     """The mount in which the absolute path lies: the nearest one above the path, and if several mounts have the same point, the last one.
+    None: there is none.
 
     Source: proc(5), /proc/PID/mountinfo, and mount_namespaces(7). Lines that cannot be parsed are skipped.
     """
@@ -129,7 +130,7 @@ def unescaped(field: str) -> str:
 
 
 def _mount_namespace(process: Path) -> str | None:
-    """The process's mount namespace; None if the agent may not trace the process (mountinfo needs fewer rights)."""
+    """The process's mount namespace; None if the process has ended or the agent may not trace it (mountinfo needs fewer rights)."""
     try:
         return os.readlink(process / "ns/mnt")
     except OSError:
@@ -146,7 +147,7 @@ class HostProcesses:
         return start_time_ticks(pid, self._root)
 
     def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
-        """The start times of the running processes among these. Blocks, so call it on a thread."""
+        """Maps each pid among `pids` that has a running process to its start time. Blocks, so call it on a thread."""
         return {pid: time for pid in pids if (time := self.start_time(pid)) is not None}
 
     def runs(self, process: Process) -> bool:

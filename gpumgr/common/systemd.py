@@ -22,7 +22,7 @@ from typing import Any, Final
 
 SOCKET: Final = Path("/run/systemd/journal/socket")
 _PREFIX: Final = "GPUMGR_"
-#: Longer names are dropped by the journal, with their values.
+#: The journal drops fields with longer names.
 _MOST_NAME_CHARACTERS: Final = 64
 _OTHER: Final = re.compile(r"[^A-Z0-9_]")
 _PRIORITIES: Final = {"debug": "7", "info": "6", "warning": "4", "error": "3", "critical": "2"}
@@ -82,7 +82,7 @@ def _encoded(name: bytes, value: bytes) -> bytes:
 
 
 class Journal:
-    """Sends entries. It never waits: an overloaded journal refuses them."""
+    """Sends entries. It never waits: an overloaded journal refuses entries."""
 
     def __init__(self, path: Path = SOCKET) -> None:
         self._path = str(path)
@@ -165,7 +165,8 @@ def _status(text: str) -> str:
 
 
 def _watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
-    """Source: sd_watchdog_enabled(3). The variable counts only for the process that it was set for."""
+    """The longest time that systemd allows between two calls of `watchdog`; None: there is no watchdog. $WATCHDOG_USEC counts only for the
+    process $WATCHDOG_PID. Source: sd_watchdog_enabled(3)."""
     for_pid, period = environ.get("WATCHDOG_PID", ""), environ.get("WATCHDOG_USEC", "")
     if (for_pid and for_pid != str(pid)) or not (period.isascii() and period.isdigit()) or int(period) == 0:
         return None

@@ -22,7 +22,7 @@ MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
 SUSPEND_ANNOTATION: Final = "gpumgr.io/suspend"
 #: How long a container of the pod is idle before it is suspended: `10m`, `90s`, `1h`, or `never`.
 SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
-#: A JSON object: container -> {"cores": N, "memoryMiB": M}, what it may use of each of its GPUs; and the agent's answer to it.
+#: A JSON object: container -> {"cores": N, "memoryMiB": M}, what the container may use of each of its GPUs; and the agent's answer.
 RESIZE_ANNOTATION: Final = "gpumgr.io/resize"
 RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 
@@ -37,7 +37,7 @@ DRA_DRIVER: Final = "gpu.gpumgr.io"
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
-#: The kind of resource of a device id, a request or a server. A core or memory id represents a fixed amount; an id of another kind
+#: The kind of resource of a device id, a request or a device plugin. A core or memory id represents a fixed amount; an id of another kind
 #: represents none.
 Resource = Literal["core", "memory", "replica", "mig"]
 #: The resources of a vcuda container.
@@ -99,7 +99,8 @@ def inner_name(resource: str, names: Mapping[str, str]) -> str:
 
 
 def other_resource(resource: Resource) -> Resource:
-    """The resource of the container's other call. Replicas and MIG devices have one call: for them it is the same resource."""
+    """The other one of a vcuda container's two resources, core and memory: each has its own call of Allocate. Replicas and MIG devices have
+    only one call: for them it is the same resource."""
     return _OTHER[resource]
 
 
@@ -110,7 +111,7 @@ def blocks_of(memory_bytes: int) -> int:
 
 
 def ratio(value: float | None) -> float | None:
-    """The value, limited to 0..1."""
+    """The value, limited to 0..1; None stays None."""
     return None if value is None else min(1.0, max(0.0, value))
 
 

@@ -82,7 +82,8 @@ def is_served(path: Path) -> bool:
 
 
 def remove_leftovers(folder: Path, pattern: str) -> list[Path]:
-    """Removes the sockets without a listener, which ended processes have left, and returns their paths. Raises nothing."""
+    """Removes the sockets in `folder` that match `pattern` and have no listener (their process has ended), and returns their paths. Raises
+    nothing."""
     removed = []
     for path in folder.glob(pattern):
         if is_leftover(path):

@@ -37,7 +37,8 @@ DEPRECATED: Final = 26
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The codes of a driver that is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED})
-#: Codes that mean "there is none", which is no failure. (If a list is empty, the binding raises an error with the code SUCCESS.)
+#: (function, code): from this function the code means "there is none", which is no failure. (The binding raises code SUCCESS for an empty
+#: list.)
 _NONE_YET: Final = frozenset(
     {
         *(
@@ -104,8 +105,8 @@ class Binding:
         self._initialised += 1
 
     def close(self) -> None:
-        """Shuts NVML down, unless the driver is gone. NVML counts initialisations. If one is not shut down (because a call hangs), the GPUs
-        stay open until this process ends."""
+        """Shuts NVML down, unless the driver is gone. NVML counts initialisations, so each needs its own shutdown. If one is missing
+        (because a call hangs), the GPUs stay open until this process ends."""
         count, self._initialised = self._initialised, 0
         with contextlib.suppress(DriverDown):
             for _ in range(count):
@@ -171,7 +172,7 @@ class Binding:
         return error.code in _CAPABILITY
 
     def address(self, handle: Handle) -> int | None:
-        """The address in a handle, which all handles of one GPU share."""
+        """The address in a handle. All handles of one GPU have the same address."""
         return ctypes.cast(handle, ctypes.c_void_p).value
 
     def _translated(self, function: str, error: Any) -> NvmlError:

@@ -45,7 +45,8 @@ def set_limit(nvml: Binding, handle: Handle, cgroup: str, soft_bytes: int, hard_
 
 
 def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
-    """The current limit. The driver answers "not found" or "not supported" if neither the cgroup nor a parent was ever limited."""
+    """The current limit. If neither the cgroup nor a parent was ever limited, the driver answers "not found" or "not supported": then there
+    is no limit."""
     try:
         return _query_limit(nvml, handle, cgroup)
     except CallError as exc:
@@ -61,7 +62,7 @@ def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
-    """The GPU's UUID, and the reason why the driver does not limit the memory of cgroups there (None: it seems to do so). Raises
+    """The GPU's UUID, and the reason why the driver does not limit the memory of cgroups on this GPU (None: it seems to do so). Raises
     CallError if the GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU."""
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -91,8 +92,8 @@ _BUSY_SECONDS: Final = 1.0
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """`health` maps UUIDs to health, also of GPUs that the last snapshot lacks. While an earlier call about a GPU takes long, the GPU's
-    health is None, and `sample` lacks the GPU."""
+    """`health` maps UUIDs to observed health, also of GPUs that the last snapshot lacks. While an earlier call about a GPU takes long, the
+    GPU's health is None, and `sample` lacks the GPU."""
 
     sample: NodeSample
     health: Mapping[str, Observation | None]
@@ -159,8 +160,8 @@ class Nvml(Session):
     async def _read_levels(
         self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None
     ) -> dict[frozenset[int], Level]:
-        """The levels that can be read, by pair of indices. If a call about two GPUs fails, each of them is asked for its UUID. A GPU that
-        does not answer that call is added to `failures`. If both answer, only the level is unknown.
+        """The PCIe levels that can be read, by pair of indices. If a call about two GPUs fails, each of them is asked for its UUID. A GPU
+        that does not answer that call is added to `failures`. If both answer, only the level is unknown.
         """
         uuids = {each.gpu.index: each.gpu.uuid for each in gpus}
         levels: dict[frozenset[int], Level] = {}

@@ -30,11 +30,11 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 class HardwareEvents:
     """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes. `simulated`: the GPUs have no device nodes, so
-    none is missing. `own_pids` returns which of the processes on GPUs (pid -> start time) are gpumgr's own; it runs on a thread. Samples
-    are passed on without these processes.
+    none is missing. `own_pids` gets the processes on GPUs (pid -> start time) and returns the pids of gpumgr's own, which are left out of
+    the samples that are passed on; it runs on a thread.
 
-    `before_snapshot` is awaited before the GPUs of a snapshot are offered, `on_sample` after each sample, with the start times of its
-    processes (pid -> clock ticks since boot).
+    `before_snapshot` is awaited before the GPUs of a snapshot are offered. `on_sample` is awaited after each sample, with the start times
+    of the processes in it (pid -> clock ticks since boot).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HardwareEvents:
         self._nodeless: Mapping[str, str] = {}
         #: UUID -> code of the latest entry of each unhealthy GPU; None: the history has not been read yet.
         self._reported: dict[str, str] | None = None
-        #: Indices of the reported GPUs that the driver can't describe; None before the first check.
+        #: Indices of the GPUs that the driver could not describe at the last check; None before the first check.
         self._nameless: frozenset[int] | None = None
         #: The last logged reason why MIG devices can't be offered.
         self._mig_obstacle: str | None = None
@@ -157,7 +157,7 @@ class HardwareEvents:
                 self._reported[uuid] = code
 
     def _report_nameless(self) -> None:
-        """Adds one entry for each GPU that the driver lists but cannot describe. A restart does not repeat it."""
+        """Adds one entry for each GPU that the driver lists but cannot describe. A restart does not repeat the entry."""
         history = self._agent_state.history
         add = history.add_unless_repeated if self._nameless is None else history.add
         nameless = {
@@ -175,7 +175,8 @@ class HardwareEvents:
             log.error("mig_devices_not_offered", mig_strategy="single", reason=self._mig_obstacle)
 
     def _check_device_nodes(self, snapshot: NodeSnapshot) -> None:
-        """A GPU without its device node cannot be given to a container, even if NVML reports it as healthy."""
+        """Finds the GPUs without a device node, and logs changes. Such a GPU cannot be given to a container, even if NVML reports it as
+        healthy."""
         missing = {}
         for gpu in snapshot.gpus:
             path = f"{self._device_root}/{WSL_NODE if gpu.minor is None else f'nvidia{gpu.minor}'}"
@@ -212,6 +213,7 @@ def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:
 
 
 def _why(health: GpuHealth) -> str:
-    """The reason as a sentence for users. For a GPU that works again it says that the GPU is observed for a while before it is offered."""
+    """The reason as a sentence for users. For a GPU in probation (it works again, but is not offered yet) the sentence begins with
+    "recovering, was"."""
     why = health.message or str(health.reason)
     return f"recovering, was: {why}" if health.state == "probation" else why

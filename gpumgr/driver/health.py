@@ -91,7 +91,7 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthReading(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU answered. None = the driver does not report it. `mig_instances`: UUIDs of its MIG devices."""
+    """The GPU answered. A value that the driver does not report is None. `mig_instances`: UUIDs of the GPU's MIG devices."""
 
     mig_enabled: bool | None = None
     mig_instances: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ def uncordoned(health: GpuHealth, now: float) -> GpuHealth:
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
-    """The next state. `now` is only stored as the time of a change: any clock, but the same for all calls."""
+    """The health after this observation. `now` is only stored as the time of a change: any clock, but the same for all calls."""
     rules = rules or HealthRules()
     verdict = _judge(observation, rules)
     if verdict is None:

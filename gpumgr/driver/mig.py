@@ -59,8 +59,8 @@ def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
 
 
 def read_mig_instances(nvml: Binding, gpu: Handle) -> tuple[MigInstance, ...]:
-    """The MIG devices of a GPU in MIG mode, by NVML's index. An instance that is destroyed during the reading is left out. Raises
-    CallError if the GPU fails."""
+    """The MIG devices of a GPU in MIG mode, by NVML's index. A device that is destroyed during the reading is left out. Raises CallError if
+    the GPU fails."""
     instances = []
     for handle in read_mig_handles(nvml, gpu).values():
         with unless_gone():
@@ -110,7 +110,8 @@ def read_profile_infos(nvml: Binding, gpu: Handle) -> Iterator[tuple[int, Any]]:
 
 
 def read_mig_profiles(nvml: Binding, gpu: Handle, total_bytes: int) -> tuple[MigProfile, ...]:
-    """The plain profiles of a GPU with `total_bytes` of memory; empty if the driver reports none. Works also while MIG mode is off."""
+    """The standard profiles (_PLAIN_PROFILES) of a GPU with `total_bytes` of memory; empty if the driver reports none. Works also while MIG
+    mode is off."""
     profiles = []
     for number, info in read_profile_infos(nvml, gpu):
         memory_mebibytes, slices = int(info.memorySizeMB), int(info.sliceCount)

@@ -1,8 +1,8 @@
 """Turns MIG mode on, and creates and destroys MIG devices. Synchronous functions for the worker's thread; all need root.
 
 A MIG device is a compute instance in a GPU instance. Here the compute instance always has the whole GPU instance. If a step fails, a GPU
-instance without a compute instance may be left. It is not a MIG device, but occupies a place, so it is destroyed when the place is
-needed.
+instance without a compute instance may be left. It is not a MIG device, but occupies memory slices, so it is destroyed when a new MIG
+device needs them.
 
 Source: NVML's reference, "Multi Instance GPU Management". NVIDIA's DRA driver has seen that a GPU instance is "in use by another client"
 after its compute instance was destroyed, and that NVML reports an occupied place as "insufficient resources".
@@ -98,7 +98,7 @@ def _create_gpu_instance(nvml: Binding, gpu: Handle, profile: MigProfile, place:
 
 
 def _destroy_unused(nvml: Binding, gpu: Handle, place: Placement) -> bool:
-    """Destroys the GPU instances that overlap this place and have no MIG device. Returns whether there was one."""
+    """Destroys the GPU instances that overlap the memory slices of `place` and have no MIG device. Returns whether there was one."""
     used = _gpu_instances_of(nvml, read_mig_handles(nvml, gpu))
     found = False
     for _, profile in read_profile_infos(nvml, gpu):

@@ -52,8 +52,8 @@ class NodeListener(Protocol):
         GPUs, and of earlier GPUs that the snapshot lacks."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Called with the health of all GPUs, by UUID, whenever a state, a reason or a message has changed. `health` has a new GPU before
-        the snapshot does, and a MIG device only while the device has a fault that concerns no other GPU instance."""
+        """Called with the health of all GPUs, by UUID, whenever a state, a reason or a message has changed. A new GPU is in `health` before
+        `snapshot_taken` reports it. A MIG device is in `health` only while it has a fault that concerns no other GPU instance."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
         """Called with one sample in each period."""
@@ -238,7 +238,7 @@ class Monitor:
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
             self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
-            # A snapshot would wait for a change of MIG (up to half a minute); samples and health are read in the meantime.
+            # While MIG is changed (up to half a minute), a snapshot would wait; so only samples and health are read.
             if self._stale and not self._nvml.busy:
                 snapshot = await self._take_snapshot()
             else:
@@ -291,7 +291,7 @@ class Monitor:
         return snapshot
 
     def _judge(self, readings: Mapping[str, Observation | None]) -> None:
-        """Applies the readings. A GPU with the reading None keeps its health."""
+        """Applies the readings. A GPU with the reading None keeps its health; a GPU without a reading is missing."""
         self._hung = _hanging(readings)
         missing = Failed(reason="missing", message="the driver no longer lists this GPU")
         for uuid in self._health:

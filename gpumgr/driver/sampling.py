@@ -156,7 +156,8 @@ def unless_failed(read: Callable[[], T | None]) -> T | None:
 
 
 def _read_memory(nvml: Binding, handle: Handle) -> tuple[int, int | None] | None:
-    """Used and reserved bytes. The first version of the call counts the bytes that the driver reserves as used."""
+    """Used and reserved bytes; None if the driver reports neither. The first version of the call has no reserved bytes: it counts them as
+    used."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
     if memory is not None:
         return int(memory.used), int(memory.reserved)

@@ -35,8 +35,8 @@ OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
 def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
-    """Registers the GPU's errors in the set. Returns the address in the GPU's handle, or None if the driver has no events for this GPU.
-    After a CallError the set is unusable (NVML's documentation)."""
+    """Registers the GPU's XIDs and double-bit errors in the event set. Returns the address in the GPU's handle, or None if the driver has
+    no events for this GPU. After a CallError the set is unusable (NVML's documentation)."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
     types = _WANTED & (supported or 0)
@@ -52,9 +52,9 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
 
 
 class EventThread:
-    """Waits for the events of one set until `stop`. NVML's wait blocks and has no file descriptor, so it is called for short intervals.
-    Frees the set at the end. The thread is a daemon, so a wait that hangs delays nothing. `uuids`: address in the GPU's handle -> UUID, of
-    each GPU with events."""
+    """Waits for the events of one event set until `stop`. NVML's wait blocks and has no file descriptor, so it is called for short
+    intervals. Frees the set at the end. The thread is a daemon, so a wait that hangs delays nothing. `uuids`: address in the GPU's handle
+    -> UUID, of each GPU with events."""
 
     def __init__(self, nvml: Binding, event_set: Handle, uuids: Mapping[int, str], on_event: OnEvent) -> None:
         self._nvml, self._set, self.uuids, self._on_event = nvml, event_set, uuids, on_event

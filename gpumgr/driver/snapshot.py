@@ -53,7 +53,7 @@ MigProfiles = MutableMapping[tuple[str, bool], tuple[MigProfile, ...]]
 
 
 class _Links(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU's active NVLinks: to other GPUs, by their bus id, and into an NVSwitch fabric."""
+    """The numbers of a GPU's active NVLinks. `direct`: bus id of another GPU -> links to it. `fabric`: links into an NVSwitch fabric."""
 
     direct: Mapping[str, int] = msgspec.field(default_factory=dict)
     fabric: int = 0
@@ -88,9 +88,9 @@ def describe_gpu(
     mig_profiles: MigProfiles,
     unreported_memory_bytes: int | None,
 ) -> DescribedGpu | GpuFailure:
-    """The GPU with this index. `seen` maps indices to the UUIDs of earlier readings, for GPUs that no longer report a UUID.
-    `mig_profiles` has the profiles that were read before. This reading adds to both. `unreported_memory_bytes`: the memory of a GPU if
-    the driver reports none for it."""
+    """The GPU with this index, or the failure if NVML can't describe it. `seen` maps indices to the UUIDs of earlier readings, for GPUs
+    that no longer report a UUID. `mig_profiles` has the profiles that were read before. This reading adds to both.
+    `unreported_memory_bytes`: the memory of a GPU if the driver reports none for it."""
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
         seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
@@ -229,7 +229,7 @@ def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
 def read_levels(
     nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
 ) -> list[Level | CallError]:
-    """For each of the other GPUs: its level to this GPU, or the error of the call. A level that the driver can't report is SYS."""
+    """For each of the other GPUs: its PCIe level to this GPU, or the error of the call. A level that the driver can't report is SYS."""
     levels: list[Level | CallError] = []
     for other in others:
         try:

@@ -89,7 +89,7 @@ class NvmlWorker:
 
     @property
     def stuck(self) -> Mapping[Subject, float]:
-        """GPU -> seconds for which a call about it has run, if it is over its time limit."""
+        """GPU -> seconds for which a call about it has run; only calls over their time limit."""
         return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:

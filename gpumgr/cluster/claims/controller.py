@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 #: The timeout of a write. A write starts only if this process is sure to remain the leader for this time.
 _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
-#: The pause between two steps: each examines all claims while pods have the gate.
+#: The pause between two steps, because each step examines all claims while pods have the gate.
 _PAUSE_SECONDS: Final = 0.1
 #: The first and the longest pause after a refused write, for each object; Retry-After may be longer.
 _PAUSES_SECONDS: Final = (0.5, 60.0)
@@ -105,7 +105,7 @@ class ClaimsController:
     # -- templates ---------------------------------------------------------------------------------------------------------
 
     async def _create_templates(self) -> list[tuple[UnboundPod, str]]:
-        """Returns the pods that name templates which can't be created, with the reasons."""
+        """Creates missing templates that pods name. Returns a pod for each template that must not be created, with the reason."""
         known = self._watches.templates
         counts = Counter(key[0] for key, each in known.items() if each.managed)
         missing: dict[Key, UnboundPod] = {}
@@ -147,12 +147,12 @@ class ClaimsController:
             self._watches.templates.setdefault(key, WatchedTemplate(uid=_UNSEEN, key=key, managed=True))
 
     async def _sweep(self) -> None:
-        """Deletes the templates that no pod has used for a long time."""
+        """Deletes the templates that no pod has used for `template_idle_hours`."""
         now, used_at, templates = self._clock(), self._watches.used_at, self._watches.templates
         used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
         for key in used_at.keys() - templates.keys():
             del used_at[key]
-        for key in [key for key, each in templates.items() if each.uid == _UNSEEN]:  # it may have been deleted by now
+        for key in [key for key, each in templates.items() if each.uid == _UNSEEN]:  # the template may have been deleted by now
             del templates[key]
         for key, each in list(templates.items()):
             if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
@@ -220,9 +220,10 @@ class ClaimsController:
         but: tuple[int, ...],
         patch: PatchKind = "merge",
     ) -> bool | None:
-        """Returns False if the API server refuses the write with a status in `but`: another client changed the object first. Returns None
-        if the write fails, which is logged once for each text, or must wait. `key` identifies the object. After a refusal or a failure, no
-        write of the object is sent during a pause, which doubles each time."""
+        """Returns True after a write. False: the API server refused it with a status in `but`, because another client changed the object
+        first. None: the write failed (logged unless the last failure had the same text), or was not sent, because this process does not
+        lead or the object's pause has not ended. `key` identifies the object. Its pause begins with a refusal or a failure, and doubles
+        each time."""
         due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
         if not self.leads or self._clock() < due:
             return None

@@ -19,7 +19,7 @@ Kinds = Set[tuple[GpuKind, int]]
 
 class Demand(msgspec.Struct, frozen=True):
     """What a pod may still get. `claims`: the requests of its claims that are not allocated yet, by UID of the claim; a claim of several
-    pods is in the demand of each. `kinds`: the GPUs that the pod may get."""
+    pods is in the demand of each. `kinds`: the kinds of GPUs that the pod may get."""
 
     namespace: str
     claims: Mapping[str, tuple[ContainerRequest, ...]]
@@ -27,14 +27,14 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct):
-    """`refused`: pods with the reason, in words."""
+    """`refused`: pods with the reason, as text."""
 
     allowed: list[UnboundPod] = msgspec.field(default_factory=list)
     refused: list[tuple[UnboundPod, str]] = msgspec.field(default_factory=list)
 
 
 def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
-    """The kinds among `kinds` that the pod may get by its nodeSelector. `pod` None: the pod is not known."""
+    """The kinds among `kinds` that the pod may get by its nodeSelector. `pod` None: the pod is not known, so it may get all."""
     found = {each for each in kinds if pod is None or (pod.model in (None, each[0].label) and pod.pool in (None, each[0].pool))}
     # No node has such GPUs yet, but a node with these labels may be added.
     return found or {(GpuKind("", (pod and pod.model) or "", (pod and pod.pool) or ""), 0)}
@@ -85,7 +85,7 @@ class _Sums:
                 self.held[demand.namespace, limit] = held.plus(self._claims[uid, limit]).plus(before, -1)
 
     def more(self, demand: Demand, kind: tuple[GpuKind, int], limit: Limit) -> Held:
-        """What the demand adds on GPUs of this kind: what its claims hold, without the claims that are counted already."""
+        """What the demand adds on GPUs of this kind: what its claims would hold there beyond what is counted for them already."""
         total = NONE_HELD
         for uid, containers in demand.claims.items():
             before = self._claims[uid, limit]

@@ -56,7 +56,7 @@ class UnboundPod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of a node's only ResourceSlice; the name of a device replaces the UUID. `key`: the node's name."""
+    """The GPUs of a node's only ResourceSlice, with the names of the devices as UUIDs. `key`: the node's name."""
 
     uid: str
     key: str
@@ -74,7 +74,7 @@ def parse_unbound(item: Mapping[str, Any], labels: QuotaLabels) -> UnboundPod:
     spec, metadata = item["spec"], item["metadata"]
     made = {each["name"]: each.get("resourceClaimName") for each in (item.get("status") or {}).get("resourceClaimStatuses") or ()}
     named = spec.get("resourceClaims") or ()
-    # A status without a name means that the pod needs no claim.
+    # A status without a name means that the entry needs no claim.
     claims = [each.get("resourceClaimName") or made.get(each["name"]) for each in named]
     selector = spec.get("nodeSelector") or {}
     return UnboundPod(
@@ -139,8 +139,8 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
 
 
 def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
-    """What the requests ask for; for alternatives, the largest. kube-scheduler allocates no claim with more than MAX_DEVICES devices, so a
-    higher count is lowered to MAX_DEVICES + 1."""
+    """What the requests ask for; a request with alternatives counts as the largest one. kube-scheduler allocates no claim with more than
+    MAX_DEVICES devices, so a higher count is lowered to MAX_DEVICES + 1."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [
@@ -172,7 +172,8 @@ def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
-    """Amounts on one GPU, at most all its cores. Cores that are not given are all cores; memory that is not given is 0."""
+    """Amounts on one GPU, at most all its cores. Cores that are not given are all cores. Memory is 0 if it is not given, or if the cores
+    are all cores."""
     cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))

@@ -1,4 +1,4 @@
-"""The shape of a vcuda pod, the template's name that encodes it, and the template itself. Pure.
+"""The shape of a vcuda pod (what its containers request), the template's name that encodes the shape, and the template itself. Pure.
 
 The admission policy (config/claims/admission-policies.yaml) writes the same names: for each request the container's place (`c0` is
 spec.containers[0], `i1` is spec.initContainers[1]), its cores and its blocks of 256 MiB, as in `vcuda-c0-30-20-c2-200-0`.

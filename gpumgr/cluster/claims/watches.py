@@ -1,7 +1,8 @@
 """Watches claims, templates and ResourceSlices beside the objects of the scheduler's index, and keeps the pods that wait for the
 controller.
 
-In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count both modes together.
+In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count nodes in mode plugin and in mode dra
+together.
 """
 
 import asyncio
@@ -93,7 +94,7 @@ class ClaimWatches(ClusterWatches):
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
-        """The pods with gates that have all their claims, each with its demand; and the demands of unallocated claims of other pods."""
+        """The gated pods for which all claims exist, each with its demand; and the demands of other pods' unallocated claims."""
         nodes = filter(None, map(self._index.node, self._slices))  # claims get no GPUs of nodes in mode plugin
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         waiting: list[tuple[UnboundPod, Demand]] = []
@@ -111,7 +112,7 @@ class ClaimWatches(ClusterWatches):
             if claim.allocated:
                 continue
             of_claim: list[UnboundPod | None] = [*users.get(claim.uid, ())]
-            # Its pod may have been bound just now.
+            # The claim's pod may have been bound just now.
             if claim.owner is None and claim.key in self._left:
                 of_claim.append(self._left[claim.key][0])
             elif claim.owner is not None and not of_claim:
@@ -147,7 +148,7 @@ class ClaimWatches(ClusterWatches):
         )
 
     def _pod_changed(self, before: Any, after: Any) -> None:
-        """Both are a `_ClusterPod` or None."""
+        """`before` and `after` are a `_ClusterPod` or None."""
         before, after = before or _ClusterPod(), after or _ClusterPod()
         if before.counted != after.counted:
             super()._pod_changed(before.counted, after.counted)

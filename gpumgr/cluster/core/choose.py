@@ -24,8 +24,8 @@ _NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, e
 
 
 class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`shares` has the GPUs of each container of the request, `taken` what the pod takes of each GPU. `score`: how well the GPUs of
-    containers with several GPUs are connected."""
+    """`shares` has the GPUs of each container of the request, `taken` what the pod takes of each GPU (by position). `score`: how well the
+    GPUs of containers with several GPUs are connected; higher is better."""
 
     shares: tuple[Shares, ...]
     taken: Mapping[int, Amounts]
@@ -61,7 +61,7 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
-    """Finds room for the pod's containers, one after another. Changes none of its arguments."""
+    """Finds room for the pod's containers, one after another. The Misfit is about the first container without room."""
     constraints = request.constraints
     allowed = node.allowed(request)
     use, chosen, score, vcuda = PodUse(), list[Shares](), 0, list[GpuCapacity]()
@@ -118,7 +118,8 @@ def _find(
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
-    """The sets of GPUs: all GPUs of the container must be in one of them. A container has MIG devices or other GPUs, not both."""
+    """The parts of `capacities` to choose from: all GPUs of a container must be in one part. A container has MIG devices or other GPUs, not
+    both."""
     numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
@@ -129,7 +130,8 @@ def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints
 
 
 def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:
-    """Compares placements; the lowest is the best. `free`: the entirely free GPUs in the set (NUMA node) of the placement."""
+    """Compares placements; the lowest is the best. `free`: the number of entirely free GPUs in the placement's part of the node (see
+    `_sets`)."""
     score = placement.score or 0
     return (-score, free) if policy == "topology" else (-free if policy == "spread" else free, -score)
 
@@ -191,9 +193,10 @@ def _replica_capacities(
     *,
     unused: bool,
 ) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
-    """The capacities of the GPUs at these positions, and the MIG device that the containers would have on each GPU.
+    """The capacities of the GPUs at these positions, and the MIG device that the containers would have on each GPU, by position.
 
-    `entirely_free` and `healthy`: each container has room on the GPU. The free amounts order the GPUs; `memory_blocks_free` is in MiB.
+    `entirely_free` and `healthy` here mean that each container in `same` has room on the GPU. The free amounts order the GPUs;
+    `memory_blocks_free` is in MiB here.
     """
     result, devices = [], dict[int, Amounts]()
     for position in positions:

@@ -96,7 +96,8 @@ class _Node:
 
 
 class Largest(NamedTuple):
-    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on the nodes' GPUs, without amounts that another GPU covers."""
+    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs, without amounts that are at most another GPU's,
+    both in cores and in memory."""
 
     idle_gpus: int
     free: tuple[Amounts, ...]
@@ -197,7 +198,8 @@ class ClusterIndex:
                 self._drop(node)
 
     def settle(self) -> None:
-        """Brings the profiles up to date with all changes. Queries do this first, so the first query after many changes takes long."""
+        """Brings the profiles (groups of equal nodes) up to date with all changes. Queries do this first, so the first query after many
+        changes takes long."""
         for _ in self.settling():
             pass
 
@@ -260,7 +262,8 @@ class ClusterIndex:
                 return names
             return NodeSet(nodes & self._profiles.all | self._profiles.nodes_of(there), names.others.difference(there), numbering)
         names = tuple(names)
-        # Each call has the same names in another order. Python salts their hashes, so no client can craft two sets with the same hash.
+        # kube-scheduler sends the same names in another order each time. Python salts the hashes of texts, so no client can craft two sets
+        # with the same hash.
         content = numbering, self._profiles.memberships, len(names), hash(frozenset(names))
         if (known := self._node_sets.get(content)) is not None:
             return known
@@ -284,7 +287,8 @@ class ClusterIndex:
         return [*found.others, *(place.name for place in self._profiles.places_of(found.nodes))]
 
     def shape(self, request: PodRequest, policy: Policy, *, keep: bool = True) -> Shape:
-        """The shape of a request. Without `keep`, its results do not displace the results that are kept for the verbs."""
+        """Compares this request with nodes. Without `keep`, its results do not displace results that are kept for kube-scheduler's
+        calls."""
         return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
 
     def rank(self, shape: Shape, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
@@ -352,7 +356,7 @@ class ClusterIndex:
         return len(self._assumed)
 
     def fits(self, pod: PlacedPod) -> bool:
-        """Whether the known GPUs of a placement are offered and have room for it."""
+        """Whether the GPUs of a placement are known, are offered, and have room for it."""
         node = self._nodes.get(pod.node)
         taken = _taken(node.state, pod, node.state.positions) if node is not None else None
         if node is None or taken is None:
@@ -475,7 +479,7 @@ def _summed(shares: Shares) -> Mapping[int, Amounts]:
 
 
 def _taken(node: NodeState, pod: PlacedPod, positions: Mapping[str | int, int]) -> Mapping[int, Amounts] | None:
-    """None: the GPUs of the pod are not known, or no longer on this node."""
+    """What the pod takes of each GPU, by position. None: its GPUs are not known, or no longer on this node."""
     if pod.shares is None or len(pod.shares) != len(pod.request.containers):
         return None
     found: list[Shares] = []

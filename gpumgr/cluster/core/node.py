@@ -100,7 +100,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_of_equal_gpus(name: str, cores: int, memory_mebibytes: int) -> NodeState:
-    """A node with only a total of cores and memory. Its GPUs are taken as equal, and as equally far from each other (as gpu-admission
+    """Makes a node from a total of cores and memory. Its GPUs count as equal, and as equally far from each other (as gpu-admission
     assumes)."""
     count = cores // CORES_PER_GPU
     rows = range(count)

@@ -1,8 +1,8 @@
 """Groups nodes that are equal for a request, so that the request is computed once for each group.
 
-A share depends on one GPU of a node, so it is computed for rooms: equal GPUs with equal use. A request for whole GPUs depends on which
-GPUs are in use, and not on how much. Other requests are computed for profiles: nodes that differ only by name. Sets of nodes are
-integers: bit n is the node with the slot n.
+A share depends on one GPU of a node, so it is computed for rooms: equal GPUs with equal use. A request for whole GPUs depends on which GPUs
+are in use, and not on how much. Other requests are computed for profiles: nodes that differ only by name. Each node has a number, its slot.
+Sets of nodes are integers: bit n is the node with the slot n.
 """
 
 from bisect import bisect_left, insort
@@ -218,7 +218,7 @@ class Profiles:
 
     def in_order(self, nodes: int) -> Iterator[Place]:
         """The nodes of a set in the order of their names. The first ones are found without examining the other nodes. All nodes of the set
-        must be on record."""
+        must be known."""
         later = nodes >> self._in_order
         if not later:
             return self._in_slots(nodes)

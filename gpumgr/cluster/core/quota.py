@@ -57,7 +57,7 @@ NO_HOLDING: Final[Holding] = {}
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a namespace may hold of the GPUs that match all given texts. An amount that is None is not limited.
+    """What a namespace may hold of the GPUs that match `model`, `label` and `pool`. An amount that is None is not limited.
 
     `model` is a part of the name that the driver or the node's label has; upper and lower case do not matter. `label` is the node's whole
     label; None: any.
@@ -127,7 +127,8 @@ class _Class:
 
 class Denial(NamedTuple):
     """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `entire`: the quota denies every choice on these nodes.
-    `whole`: the GPUs on which the whole pod would exceed the quota. `each`: the GPUs that no container of the pod can have."""
+    `whole`: the types of GPUs on which the whole pod would exceed the quota. `each`: the types of GPUs that no container of the pod can
+    have."""
 
     nodes: Set[str]
     reason: str
@@ -220,7 +221,7 @@ class Quotas:
         return found[0] if found is not None else None
 
     def _refused(self, namespace: str, wanted: Holding, freed: Holding) -> tuple[str, frozenset[GpuKind]] | None:
-        """The reason, and the kinds of GPUs that exceed the limit."""
+        """The reason, as `refusal`, and the kinds of GPUs that the quota forbids, or that count for the exceeded limit."""
         quota = self.limits.get(namespace)
         if quota is None:
             return None
@@ -243,10 +244,12 @@ class Quotas:
         policy: Policy,
         freed: Holding = NO_HOLDING,
     ) -> NodeChoice | Misfit | Rejection:
-        """The choice on this node among the GPUs that the quota allows. The quota's Rejection if only other GPUs have room for the pod.
+        """The choice on this node among the GPUs that the quota allows; the quota's Rejection if only other GPUs have room for the pod; a
+        Misfit if no GPUs have room.
 
-        First without the GPUs that can't have the whole pod, as RankWithinQuota. Then one GPU of each choice that exceeds the quota is
-        closed, and the next choice is tried. With several GPUs an allowed choice may be missed: there are too many choices to try all.
+        It first chooses without the GPUs that can't have the whole pod, as RankWithinQuota does. Then it closes one GPU of each choice that
+        exceeds the quota, and tries the next choice. With several GPUs an allowed choice may be missed: there are too many choices to try
+        all.
         """
         gpus, left = gpus_of(node), node
         whole, each = self._denied(namespace, gpus, request, freed)
@@ -368,7 +371,8 @@ def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> 
 
 
 def _holding(gpus: Sequence[CountedGpu], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]) -> Holding:
-    """`places`: the positions of each container's GPUs; a position beyond the end of `gpus` counts as its last."""
+    """What the containers hold. `places`: the positions of each container's GPUs; a position beyond the end of `gpus` is that of the last
+    GPU."""
     use, whole = PodUse(), PodUse()
     for container, positions in zip(containers, places, strict=True):
         for gpu in positions:

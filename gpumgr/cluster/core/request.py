@@ -112,8 +112,8 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
-        """For each container: the request that its GPUs must fulfil for it and for the containers that reuse them, and the sum of the
-        cores."""
+        """For each container: the request that its GPUs must fulfil for it and for the containers that reuse them, and the cores that all
+        these take together."""
         return [_together(self.containers[place:]) for place in range(len(self.containers))]
 
     @cached_property

@@ -12,7 +12,7 @@ A pod may have one policy for nodes and another for the GPUs of a node. Then nod
 all their GPUs that is in use.
 
 A room is a set of equal GPUs with equal use. A share of one GPU is ranked by the room that it gets, without a choice of GPUs. For other
-requests only the ranks of profiles are kept: nodes that differ only by name. Groups of nodes are compared by the lowest rank that a node
+requests only the ranks of profiles (nodes that differ only by name) are kept. Groups of nodes are compared by the lowest rank that a node
 of the group can have; only nodes that may be among the best are examined.
 """
 
@@ -153,8 +153,8 @@ class Shape:
         return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
 
     def examine(self, offered: int, most: int | None, *, reasons: bool) -> Iterator[None]:
-        """Computes what `fitting` needs, one choice per step: with `reasons` also what `misfits` needs, without them only whether a node
-        fits."""
+        """Computes what `fitting` needs, one choice per step: with `reasons` also what `misfits` needs, without `reasons` only whether a
+        node fits."""
         if self.request.constraints.use_uuids:
             return
         offered &= -1 if self._share is None else self._apart
@@ -365,8 +365,8 @@ class Shape:
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
     def misfits(self, offered: int) -> Iterator[tuple[int, str, Misfit | None]]:
-        """For each kind of misfit the number of nodes, the name of the node that lacks least, and what it lacks, which may be unknown.
-        The caller has checked that no node fits."""
+        """For each kind of misfit the number of nodes, the name of the node that lacks least, and its Misfit (None: not computed). The
+        caller has checked that no node fits."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -395,7 +395,7 @@ class Shape:
             yield rest.bit_count(), self._first_name(rest), Misfit(container=None, less=True, distance=float("inf"))
 
     def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str, None]]:
-        """Nodes with enough room on a GPU that is not offered are a misfit of another kind."""
+        """`misfits` for a share. Nodes with enough room on a GPU that is not offered are a misfit of another kind."""
         allowed = closed = 0
         lacks: list[tuple[float, int]] = []
         for room in self._profiles.rooms_of(nodes):
@@ -502,7 +502,7 @@ def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
 
 
 def _tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
-    """How well a share fills its GPU, in cores: better with less left free, and on a GPU that is in use."""
+    """How well a share fills its GPU, in cores: more with less left free, and on a GPU that is in use."""
     return -left if entirely_free else taken - left
 
 

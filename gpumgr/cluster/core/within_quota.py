@@ -1,7 +1,7 @@
 """The nodes that fit a pod within the quota of its namespace.
 
 The pod is first placed without the GPUs on which the whole pod would exceed the quota. If no node fits then, a pod with several GPUs may
-get some of these GPUs, as many as the quota allows.
+get as many of these GPUs as the quota allows.
 """
 
 from collections import OrderedDict
@@ -136,7 +136,7 @@ class RankWithinQuota:
 
     def _parts(self, offered: NodeSet, denials: _Denials, *, whole: bool) -> list[_Part]:
         """The nodes on which the quota may allow a choice, grouped by the shape for them. With `whole`, the pod gets no GPU in
-        Denial.whole. Otherwise it gets no GPU in Denial.each, and nodes without other GPUs in Denial.whole are left out."""
+        Denial.whole. Otherwise it gets no GPU in Denial.each, and nodes on which both sets are equal are left out."""
         left, mixed = offered, dict[frozenset[GpuType], int]()
         for each, nodes in denials:
             denied = each.whole if whole else each.each

@@ -15,7 +15,7 @@ _log = structlog.get_logger(__name__)
 #: How long a body may take to arrive. A request with whole Node objects can have more than 100 MiB.
 BODY_SECONDS: Final = 30.0
 _LOG_SECONDS: Final = 60.0
-#: Added to the age of a body, so that the size decides among bodies that arrive at the same time.
+#: Added to the age of a body, so that the size decides among bodies that have just begun to arrive.
 _YOUNG_SECONDS: Final = 0.01
 
 

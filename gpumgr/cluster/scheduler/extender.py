@@ -1,4 +1,5 @@
-"""The verbs of the extender. Each verb asks the index, and answers in kube-scheduler's format.
+"""The verbs of the extender: kube-scheduler's calls filter, prioritize, preempt and bind. Each asks the index, and answers in
+kube-scheduler's format.
 
 A verb has no `await` between reading the index and changing it, so verbs that overlap need no lock.
 """
@@ -55,7 +56,8 @@ _REQUEST_SECONDS: Final = 60.0
 
 
 class _Assumed(msgspec.Struct):
-    """A pod with assumed GPUs. `due`: when the API server is asked about it."""
+    """A pod with assumed GPUs: they count as its own, although it is not known to be bound. `due`: when the API server is asked about the
+    pod."""
 
     pod: WatchedPod
     due: float
@@ -94,7 +96,7 @@ class Extender:
 
     @property
     def answers(self) -> bool:
-        """False: this replica does not lead, or does not have all objects yet."""
+        """False: this replica does not lead, or has not read all objects since it leads."""
         return self._leadership is None or self._leadership.answers
 
     @property
@@ -252,7 +254,7 @@ class Extender:
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
     def prepare(self) -> None:
-        """Brings the index up to date between verbs, so that the next verb need not."""
+        """Brings the index up to date, so that the next verb need not."""
         if self.ready:
             self._index.settle()
 
@@ -324,7 +326,7 @@ class Extender:
         try:
             found = await self._read_pod(pod.namespace, pod.name, pod.uid)
         except BindingError as error:
-            if not error.uncertain:  # it is gone
+            if not error.uncertain:  # the pod is gone
                 self._forget(pod.uid)
             raise failure from error
         if found.node is None:
@@ -360,7 +362,8 @@ class Extender:
             self._index.remove(uid)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
-        """Returns the assumed GPUs if they are still free, or if their Binding was sent; else other GPUs of the node that the quota allows.
+        """Returns the pod's assumed GPUs if they are still free, or if their Binding was sent; else other GPUs of the node that the quota
+        allows.
 
         Raises BindingError.
         """

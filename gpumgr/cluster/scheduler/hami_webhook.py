@@ -42,7 +42,7 @@ def refusal(pod: Mapping[str, Any], hami: ReplicaResources) -> str | None:
 
 
 def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSettings) -> list[dict[str, Any]]:
-    """A JSON patch (RFC 6902). Raises KeyError, TypeError or AttributeError for an object that is no pod."""
+    """The changes to the pod as a JSON patch (RFC 6902). Raises KeyError, TypeError or AttributeError for an object that is no pod."""
     spec, made = pod["spec"], list[dict[str, Any]]()
     asking = dict[str, bool]()
     containers = {

@@ -1,4 +1,4 @@
-"""The life of the scheduler's process: credentials, watches, the listening socket, and its end."""
+"""The life of the scheduler's process: credentials, watches, servers, the Lease and the shutdown."""
 
 import asyncio
 import os
@@ -172,8 +172,8 @@ async def run_scheduler(
 
 
 async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
-    """Two clients. The second is only for the Lease: bindings that wait for a slow API server may use up all connections of the first. The
-    second client ignores Retry-After, which may ask for a longer pause than a leader may make. Raises SettingsError."""
+    """Two clients. The second is only for the Lease: bindings that wait for a slow API server can use up all connections of the first. The
+    second client ignores Retry-After, since a leader must renew its Lease in time. Raises SettingsError."""
     lease_server = await ApiServer.connect(kubeconfig, remedy=REMEDY, max_retry_after_seconds=0.0)
     return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
 

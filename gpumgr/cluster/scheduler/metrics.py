@@ -28,7 +28,7 @@ VERBS: Final = ("filter", "prioritize", "bind", "preempt")
 OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
 #: How many models have series of their own: the models with the most GPUs. All other models share the label "other".
 MAX_MODELS: Final = 32
-#: Key of a response under which the server leaves its outcome.
+#: The key under which the server stores the outcome in a response.
 OUTCOME: Final = web.ResponseKey("outcome", str)
 #: Upper bounds in seconds, up to 2 s, which is httpTimeout in config/scheduler/kube-scheduler.yaml.
 _BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0)

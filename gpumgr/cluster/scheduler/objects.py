@@ -153,9 +153,9 @@ Inventory = Literal["used", "outdated", "unusable", "none"]
 
 
 class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """`inventory`: how the scheduler sees the node's GPUs. "outdated": the inventory has more GPUs than the kubelet of this Ready node,
-    so the agent was removed, or can't write. "none": the GPUs are known by capacity (gpu-manager's nodes), or there are none. `problem`:
-    why its inventory or capacity is not used."""
+    """`inventory`: how the scheduler sees the node's GPUs. "outdated": the inventory has more GPUs than the kubelet of this Ready node, so
+    the agent was removed, or can't write. "none": the GPUs are derived from the node's capacity (gpu-manager's nodes), or there are none.
+    `problem`: why its inventory or capacity is not used."""
 
     uid: str
     state: NodeState
@@ -421,8 +421,8 @@ def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
 
 
 def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
-    """Whether a replica may hold these amounts on some GPU. Its node may have higher scaling factors than the factors that are known here.
-    If the annotation of a pod claims too little, the node's agent reports what the pod holds."""
+    """Whether a replica may hold these amounts on some GPU. The pod's node may have higher scaling factors than the factors that are known
+    here. If the annotation of a pod claims too little, the node's agent reports what the pod holds."""
     if amounts.slices:  # a MIG device has what is requested or more; its cores are rounded down
         memory = 0 if replica.whole else replica.memory_mebibytes or 0
         return amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= memory

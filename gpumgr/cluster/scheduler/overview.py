@@ -26,7 +26,7 @@ _CLOSED: Final = {(True, False): 0, (True, True): 1, (False, False): 2, (False, 
 
 
 class _Node(msgspec.Struct, frozen=True):
-    """`row` is the node's row of the page, encoded."""
+    """`row` is the node's row of the page, as JSON."""
 
     version: int
     row: msgspec.Raw
@@ -51,7 +51,7 @@ class ClusterOverview:
         self.inventories: Counter[str] = Counter()
 
     async def refresh(self) -> None:
-        """Takes over what has changed in the index."""
+        """Computes the nodes that have changed in the index."""
         async with self._lock:
             while self._index.changed:
                 for _ in range(min(_SLICE, len(self._index.changed))):
@@ -90,7 +90,7 @@ class ClusterOverview:
         return self._nodes.keys()
 
     def sums(self, name: str) -> Amounts:
-        """What is free on the node's GPUs together."""
+        """What is free on the node's offered GPUs together."""
         node = self._nodes.get(name)
         return node.sums if node is not None else NOTHING
 

@@ -29,7 +29,7 @@ class Defrag:
         return self.tries >= self._most_tries
 
     def plan(self, pod: LivePod) -> Moves | None:
-        """Moves in an order in which each is possible, then the pod itself and its place. None: none were found."""
+        """Moves in an order in which each is possible, then the pod itself and its place. None: no such moves were found."""
         ways = (way for most in range(self._most_moves + 1) for way in self._ways([pod], most))
         return next((plan for way in ways if (plan := in_order(self._cluster, way)) is not None), None)
 

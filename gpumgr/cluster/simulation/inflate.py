@@ -1,7 +1,7 @@
-"""The method inflate, the test of FGD (USENIX ATC '23). Pods arrive in random order until they ask for 130 % of the GPUs.
+"""The method inflate, the test of FGD (USENIX ATC '23). Pods arrive in random order until they have requested 130 % of the GPUs.
 
-The trace's pods are shuffled. If they ask for less, pods drawn with replacement are added; if for more, the last are left out. No pod
-ends, and none is tried twice.
+The trace's pods are shuffled. If they request less than 130 %, pods drawn with replacement are added; if more, the last pods are left out.
+No pod ends, and none is tried twice.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ MAX_PODS: Final = 1_000_000
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Two measures, each by the percentage of arrived demand: the percentage of all GPU-milli that is granted, and the percentage of idle
+    """Two measures, each by the percentage of arrived demand: the percentage of all GPU-milli that is granted, and the percentage of free
     GPU-milli that is fragmented."""
 
     policy: str

@@ -203,11 +203,11 @@ class RandomPolicy(_FittingPolicy):
 
 
 class DraPolicy(_FittingPolicy):
-    """kube-scheduler with Dynamic Resource Allocation, which gives the first GPU of the node that fits.
+    """kube-scheduler with Dynamic Resource Allocation, which gives the pod the node's first GPU with room.
 
-    kube-scheduler looks for fitting nodes until it has enough (percentageOfNodesToScore: 50 - nodes / 125 percent of all nodes, at least
-    5 percent and 100 nodes), and continues there for the next pod. It scores these nodes by CPU and RAM alone (NodeResourcesFit and
-    NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
+    kube-scheduler looks for fitting nodes until it has enough (percentageOfNodesToScore: 50 - nodes / 125 percent of all nodes, at least 5
+    percent and 100 nodes), and continues after the last of them for the next pod. It scores these nodes by CPU and RAM alone
+    (NodeResourcesFit and NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
     """
 
     def __init__(self, cluster: Cluster, random: Random, score: Score) -> None:

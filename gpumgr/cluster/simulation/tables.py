@@ -1,4 +1,4 @@
-"""Reads nodes and pods from CSV or JSON: the columns of the Alibaba trace gpu-v2023, or our own (docs/simulate.md, "Files").
+"""Reads nodes and pods from CSV or JSON: the columns of the Alibaba trace gpu-v2023, or gpumgr's (docs/simulate.md, "Files").
 
 All errors are InputError and name file, line and column. A JSON file is a list of objects: an error names the line where the object begins,
 and its key as the column.

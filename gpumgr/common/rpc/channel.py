@@ -1,4 +1,5 @@
-"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sends the same `:authority` as the kubelet's clients.
+"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sends the same header `:authority` as the kubelet's
+clients.
 
 `PeerConnection` is the client's connection, and the base of the server's connections.
 """
@@ -24,7 +25,7 @@ CALL_FAILURES: Final = (GRPCError, StreamTerminatedError, ProtocolError, OSError
 
 
 class WireCodec(CodecBase):
-    """Messages are bytes, or generated messages of the declared message type."""
+    """Messages are bytes, or generated messages of the type that the method declares."""
 
     __content_subtype__ = "proto"
 
@@ -76,8 +77,8 @@ class UnixChannel(OpenChannel):
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
         """Makes one call, and connects first if needed. `request` is bytes or a generated message.
 
-        Raises CALL_FAILURES, or WireError if the reply can't be read. The peer
-        receives the deadline, too; if the peer reports that it has passed, the call raises TimeoutError.
+        Raises CALL_FAILURES, or WireError if the reply can't be read. The peer receives the deadline, too; if the peer reports that the
+        deadline has passed, TimeoutError is raised.
         """
         try:
             async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:

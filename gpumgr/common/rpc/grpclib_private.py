@@ -32,7 +32,7 @@ class OpenServer(Server):
 
     @property
     def listener(self) -> AbstractServer | None:
-        """The listening server of asyncio; None before `start`, which requires None."""
+        """The listening server of asyncio. None before `start`; to call `start` again, set it to None."""
         return self._server
 
     @listener.setter
@@ -48,11 +48,11 @@ class OpenServer(Server):
 
 
 class OpenChannel(Channel):
-    """A channel with an authority and a connection of the subclass's choice."""
+    """A channel that lets the subclass choose the authority and the connection."""
 
     @property
     def authority(self) -> str:
-        """The authority that the connection's calls send; grpclib would send "127.0.0.1:50051" for a unix socket."""
+        """The value of the header `:authority` of each call; grpclib would send "127.0.0.1:50051" for a unix socket."""
         return "localhost"
 
     def connection(self, made: H2Protocol) -> H2Protocol:

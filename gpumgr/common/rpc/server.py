@@ -44,7 +44,7 @@ class DrainingServer(OpenServer):
         config: Configuration | None = None,
         flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
-        """`services` have grpclib's `__mapping__`. Must be called inside a running event loop.
+        """Each of `services` has grpclib's method `__mapping__`. Must be called inside a running event loop.
 
         `end_streams` ends every streaming call of the services. `flush_seconds`: how long a client may take at the end to read what was
         sent to it, before its connection is aborted.
@@ -172,7 +172,7 @@ class DrainingServer(OpenServer):
 
 
 async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None:
-    """Waits until `calls` is empty; calls that are added in the meantime count, too."""
+    """Waits until all `calls` have ended, at most `timeout_seconds`; calls that are added in the meantime count, too."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
     while (running := {call for call in calls if not call.done()}) and (left := deadline - loop.time()) > 0:

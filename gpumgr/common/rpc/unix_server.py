@@ -1,5 +1,5 @@
-"""Serves gRPC on a unix socket: binds it, detects that another process removed its file, binds it again, drains, removes the file.
-For unary calls it reads the request as bytes, and answers each failure with a gRPC status and a sentence.
+"""Serves gRPC on a unix socket: binds it, detects that another process removed its file, binds it again, drains, removes the file. A failed
+call is answered with a gRPC status and a sentence.
 """
 
 import errno
@@ -32,7 +32,7 @@ Observe = Callable[[str, str, float], None]
 
 
 class Call(msgspec.Struct):
-    """A running call. `outcome` is a bounded label: "ok", a RefusalCode, or "cancelled" until another outcome is set."""
+    """A running call. `outcome` is "ok", a RefusalCode, or "cancelled" until another outcome is set."""
 
     outcome: str = "cancelled"
 

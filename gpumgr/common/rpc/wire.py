@@ -4,8 +4,8 @@ writer.
 A message is a series of (tag, payload); tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and bytes, 5
 four bytes. Source: the public protobuf encoding guide.
 
-Generated code reads and writes all short messages. It takes 20 to 100 times as long as this module. So this module is used for the lists of
-device ids, of pods and of containers, and for the response to Allocate, which delays the start of each container.
+Generated code reads and writes all short messages. It takes 20 to 100 times as long as this module, which is therefore used for the lists
+of device ids, of pods and of containers, and for the response to Allocate, which delays the start of each container.
 """
 
 import re
@@ -63,7 +63,8 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def skip(data: bytes, at: int, end: int, wire_type: int) -> int:
-    """The offset after the payload of `wire_type` that starts at `at`. Raises WireError if that is beyond `end`."""
+    """The offset after the payload of `wire_type` that starts at `at`. Raises WireError if this offset is beyond `end`, or `wire_type` does
+    not exist."""
     if wire_type == BYTES:
         size, at = read_varint(data, at, end)
         at += size
@@ -81,7 +82,8 @@ def skip(data: bytes, at: int, end: int, wire_type: int) -> int:
 
 
 def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(field number, start, end) of every length-delimited field of the message at start..end; other fields are skipped."""
+    """(field number, start, end) of every length-delimited field of the message at start..end; other fields are skipped. Raises
+    WireError."""
     at = start
     while at < end:
         tag = data[at]
