@@ -81,11 +81,12 @@ class Backend:
         express."""
 
     async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
-        """Ends this backend's use of these GPUs, before a container starts on them without it; `whole`: as whole GPUs. Raises Refusal."""
+        """Ends this backend's use of these GPUs before a container without this backend starts there. `whole`: the container gets whole
+        GPUs. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
-        """Checks the running containers of this backend. It compares each limit with what was granted, before anything changes that
-        limit."""
+        """Compares the limits of the running containers of this backend with what was granted, before anything restores them. Returns what
+        the containers' pods must learn."""
         return ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
@@ -98,7 +99,7 @@ class Backend:
         return {}
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
-        """How the containers of this backend used their turns (see TurnUse); empty for a mechanism without turns."""
+        """How the containers of this backend used their turns, the times in which they may run kernels; empty without turns."""
         return {}
 
     def remains(self) -> Collection[AllocationId]:
@@ -143,7 +144,7 @@ class Unlimited(Backend):
 
 
 def not_enforced(tenant: GpuShare, pod_uid: str | None, message: str) -> HistoryEntry:
-    """The entry about a container that runs without limits."""
+    """The history's entry about a container that runs without limits."""
     return HistoryEntry(
         what="event",
         id=tenant.allocation,

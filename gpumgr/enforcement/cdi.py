@@ -1,8 +1,8 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
 Each allocation has one spec file, with one device, or for a ResourceClaim one device for each GPU. The file is written when the container
-starts (by then both resources are allocated), or when the claim is prepared. It depends on the allocation alone. Source: Container Device
-Interface specification 0.6.0; the runtime reads the folder again for a name that it does not know.
+starts (by then both resources are allocated), or when the claim is prepared. The file's name depends on the allocation alone. The runtime
+reads the folder again for a device that it does not know. Source: Container Device Interface specification 0.6.0.
 """
 
 import json

@@ -153,7 +153,7 @@ class BoundedFolders:
 
     def remove(self, folder: Path) -> None:
         """Unmounts what `renew` mounted. Raises OSError."""
-        if not folder.exists():  # `_on_host` may find another mechanism's folder of this name
+        if not folder.exists():  # `_on_host` would find the mount of another mechanism for this allocation
             return
         for _ in range(_MOST_MOUNTS):
             if not folder.is_mount():

@@ -1,8 +1,8 @@
 """A program that makes one CUDA context and ends. It imports nothing of gpumgr.
 
 Its first argument is the name or path of libcuda. With the second argument `wait` the program prints READY when it has the context, and
-ends at the end of its input. If an MPS server is blocked, the program hangs. Exit status: 0: it got a context; 2: CUDA refused; 3: the
-library can't be loaded.
+runs until its standard input ends. If an MPS server is blocked, the program hangs. Exit status: 0: the program got a context; 2: CUDA
+refused; 3: the library can't be loaded.
 """
 
 import ctypes

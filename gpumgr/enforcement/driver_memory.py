@@ -68,8 +68,8 @@ class MemoryLimits(Protocol):
 
 
 class _Limit(msgspec.Struct):
-    """The limit of one container. `obstacle`: why it is not in force, None if it is; `kept`: why the driver keeps a higher
-    limit of a burst; `due`: when to read it back; `hard_bytes`: the limit that was in force last."""
+    """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force, None if one is; `kept`: why the driver keeps
+    a burst's higher limit; `due`: when to read the limit back; `hard_bytes`: the limit that was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None
@@ -89,8 +89,8 @@ class _Unlisted(msgspec.Struct):
 class DriverMemory(Backend):
     """`cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
 
-    `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns which of these allocations
-    some process has mounted; it is called on a thread.
+    `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns the allocations with a
+    folder that some process has mounted; it is called on a thread.
     """
 
     name: BackendName = "nvml-memory"
@@ -192,7 +192,7 @@ class DriverMemory(Backend):
 
     async def _overdue(self, here: Collection[AllocationId]) -> list[GpuShare]:
         """The running containers that were never listed; each is returned once. A container that does not run may have ended, or be slow
-        to start: it is checked again when twice the time since its start has passed."""
+        to start: it is checked again after as much time as has passed since its start."""
         now = self._clock()
         due = [name for name, unlisted in self._unlisted.items() if now >= unlisted.due and name not in here]
         if not due:
@@ -233,7 +233,8 @@ class DriverMemory(Backend):
                 limit.due = self._clock() + _RECHECK_SECONDS
 
     async def _set(self, limit: _Limit, gpu: SharedGpu, cgroup: str) -> str | None:
-        """Sets the limit unless it is in force already; returns why it is not in force, None if it is. Raises NvmlError."""
+        """Sets the limit unless it is in force. Returns why the container is not limited; None if it is, also by the higher limit of a
+        burst that the driver keeps (`kept`). Raises NvmlError."""
         wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.limit_bytes)
         before = await self._driver.memory_limit(gpu.uuid, cgroup)
         of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes
@@ -265,7 +266,7 @@ class DriverMemory(Backend):
         self._limits = {key: limit for key, limit in self._limits.items() if limit.allocation != allocation}
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """The kernel has kept the limits. A cgroup is known once its container is listed: the first `adjust` reads its limit back."""
+        """The kernel has kept the limits. The first `adjust` after a container is listed knows its cgroup, and reads its limit back."""
         for tenant in tenants:
             self._expect(tenant)
 

@@ -1,4 +1,4 @@
-"""All backends (mechanisms) behind one object, the agent's enforcement port."""
+"""All backends (mechanisms) behind one object, which implements gpumgr.agent.ports.Enforcement."""
 
 import asyncio
 import contextlib
@@ -213,11 +213,11 @@ class Enforcer:
         return obstacles
 
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
-        """Every backend with its containers; also a backend without containers, which may have daemons to check or records to drop."""
+        """Every backend with its containers. A backend without containers is included: it may have daemons to check or records to drop."""
         return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
-        """How containers used their turns (see TurnUse), as of the last `observe`."""
+        """How containers used their turns (the times in which they may run kernels), as of the last `observe`."""
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
@@ -261,7 +261,7 @@ class Enforcer:
     # -- start of the agent, and removal -----------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[tuple[GpuShare, Mechanisms]]) -> None:
-        """To be called after the agent's start: every mechanism takes over what an earlier agent process left for these containers."""
+        """Call it after the agent's start: every mechanism takes over what an earlier process of the agent left for these containers."""
         for name, backend in self.backends.items():
             with self._retried(log.warning, "enforcement_not_recovered", backend=name):
                 await backend.recover([tenant for tenant, names in tenants if name in names])

@@ -71,8 +71,8 @@ class Monitor:
         return finding(tenant, "tampered", message)
 
     def _outside(self, tenant: GpuShare, pids: Iterable[int], checks: int, without: str, why: str) -> Iterator[Finding]:
-        """Reports processes that use the GPU outside of the library in so many consecutive checks. `without`: the library; `why`: what may
-        be the reason besides static linking."""
+        """Reports processes that have used the GPU without the library in `checks` consecutive checks. `without`: the library's name.
+        `why`: what may be the reason besides static linking."""
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in pids}
         if late := [f"process {pid}" for pid, count in self._unseen.items() if count == checks]:
             message = (
@@ -118,8 +118,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """Installs the library already now: at the container's start an updated agent installs only its own version, and a runtime makes a
-        folder where the file of a mount is missing."""
+        """The mounts of the library and its list. Installs the library already now: at the container's start an updated agent installs only
+        its own version, and a runtime makes a folder where the file of a mount is missing."""
         with suppress(LibraryError, OSError):  # the start reports it
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)

@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 
 def graph_message(text: str) -> Message:
-    """GraphResponse: `text` is the tree."""
+    """GraphResponse: `text` is the tree of the GPUs' topology."""
     return _filled({"graph": text})
 
 
@@ -132,10 +132,11 @@ Answer = TypeVar("Answer", GraphResponse, UsageResponse, VersionResponse)
 
 
 class GpuDisplay:
-    """The service object. `graph` and `usage` are called for each request, on the event loop."""
+    """The service object."""
 
     def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
-        """`graph` returns the tree as text, `usage` the result of `usage_message`."""
+        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. Each call of a client calls one of them, on
+        the event loop."""
         self._graph, self._usage, self._version = graph, usage, version
 
     def __mapping__(self) -> dict[str, Method]:

@@ -66,7 +66,8 @@ class _ExtraDevices(msgspec.Struct):
 
 
 def parse_gpu_manager_flags(argv: Sequence[str]) -> GpuManagerFlags:
-    """Raises SettingsError for an unknown or refused flag or a wrong value, InputError for a file that can't be read."""
+    """Translates the flags. Raises SettingsError for an unknown or refused flag or a wrong value, InputError for a file that can't be
+    read."""
     overrides: dict[str, object] = {}
     notes: list[str] = []
     for flag, text in split_flags(argv):

@@ -1,8 +1,8 @@
 """gpu-manager's four gauges, with its names, helps, labels and units: use in percent of a GPU and in MiB, requests in GPUs and in MiB.
 
 Source: gpu-manager's display service. The gauges of use have a series for each GPU and one called `total`, the gauges of requests only
-`total`. All containers of pods that request GPUs have series, with 0 for containers without a request, except init containers. If a request
-names no memory, its series has the memory of the granted GPUs.
+`total`. If a pod requests GPUs, each of its containers except init containers has a series of requests, with 0 if the container requests
+none. If a request names no memory, its series has the memory that was granted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

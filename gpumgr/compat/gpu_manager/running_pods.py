@@ -120,7 +120,7 @@ class TakeOver:
     def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
         """The containers with GPUs that are neither in the ledger nor in `records`.
 
-        A record that is not in the ledger counts only if the driver lists none of its GPUs: these are not offered anyway.
+        A record outside of the ledger counts for this only if the driver lists none of its GPUs: they are not offered anyway.
         """
         shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
         found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
@@ -179,8 +179,8 @@ class TakeOver:
     async def _place(self, records: Sequence[AnonymousRecord]) -> int:
         """Adds the records to the ledger and returns how many were added.
 
-        gpumgr's own pods are adopted first: after a lost ledger only the kubelet lists them. Their ids are fixed, while gpu-manager's
-        pods get free ids.
+        gpumgr's own pods are adopted first, since the kubelet has fixed their ids (after a loss of the ledger only the kubelet lists
+        them), while gpu-manager's pods get free ids.
         """
         reconciler = self._reconciler
         await reconciler.adopt_locked(ours_of(self._entries or ()))

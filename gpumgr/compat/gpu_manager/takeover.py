@@ -180,7 +180,8 @@ class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: Path) -> Plan:
-    """Raises SettingsError for flags that gpumgr refuses, and InputError if a file that a flag names cannot be read."""
+    """Plans the move; `to` is the settings file to write. Raises SettingsError for flags that gpumgr refuses, and InputError if a file that
+    a flag names cannot be read."""
     argv, notes = command.argv()
     parsed = parse_gpu_manager_flags(argv)
     overrides = dict(parsed.overrides)

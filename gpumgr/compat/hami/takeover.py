@@ -61,7 +61,7 @@ class HamiState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
-    """Raises SettingsError for HAMi's values that gpumgr's settings can't have."""
+    """Plans the take-over; `to` is the settings file to write. Raises SettingsError for HAMi's values that gpumgr's settings can't have."""
     running, problems = running_pods(config, found)
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),

@@ -18,9 +18,9 @@ from gpumgr.ledger.gpu_share import SharedGpu
 MEBIBYTE: Final = 1 << 20
 #: The library's priority without CUDA_TASK_PRIORITY; 0 is the only higher one.
 PRIORITY: Final = 1
-#: The switch's value with which the library applies the region's core limits.
+#: The value of `utilization_switch` with which the library applies the region's core limits.
 SWITCH_ON: Final = 1
-#: The library writes this value at a launch. While the value is below 0, the library delays launches.
+#: The library writes this value into `recent_kernel` at a launch. While that word is below 0, the library delays launches.
 RECENT_KERNEL: Final = 2
 #: The percentage for "no limit", as for a device that the environment does not name.
 _NO_CORE_LIMIT: Final = 100

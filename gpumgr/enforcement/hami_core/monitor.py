@@ -76,8 +76,8 @@ class RegionMonitor(Monitor):
             region.write(layout.RECENT_KERNEL, struct.pack("<i", word))
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
-        """The new findings, each once; a change that was repaired is reported again each time. Changes nothing in the region but its
-        length."""
+        """Returns the new findings: a lasting problem once, a changed limit each time that the container changes it. Changes nothing in
+        the region but its length."""
         with self._lock:
             if self._closed:
                 return ()
@@ -95,8 +95,8 @@ class RegionMonitor(Monitor):
             return (*pending, *new)
 
     def repair(self, running: RunningContainer) -> int | None:
-        """Restores the granted limits, and writes what the library can't find out or repair itself. Returns the word `recent_kernel`; None:
-        the region can't be used."""
+        """Restores the granted limits, and writes what the library can't find out or repair itself. Returns the word `recent_kernel`, which
+        delays launches while it is below 0; None: the region can't be used."""
         with self._lock:
             if self._closed:
                 return None

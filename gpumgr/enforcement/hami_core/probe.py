@@ -42,7 +42,7 @@ def refusal(library: CheckedLibrary) -> str | None:
 
 
 def _probe(path: Path, folder: Path) -> str | None:
-    """Raises subprocess.TimeoutExpired, OSError."""
+    """Why the library can't be used; None if it can. Raises subprocess.TimeoutExpired, OSError."""
     # Some builds need a libcuda.so.1, though they call it by dlsym. The library itself takes its place: a real driver could add functions
     # that the tested library lacks.
     (folder / "libcuda.so.1").symlink_to(path.absolute())

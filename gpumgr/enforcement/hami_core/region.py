@@ -1,4 +1,4 @@
-"""HAMi-core's shared region as a file. Its locks are not taken: the container has another pid namespace and would think the holder dead."""
+"""HAMi-core's region as a file. The agent never takes the region's locks: in the container's pid namespace it would seem a dead holder."""
 
 import ctypes
 import mmap
@@ -36,8 +36,8 @@ class RegionFile(SharedFile):
         return content.decode(self.read_at)
 
     def wake(self, semaphore: int) -> None:
-        """Wakes one waiter of a semaphore that was written to. The memory is mapped only because futex needs an address; it is not
-        read."""
+        """Wakes one process that waits for this semaphore, after it was written. The file is mapped only because futex needs an address;
+        the mapping is not read."""
         page = semaphore // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with suppress(OSError, ValueError), mmap.mmap(self.descriptor, layout.SIZEOF - page, offset=page) as mapped:
             word = ctypes.c_uint32.from_buffer(mapped, semaphore - page)

@@ -1,5 +1,5 @@
-"""Controls the arbiter: a native thread that gives the containers ("tenants") of each GPU turns, in which they may run work there. See
-arbiter.c."""
+"""Controls the arbiter: a native thread that gives the containers of each GPU turns, in which they may run work there. A tenant is a
+container on one GPU. See arbiter.c."""
 
 import ctypes
 import os

@@ -1,5 +1,5 @@
-"""Monitors the pages of one start of a container: restores what the container changed, frees the slots (records) of ended processes, and
-writes for the library what the driver uses beyond the library's count. Blocks: call it on a thread.
+"""Monitors a container's pages from its start to its end: restores what the container changed, frees the slots (records) of ended
+processes, and writes for the library what the driver uses beyond the library's count. Blocks: call it on a thread.
 """
 
 import threading
@@ -122,7 +122,7 @@ class PageMonitor(Monitor):
         return False
 
     def check(self, running: RunningContainer, limits: Sequence[PageLimits]) -> Sequence[Finding]:
-        """`limits`: the granted limits, without `uncounted_bytes`. Returns the new findings."""
+        """Restores what the container changed, and returns the new findings. `limits`: the granted limits, without `uncounted_bytes`."""
         with self._lock:
             if self._closed:
                 return ()
@@ -181,9 +181,9 @@ class PageMonitor(Monitor):
             self._spoiled[page] = spoiled
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
-        """The memory that the driver uses for the container beyond the library's count. The driver's figure is older than this count and
-        newer than the count before, so it is compared with both. The result falls at most to the larger difference, and rises at most to
-        the smallest of the recent differences: otherwise freed memory would count as used."""
+        """The bytes that the driver uses for the container beyond the library's count. The driver's figure is older than this count and
+        newer than the count before, so it is compared with both. A former result above the larger difference falls to that difference. The
+        result rises only to the smallest of the recent smaller differences: otherwise freed memory would count as used."""
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:
             return former_bytes

@@ -62,7 +62,7 @@ class PageFiles:
             file.close()
 
     def mend(self) -> Iterator[str]:
-        """Restores size and head of the pages `limits` and `use`; yields what was wrong. The arbiter restores `turn`."""
+        """Restores the size and the head of the pages `limits` and `use`; yields what was wrong. The arbiter restores the page `turn`."""
         for page, file in (("limits", self.limits), ("use", self.use)):
             if less := file.extend():
                 yield f"{less} bytes of the page {page!r} were cut off"

@@ -1,6 +1,7 @@
 """The content of a container's pages: the layout of pages.h, as values. Pure.
 
-The container writes `use` and `turn`: their bytes can be anything, so limits are never read from them.
+There are three pages: `limits`, which only the agent and the arbiter write; `use`, with a slot for each process; `turn`, through which the
+arbiter gives turns. The container writes `use` and `turn`: their bytes can be anything, so limits are never read from them.
 """
 
 import ctypes
@@ -245,7 +246,7 @@ def word_offset(gpu: int, slot: int) -> int:
 
 
 def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
-    """The slots in use. `data`: the bytes of `use` from slot_offset(0) on."""
+    """The slots that have a process. `data`: the bytes of `use` from slot_offset(0) on."""
     slots = []
     for index in range(len(data) // _SLOT_BYTES):
         if not any(data[index * _SLOT_BYTES : index * _SLOT_BYTES + 4]):

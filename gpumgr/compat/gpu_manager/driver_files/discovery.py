@@ -117,7 +117,7 @@ def parse_cache(text: str) -> tuple[CacheEntry, ...]:
 
 
 def _machine(flags: str) -> str | None:
-    """From "libc6,x86-64" or "libc6,AArch64, hwcap: …"; plain "libc6" (or "ELF": without a C library) is i386."""
+    """The machine in "libc6,x86-64" or "libc6,AArch64, hwcap: …"; plain "libc6" (or "ELF": without a C library) is i386. None: unknown."""
     words = [word.strip() for word in flags.split(",")]
     if words[0] not in ("libc6", "ELF"):
         return None
@@ -201,7 +201,7 @@ class DriverInstallation(msgspec.Struct, frozen=True, kw_only=True):
     libraries: Mapping[SharedLibrary, Source]
 
     def select(self, volume: Volume) -> VolumeSources:
-        """Raises OSError, DriverFilesError."""
+        """The volume's files. Raises OSError, DriverFilesError."""
         binaries = {name: find_binary(self.root, name) for name in volume.binaries}
         missing = [name for name, path in binaries.items() if path is None]
         missing += [prefix for prefix in volume.libraries if not any(library.matches([prefix]) for library in self.libraries)]
@@ -234,7 +234,7 @@ def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: st
 
 
 def inspect(path: Path, name: str) -> Source:
-    """Raises OSError, and DriverFilesError if it is not a regular file."""
+    """Describes a file that gets this name in the mirror. Raises OSError, and DriverFilesError if it is not a regular file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DriverFilesError(f"{path} is not a regular file")

@@ -104,7 +104,8 @@ def is_current(place: Path, plan: VolumePlan) -> bool:
 
 
 def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seconds: float) -> tuple[str, ...]:
-    """Removes versions that no link points to and that have not been `in_use` (names) for `grace_seconds`; returns their names.
+    """Removes versions that no link has pointed to, and no process has mounted, for more than `grace_seconds`; returns their names.
+    `in_use`: the names of mounted versions.
 
     The grace covers a container that is being started: its mount is resolved, but no process has the mount yet. Raises DriverFilesError.
     """

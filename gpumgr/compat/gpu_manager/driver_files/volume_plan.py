@@ -25,7 +25,7 @@ from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHIM
 
 #: The libraries that the shim replaces.
 REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
-#: A node's machine -> the 32-bit machine with programs that it can run.
+#: A node's machine -> the 32-bit machine with programs that the node can run, too.
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
 #: A driver's version: two or three numbers ("418.67", "535.54.03"), kept as text, since file names end in it.
@@ -100,8 +100,8 @@ def plan_volume(
     driver_version: str,
     overlay: Overlay | None = None,
 ) -> VolumePlan:
-    """`overlay` None: the driver's own files. If several files have one name, the file of the driver's version is used, or else the first
-    one."""
+    """Plans a volume; with `overlay` it is a share volume. If several files have one name, the file of the driver's version is used, or
+    else the first one."""
     builder = _PlanBuilder(machine, driver_version, overlay)
     if overlay:
         builder.overlay(overlay)
