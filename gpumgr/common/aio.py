@@ -255,7 +255,7 @@ async def persistently(
 ) -> NoReturn:
     """Runs a daemon without which the process can work for a while: `pause_seconds` after an error or a return, `work` is called again.
 
-    Errors are bugs, which are logged (see `BugLog`).
+    Errors are logged as bugs (`BugLog`).
     """
     bugs = BugLog(name)
     while True:

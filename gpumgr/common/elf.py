@@ -47,7 +47,7 @@ class ElfError(GpumgrError):
 
 
 class Table(NamedTuple):
-    """A table in the file: the offset where it begins, and size and number of its entries."""
+    """A table that begins at `offset` in the file."""
 
     offset: int
     entry_bytes: int
@@ -66,8 +66,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Elf(msgspec.Struct, frozen=True, kw_only=True):
-    """One program or library. `bits` is 32 or 64. `abi`: the oldest kernel on which it runs, from its ABI note, as (major, minor, sub);
-    None: it has no such note."""
+    """One program or library. `abi`: the oldest kernel on which it runs, from its ABI note, as (major, minor, sub); None: it has no such
+    note."""
 
     bits: int
     machine: str

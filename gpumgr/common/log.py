@@ -52,8 +52,8 @@ def set_level(level: Level) -> None:
 
 
 def configure_log(level: Level, form: Format, *, cache_loggers: bool = True) -> None:
-    """Configures logging; call it before the first line. `cache_loggers`: loggers cache their configuration at
-    their first use, which is faster in a long-running process."""
+    """Configures logging; call it before anything is logged. `cache_loggers`: loggers cache their configuration at their first use, which
+    is faster in a long-running process."""
     set_level(level)
     out = sys.stderr
     console = form == "console" or (form == "auto" and out.isatty())

@@ -112,7 +112,7 @@ _SHUTDOWN_SECONDS: Final = 2.0
 
 
 class Session:
-    """One session with the driver's library: `open` first, `close` at the end; both may be repeated (after the driver was reloaded).
+    """One session with the driver's library: `open` first, `close` at the end. After a reload of the driver, `open` is called again.
 
     No session begins or ends while a call is inside NVML.
     """
@@ -137,7 +137,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a session, or the wait for events, starts or ends now, or MIG is changed. A snapshot would wait until that ends."""
+        """Whether a snapshot would have to wait: a session or the wait for events starts or ends now, or MIG is changed."""
         return self._session_lock.locked()
 
     @property
@@ -222,7 +222,7 @@ class Session:
         await self._worker.pause_or_recovery(seconds)
 
     async def close(self) -> None:
-        """Ends the session and the threads. Does not wait for a driver that hangs: those threads stay until the process ends."""
+        """Ends the session and the threads. Does not wait for calls that hang: their threads stay until the process ends."""
         try:
             await self._close_session()
         finally:

@@ -89,7 +89,7 @@ def describe_gpu(
     unreported_memory_bytes: int | None,
 ) -> DescribedGpu | GpuFailure:
     """The GPU with this index, or the failure if NVML can't describe it. `seen` maps indices to the UUIDs of earlier readings, for GPUs
-    that no longer report a UUID. `mig_profiles` has the profiles that were read before. This reading adds to both.
+    that no longer report a UUID. `mig_profiles` has the profiles that were read before. This reading adds to `seen` and `mig_profiles`.
     `unreported_memory_bytes`: the memory of a GPU if the driver reports none for it."""
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)

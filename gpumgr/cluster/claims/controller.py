@@ -90,7 +90,7 @@ class ClaimsController:
                 await asyncio.sleep(min(_PAUSE_SECONDS, self._period))
 
     async def step(self) -> None:
-        """Does all that is due now: creates templates, removes gates, sends events, deletes unused templates."""
+        """Creates templates, removes gates, sends events, and deletes unused templates, if due."""
         self._events_left = _MAX_EVENTS
         refused = await self._create_templates()
         await self._open_gates()

@@ -45,7 +45,7 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand],
     it asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims that
     are not allocated yet, of pods without gates."""
     decision, first = Decision(), dict[str, UnboundPod]()
-    #: `granted`: the flights and the allowed pods. `reserved`: waiting pods, too. `unused`: the same quotas with nothing in use.
+    #: `granted`: the flights and the allowed pods. `reserved`: these and the waiting pods. `unused`: the same quotas with nothing in use.
     granted, reserved, unused = _Sums(quotas, flights), _Sums(quotas, flights), Quotas(quotas.limits)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
         if text := _refusal(demand, unused, _Sums(unused)):

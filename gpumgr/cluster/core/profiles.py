@@ -110,7 +110,7 @@ def free_cores(node: NodeState, used: Used) -> FreeCores:
 
 
 def taken_cores(node: NodeState, before: Used, after: Used, gpus: Iterable[int]) -> FreeCores:
-    """The difference of `free_cores` between `before` and `after`, if the use of only these GPUs differs."""
+    """`free_cores` of `before` minus that of `after`, if the use of only these GPUs differs."""
     free, left = (_sum_of_free((node.gpus[gpu], used[gpu]) for gpu in gpus) for used in (before, after))
     return FreeCores(free.free - left.free, free.usable - left.usable)
 

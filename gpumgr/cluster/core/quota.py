@@ -118,7 +118,7 @@ CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 @dataclass
 class _Class:
-    """Nodes with the same GPUs, as far as limits distinguish them. `uniform`: their GPU if all of them are equal, else None."""
+    """Nodes with the same GPUs, as far as limits distinguish them. `uniform`: the GPU if all GPUs of these nodes are equal, else None."""
 
     gpus: frozenset[CountedGpu]
     uniform: CountedGpu | None
@@ -366,7 +366,8 @@ def gpus_of(node: NodeState) -> list[CountedGpu]:
 
 @lru_cache(maxsize=4096)
 def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs, whichever GPUs they get: the kubelet always reuses the devices of init containers."""
+    """What containers hold on equal GPUs. It does not matter which GPUs they get, since the kubelet always reuses the devices of init
+    containers."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 

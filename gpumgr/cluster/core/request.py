@@ -31,7 +31,8 @@ Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A container requests `gpus` GPUs, and `cores_per_gpu` on each; 100 cores are a whole GPU. `memory_mebibytes` is the sum on all of
-    them. `replica`: the request on each GPU by HAMi's resources, which may be shares of several GPUs; `memory_mebibytes` is then 0."""
+    them. `replica`: the request for each GPU in HAMi's resources. The container may then get shares of several GPUs, and `memory_mebibytes`
+    is 0."""
 
     kind: ContainerKind = "app"
     gpus: int = 1

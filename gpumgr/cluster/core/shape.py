@@ -5,8 +5,8 @@ left on the GPUs that it shares. spread prefers the opposite. Among equal nodes,
 prefers the node with the best joined GPUs. Among equal nodes, and for pods without several whole GPUs in a container, it works as
 binpack.
 
-least-fragmentation prefers the node on which the pod strands the fewest GPU cores: free cores that no pod can use, since the node lacks
-the CPU, or the GPU lacks the memory, that pods need beside them. On a node, and among equal nodes, it chooses as binpack.
+least-fragmentation prefers the node on which the pod strands the fewest GPU cores: free cores that no pod can use, since too little CPU is
+free on the node, or too little memory on the GPU. On a node, and among equal nodes, it chooses as binpack.
 
 A pod may have one policy for nodes and another for the GPUs of a node. Then nodes are compared as HAMi's scheduler does: by the part of
 all their GPUs that is in use.

@@ -75,7 +75,7 @@ def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, 
 
 
 def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, str]:
-    """HAMi's list of the pod's GPUs, with what each container may use, for programs that read it. HAMi's scheduler does not count the
+    """HAMi's list of the pod's GPUs, with what each container may use, for programs that read the list. HAMi's scheduler does not count the
     pod, since there is no annotation with the node's name."""
     if not pod.every_container or placed.shares is None or node.naming != "uuid":
         return {}

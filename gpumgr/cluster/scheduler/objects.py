@@ -97,7 +97,8 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def cpu_milli(self) -> int:
         """What kube-scheduler counts: the sum of app containers and sidecars, or what is needed while an init container runs, if that is
-        more. A request of the pod itself replaces both. The API server sets missing requests to the limits."""
+        more. A request of the pod itself replaces this amount. The pod's overhead is added. The API server sets missing requests to the
+        limits."""
         most = sidecars = 0
         for each in self.init_containers or ():
             cpu = _cpu(each.resources)
@@ -366,7 +367,7 @@ def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
     """The request of a pod that is on a node although `_request` refuses it. The node's agent grants containers one by one, even if they
-    are too many or of both kinds."""
+    are too many or request both kinds of resources."""
     try:
         return PodRequest(tuple(_request([each]).containers[0] for each in wanted))
     except Refusal:  # every agent refuses this container, and with it the pod
@@ -374,7 +375,7 @@ def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _largest(request: PodRequest) -> PodRequest:
-    """Keeps the largest containers of a pod with too many, one more than are allowed. So the pod still holds all GPUs of its node (see
+    """If a pod has too many containers, keeps the largest, one more than are allowed. So the pod still holds all GPUs of its node (see
     `used_on`), but thousands of containers do not block the event loop."""
     containers = request.containers
     largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
@@ -395,7 +396,8 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
             if not _fits(container, named[-1]):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} differ from its request")
         return tuple(named)
-    # The agent writes gpu-manager's annotations to every pod, even if it chose the GPUs itself. They lack the amounts of replicas.
+    # The agent writes gpu-manager's annotations to every pod, even if it chose the GPUs itself. These annotations lack the amounts of
+    # replicas.
     if annotations.get(PREDICATE_NODE) != pod.node or any(each.replica for each in pod.request.containers):
         return None
     found: list[NamedShares] = []

@@ -47,7 +47,7 @@ _log = structlog.get_logger(__name__)
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
 #: The most waiting pods that the page lists.
 MAX_PENDING: Final = 1000
-#: The kinds of reasons of all waiting pods are computed at most once in this time, however many clients ask.
+#: The kinds of reasons of all waiting pods are computed at most once in this time.
 _KEPT_SECONDS: Final = 1.0
 #: The most questions about single pods that are answered at a time: each examines all nodes.
 _MAX_QUESTIONS: Final = 4

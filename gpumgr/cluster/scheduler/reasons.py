@@ -37,7 +37,7 @@ class Reasons:
         self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
-        """Returns the kind of reason, and the obstacle that does not depend on the node, or "". Refresh the overview before. `known` stores
+        """Returns the kind of reason, and the obstacle that does not depend on the node, or "". Refresh the overview first. `known` stores
         the results that do not depend on the namespace, for the next pods."""
         if pod.refusal is not None:
             return "refused", pod.refusal
@@ -86,7 +86,7 @@ class Reasons:
         return False
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Calls `kind` for each pod; None once MAX_REQUESTS different requests have been examined. Refresh the overview before."""
+        """Calls `kind` for each pod; None once MAX_REQUESTS different requests have been examined. Refresh the overview first."""
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         found: list[tuple[WatchedPod, Kind | None, str]] = []
         for pod in list(pods):

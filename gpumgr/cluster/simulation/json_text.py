@@ -12,7 +12,7 @@ _MOST_DIGITS: Final = 40
 
 
 def short(text: str, most: int = 40) -> str:
-    """The text for a message: cut to `most` characters, and with "?" for each character that is not printable."""
+    """The text for a message: with "?" for unprintable characters, and cut to `most` characters."""
     printed = "".join(each if each.isprintable() else "?" for each in text)
     return printed if len(printed) <= most else printed[: most - 3] + "..."
 

@@ -82,8 +82,8 @@ class _FittingPolicy:
 
 
 class ScorePolicy(_FittingPolicy):
-    """The node with the highest score, then the GPUs on it. `order`: position of a node -> a number; the lowest decides between nodes of
-    the same score."""
+    """The node with the highest score, then the GPUs on it. `order`: position of a node -> a number; among nodes of the same score the
+    lowest is taken."""
 
     def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> None:
         super().__init__(cluster, score, lambda score, position: (-score, order[position], position))
@@ -323,9 +323,8 @@ _Make = Callable[[Cluster, int, Fragmentation, Random], Placer]
 
 
 def _random_order(cluster: Cluster, random: Random) -> list[float]:
-    """Gives the nodes one random order for all decisions. The published simulator takes the first of equal nodes, and its order differs
-    from the order of the file. Results that depend on the file's order would not be comparable, because files list equal nodes side by
-    side."""
+    """Gives the nodes one random order for all decisions. The published simulator takes the first of equal nodes in an order of its own.
+    Results in the file's order would not be comparable: files list equal nodes side by side."""
     return [random.random() for _ in cluster.nodes]
 
 

@@ -36,8 +36,8 @@ class Event(msgspec.Struct, frozen=True):
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """`allocated_percent` of all GPU-milli and `queue_length` (mean, max) are over the time from the first arrival to the last arrival or
-    start. `waiting_seconds` (mean, p50, p99) are of the pods that started; `failed_pods` never started. `over_time`: seconds since the
-    first arrival, allocated percent, length of the queue; in equal steps."""
+    start. `waiting_seconds` (mean, p50, p99) are of the pods that started. `failed_pods`: kind -> how many pods never started. `over_time`:
+    seconds since the first arrival, allocated percent, length of the queue; in equal steps."""
 
     policy: str
     seed: int
