@@ -41,7 +41,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, **lines)
 
     def document(self) -> dict[str, Any]:
-        """The plan as a JSON document."""
         return {**asdict(self), "settings": nested(self.settings)}
 
 
@@ -93,7 +92,6 @@ def start_commands(node: str, to: Path, *, requirement: str = "", values: str = 
 
 
 def stop_commands(node: str) -> Iterator[str]:
-    """The commands that stop gpumgr on the node."""
     yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
     yield f"kubectl label node {quote(node)} {NODE_LABEL}=disable --overwrite"
 
@@ -125,7 +123,6 @@ def nested(values: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def settings_yaml(values: Mapping[str, object]) -> str:
-    """The text of a settings file with these settings."""
     document = nested(values)
     return yaml.safe_dump(document, sort_keys=False) if document else "{}\n"
 

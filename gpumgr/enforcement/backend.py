@@ -91,7 +91,7 @@ class Backend:
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
         """Restores limits that differ from what was granted. Returns, for each container with a memory limit that could not be set, the
-        reason; the former limit may be in force. A mechanism that gives limits only to programs that start later may skip a container."""
+        reason; the former limit may be in force. A mechanism that is not `adjustable` returns no reasons."""
         return {}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:

@@ -233,8 +233,8 @@ class DriverMemory(Backend):
                 limit.due = self._clock() + _RECHECK_SECONDS
 
     async def _set(self, limit: _Limit, gpu: SharedGpu, cgroup: str) -> str | None:
-        """Sets the limit unless it is in force. Returns why the container is not limited; None if it is, also by the higher limit of a
-        burst that the driver keeps (`kept`). Raises NvmlError."""
+        """Sets the limit unless it is in force. Returns why the container is not limited; None if it is, also by a burst's higher limit
+        (`kept`). Raises NvmlError."""
         wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.limit_bytes)
         before = await self._driver.memory_limit(gpu.uuid, cgroup)
         of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes
@@ -266,7 +266,7 @@ class DriverMemory(Backend):
         self._limits = {key: limit for key, limit in self._limits.items() if limit.allocation != allocation}
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """The kernel has kept the limits. The first `adjust` after a container is listed knows its cgroup, and reads its limit back."""
+        """The kernel has kept the limits. The first `adjust` after a container is listed knows the cgroup, and reads the limit back."""
         for tenant in tenants:
             self._expect(tenant)
 
@@ -286,7 +286,6 @@ def _retried(reason: str) -> str:
 
 
 def _limited(tenant: GpuShare) -> Sequence[SharedGpu]:
-    """The GPUs with a memory limit."""
     return [gpu for gpu in tenant.gpus if gpu.memory_bytes and not gpu.whole]
 
 

@@ -201,7 +201,7 @@ class Enforcer:
         return findings
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]:
-        """Adjusts the limits of the running containers. Returns the reason for each memory limit that is not in force."""
+        """Returns the reason for each memory limit that is not in force."""
         obstacles: dict[AllocationId, str] = {}
         for backend, containers in self._by_backend(running):
             with self._retried(log.warning, "enforcement_not_adjusted", backend=backend.name):

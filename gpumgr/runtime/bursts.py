@@ -109,7 +109,7 @@ class Bursts:
 
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
         """Whether an earlier process of the agent may have given the container another limit. The setting may have allowed bursts then. If
-        it allows none now, only a container that uses more than its device ids and the slack may have had a burst."""
+        it allows none now, only a container that uses more than the memory of its device ids plus the slack may have had a burst."""
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
         return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
@@ -148,8 +148,8 @@ class Bursts:
     # -- before a container starts or is resumed ---------------------------------------------------------------------------
 
     async def make_room(self, allocation: Allocation) -> None:
-        """Call it before a container starts. For a share, waits until the limits of other containers with bursts are lowered to what they
-        use. Raises Refusal if that takes too long, or if the memory of the starting container is not free then."""
+        """Call it before a container starts. For a share, waits until the limits of other containers' bursts are lowered to what they use.
+        Raises Refusal if that takes too long, or if the starting container's memory is not free then."""
         gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._contested(allocation, gpu)]
         if not gpus:
             return

@@ -26,8 +26,8 @@ _log = structlog.get_logger(__name__)
 EAGER_SECONDS: Final = 15.0
 EAGER_PERIOD_SECONDS: Final = 1.0
 CALM_PERIOD_SECONDS: Final = 10.0
-#: The shortest time between two polls for unknown containers, so that many containers that start at once cause few polls. It is short,
-#: since a container's program may wait for such a poll (backend vcuda).
+#: The shortest time between two polls for unknown containers: many containers that start at once cause few polls. It is short, since a
+#: container's program may wait for such a poll (backend vcuda).
 UNKNOWN_PERIOD_SECONDS: Final = 0.02
 #: A poll may begin this much before its period is over, since calls of `tick` are not exactly a second apart.
 _EARLY_SECONDS: Final = 0.1

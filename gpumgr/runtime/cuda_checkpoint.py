@@ -3,13 +3,13 @@
 Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a lock file, a lock's name, the seconds that a suspension waits
 for submitted work. Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the
 driver must report a state while they run. The program prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes
-that the driver has locked or checkpointed, and processes of unknown state; `failed`: the processes that can't go on; `error` if something
-failed, and whether the GPU lacked memory (`out_of_memory`); `untouched`: the program changed no process. A process is left out if it has
-ended, or if it does not use CUDA and is not required.
+that are locked or checkpointed, or of unknown state; `failed`: the processes that can't go on; `error` if something failed, with
+`out_of_memory` if the GPU lacked memory; `untouched`: no process was changed. A process is left out if it has ended, or if it does not use
+CUDA and is not required.
 
-Each step depends only on the states that the driver reports, so an interrupted run can be repeated. By a lock in the file, a run waits for
+Each step depends only on the driver's state of each process, so an interrupted run can be repeated. By a lock on the file, a run waits for
 an earlier run with the same lock's name, which a killed agent may have left. If one process can't be suspended, the others are restored
-and unlocked. If the GPU lacks memory for one process in a resume, the others are moved to the host again.
+and unlocked. If the GPU lacks memory for one in a resume, the others are moved to the host again.
 """
 
 import ctypes

@@ -26,7 +26,7 @@ RETRY_SECONDS: Final = 5.0
 
 
 class RunningContainers(Protocol):
-    """The container runtime's containers, by the last list; `listed` is False before the first. Implemented by
+    """The container runtime's containers, as last listed; `listed`: whether that ever was. Implemented by
     gpumgr.runtime.containers.Containers."""
 
     listed: bool
@@ -81,9 +81,8 @@ class ProcessOwners:
     async def find(
         self, index: AllocationIndex, shares: Collection[AllocationId], seen: Collection[int], started: Mapping[int, int]
     ) -> ProcessOwnership:
-        """Returns the containers of the processes on GPUs, and the processes of containers, as far as they can be found in time.
-
-        `shares`: the allocations for which `containers` and `pids` are filled. `seen`: the pids for which `owners` is filled.
+        """Returns what can be found in time. `shares`: the allocations for which `containers` and `pids` are filled. `seen`: the pids for
+        which `owners` is filled.
 
         `started`: pid -> start time in clock ticks since boot, without processes that have ended.
         """

@@ -43,7 +43,7 @@ class Resizes:
         clock: Callable[[], float],
     ) -> None:
         self._records, self._pods, self._bursts, self._obstacle, self._clock = records, pods, bursts, obstacle, clock
-        #: Requests that wait for lower limits of other containers -> the number of the evaluation since which they wait, and the time.
+        #: Requests that wait for lower limits of other containers -> since which evaluation (its number) and since when.
         self._waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
 
     async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts) -> bool:

@@ -29,7 +29,7 @@ _FIGURES: Final = re.compile("[0-9]+ MiB")
 REFUSED: Final = "GpuSuspendRefused"
 WAITS: Final = "GpuResumeWaits"
 FAILED: Final = "GpuSuspendFailed"
-#: How long a container's thread may need to call the driver after the library in it has found that calls are not held.
+#: How long a container's thread may need to call the driver after the library has found that calls are not held.
 HOLD_SECONDS: Final = 0.1
 #: How long a suspension waits for samples that were read while calls are held.
 _SAMPLES_SECONDS: Final = 15.0

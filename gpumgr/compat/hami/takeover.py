@@ -81,7 +81,6 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
 
 
 def _stop(config: Config, node: str) -> Iterator[str]:
-    """The commands that remove HAMi's plugin from the node."""
     yield f"kubectl cordon {quote(node)}"
     yield f"{label_command(node, config.selector or _LABEL, remove=True)}    # HAMi's plugin leaves this node, and only this one"
 
@@ -94,7 +93,6 @@ def _start(found: HamiState, to: Path) -> Iterator[str]:
 
 
 def _rollback(config: Config, node: str) -> Iterator[str]:
-    """The commands that remove gpumgr from the node and restore HAMi's plugin."""
     yield f"kubectl cordon {quote(node)}"
     yield "gpumgr checkpoint show    # delete these pods: HAMi's plugin can't adopt them"
     yield from stop_commands(node)

@@ -1,7 +1,7 @@
 """The content of a container's pages: the layout of pages.h, as values. Pure.
 
-There are three pages: `limits`, which only the agent and the arbiter write; `use`, with a slot for each process; `turn`, through which the
-arbiter gives turns. The container writes `use` and `turn`: their bytes can be anything, so limits are never read from them.
+Agent and arbiter write `limits`. The container also writes `use` (a slot for each process) and `turn` (by which the arbiter gives turns):
+their bytes can be anything, so limits are never read from them.
 """
 
 import ctypes

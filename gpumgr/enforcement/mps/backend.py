@@ -37,7 +37,7 @@ from gpumgr.settings.schema import MpsSettings
 
 #: A process without MPS is reported after this many further checks, since a client that has just started is not listed yet.
 _CHECKS: Final = 2
-#: The driver does not list a process that waits for MPS, so the users of a container's processes are read; at most this many.
+#: The driver does not list a process that waits for MPS, so the users of all processes of a container are read, at most this many.
 _USERS_OF: Final = 16
 #: The longest wait for a trial. The kubelet ends PreStartContainer after 30 s.
 _SETTLE_SECONDS: Final = 15.0
@@ -269,8 +269,8 @@ class Mps(Backend):
                         log.warning("mps_limits_not_removed", allocation=allocation, gpu=daemon.uuid, reason=str(error))
 
     async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
-        """Ends the idle daemons of these GPUs and the EXCLUSIVE_PROCESS mode, in which only one process could use the GPU. Raises Refusal
-        if the mode can't be restored."""
+        """Ends the idle daemons of these GPUs, and the mode EXCLUSIVE_PROCESS, in which only one process could use the GPU. Raises Refusal
+        if a daemon can't be ended or the former mode can't be restored."""
         if whole:  # a trial does not change the mode
             await self._await_probe()
         for daemon in self.daemons():
@@ -292,8 +292,8 @@ class Mps(Backend):
         await self._supervisor.tick()
 
     def record_again(self, tenant: GpuShare, share: Share) -> None:
-        """Writes the container's record again, if it has one. In protocol 3 only if the record can't be read: `adjust` changes a share, and
-        the record has the processes that keep the former one. Raises Refusal, OSError."""
+        """Writes the container's record again, if it has one. In protocol 3 a readable record stays: it names the processes that keep a
+        former share, and `adjust` changes the share. Raises Refusal, OSError."""
         folder, name = self._ready().of(tenant.gpus[0].uuid).folder, tenant.allocation
         if name in folder.allocations() and not (self.adjustable and name in folder.shares()):
             folder.put(name, share)
@@ -332,7 +332,6 @@ class Mps(Backend):
         return found
 
     def _view(self, daemon: Daemon, allocations: Collection[AllocationId]) -> findings.View:
-        """Reads files of processes."""
         users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
         return findings.View(
             protocol=daemon.config.protocol,

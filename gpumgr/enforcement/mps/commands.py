@@ -21,8 +21,8 @@ PROTOCOLS: Final[Mapping[str, MpsProtocol]] = {"2": 2, "3": 3}
 
 #: The only server of a daemon in protocol 3. Names in protocol 3: lower-case letters, digits and "_", 64 characters at most.
 SERVER: Final = "gpu"
-#: Every server has this namespace, without limits. Its clients connect to `<pipe>/gpu/control` or `<pipe>/gpu/default/control`, which
-#: containers do not have.
+#: Every server has this namespace, without limits. The namespace's clients connect to `<pipe>/gpu/control` or
+#: `<pipe>/gpu/default/control`; containers have neither.
 DEFAULT_NAMESPACE: Final = "default"
 _NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
 _PLAIN: Final = "--format=csv,noheader"
@@ -87,13 +87,12 @@ def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: M
 
 
 def start_arguments(protocol: MpsProtocol, multiuser_option: str) -> tuple[str, ...]:
-    """The program's arguments to start the daemon."""
     words = ("-d", "-p", "3") if protocol == 3 else ("-d",)
     return (*words, multiuser_option) if multiuser_option else words
 
 
 def quit_daemon(protocol: MpsProtocol, patience_seconds: int) -> Command:
-    """Ends the daemon and its servers. In protocol 2, servers that still have clients end after the patience."""
+    """Ends the daemon and its servers. In protocol 2, servers that still have clients end after `patience_seconds`."""
     return Command(words=("-q",)) if protocol == 3 else Command(text=f"quit -t {patience_seconds}\n")
 
 

@@ -106,7 +106,7 @@ class Daemon:
 
     @property
     def pid(self) -> int | None:
-        """None if it does not run."""
+        """The daemon's pid; None if the daemon does not run."""
         return self.process[0] if self.process is not None and is_running(self.process) else None
 
     # -- limits ------------------------------------------------------------------------------------------------------------
@@ -467,5 +467,4 @@ class Daemon:
 
 
 def _started(pids: Iterable[int]) -> set[Process]:
-    """The processes among `pids` that run."""
     return {(pid, ticks) for pid in pids if (ticks := start_time_ticks(pid)) is not None}

@@ -51,7 +51,6 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
         return self.cores, self.memory_bytes
 
     def with_older(self, older: Mapping[Process, int], former_bytes: int | None = None) -> Self:
-        """This share with other values for `older` and `former_bytes`."""
         return replace(self, older=tuple(older.items()), former_bytes=former_bytes)
 
 
@@ -140,7 +139,7 @@ _PROTOCOL_NAME: Final = "mps_protocol"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """`former_mode`: NVML's number; None while gpumgr has not changed the mode."""
+    """`boot`: the boot's id. `folder`: the daemon's folder. `former_mode`: NVML's number; None while gpumgr has not changed the mode."""
 
     boot: str
     folder: str
@@ -183,7 +182,7 @@ class DaemonRecords:
 
 
 def boot_id() -> str:
-    """Raises OSError."""
+    """The kernel's id of this boot. Raises OSError."""
     return _BOOT.read_text().strip()
 
 

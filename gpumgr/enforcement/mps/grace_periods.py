@@ -38,9 +38,9 @@ class GracePeriods:
         self._changed = asyncio.Event()
 
     def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        """Notes when a deleted pod is due. The grace period begins when the kubelet sees the deletion, which is when the agent sees it, and
-        lasts `grace_seconds`. The deletion's timestamp (`ends_at`) has whole seconds of the API server's clock. For a deletion from before
-        the agent's start only the timestamp is known. The deletion of a mirror pod does not end its static pod."""
+        """Notes when a deleted pod is due. The kubelet counts `grace_seconds` from when it sees the deletion, about when the agent sees it.
+        The deletion's timestamp (`ends_at`) has only whole seconds of the API server's clock, so the later end counts. For a deletion from
+        before the agent's start only the timestamp is known. The deletion of a mirror pod does not end its static pod."""
         if after is None:
             if before is not None:
                 self._due.pop(before.uid, None)
@@ -68,7 +68,6 @@ class ClientsOfPods:
     all clients."""
 
     def __init__(self, mps: Mps, containers: Containers, ledger: Callable[[], Ledger]) -> None:
-        """`ledger` returns the current ledger."""
         self._mps, self._containers, self._ledger = mps, containers, ledger
 
     async def end(self, pods: Sequence[PodView]) -> None:

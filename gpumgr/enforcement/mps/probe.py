@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`program`: what was tried, see `identify`. `failure`: None if it works."""
+    """`program`: what was tried, see `identify`. `failure`: why MPS does not work; None if it works."""
 
     program: str
     boot: str
@@ -39,7 +39,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
-    """A text from the program's path, its file and the protocol: another file has another inode or time. Raises OSError."""
+    """Identifies what is tried by the program's path, its file and the protocol: another file has another inode or time. Raises OSError."""
     seen = Path("/proc/1/root") / program.relative_to("/") if method == "host" else program
     try:
         status = seen.stat()

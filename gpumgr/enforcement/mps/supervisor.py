@@ -128,7 +128,7 @@ class Supervisor:
 
 
 def _in_use(daemon: Daemon, known: Collection[AllocationId]) -> bool:
-    """Whether a recorded container still exists. Also sets `unused`."""
+    """Whether a recorded container still exists. Also sets the daemon's `unused`."""
     try:
         recorded = frozenset(daemon.folder.allocations())
         daemon.unused = frozenset(each for each in recorded if each not in known)

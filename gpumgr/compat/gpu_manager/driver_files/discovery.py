@@ -234,7 +234,7 @@ def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: st
 
 
 def inspect(path: Path, name: str) -> Source:
-    """Describes a file that gets this name in the mirror. Raises OSError, and DriverFilesError if it is not a regular file."""
+    """The file, with its name in the mirror. Raises OSError, and DriverFilesError if it is not a regular file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DriverFilesError(f"{path} is not a regular file")

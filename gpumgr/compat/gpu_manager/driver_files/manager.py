@@ -34,7 +34,7 @@ _MACHINE: Final = KERNEL_NAMES.get(platform.machine(), platform.machine())
 #: gpu-manager's own folder.
 _DEFAULT_WHOLE_DIR: Final = ContainerSettings().driver_whole_dir
 _GRACE_SECONDS: Final = 600.0
-#: The version in the source path of a mount, which is relative to the root of its file system.
+#: The version in a mount's source path. This path begins at the root of the mounted file system.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
 #: libcuda-control.so uses the first dotted number of this line as the suffix of the libraries that it loads.
 _PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
@@ -194,7 +194,7 @@ class DriverMirror:
         return wanted, share_error, problems
 
     def _overlay(self, sources: VolumeSources) -> Overlay:
-        """Raises DriverFilesError, which names the fault of the shim or of the client."""
+        """Raises DriverFilesError, which names the fault of the shim (vcuda's library) or of gpu-client."""
         library, client = self._settings.library_path, self._settings.client_path
         if library is None:
             raise DriverFilesError(

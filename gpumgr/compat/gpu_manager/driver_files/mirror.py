@@ -1,4 +1,4 @@
-"""A volume on disk. Each content of a volume is a version, which is made under a temporary name. It is complete and durable before a link
+"""A volume on disk. Each content of a volume is a version. A version is made under a temporary name, is complete and durable before a link
 points to it, and never changes.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}

@@ -32,7 +32,7 @@ _MOST_CONNECTIONS: Final = 128
 _MOST_CONNECTION_SECONDS: Final = 30.0
 #: A registration takes some hundred bytes; h2 itself would collect a frame of 16 MiB before it refuses the frame as too large.
 _MOST_CONNECTION_BYTES: Final = 256 * 1024
-#: The minimum that HTTP/2 allows. At most this many bytes of a connection wait here unread.
+#: The smallest window that grpclib allows. At most this many bytes of a connection wait here unread.
 _WINDOW_BYTES: Final = 65535
 #: grpclib's own configuration does not validate headers.
 _CHECKED: Final = H2Configuration(client_side=False, header_encoding="ascii")
