@@ -118,8 +118,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """Installs the library, and returns its mounts. It can't be installed later: at the container's start an updated agent installs
-        only its own version, and a runtime makes a folder where the file of a mount is missing."""
+        """Installs the library already now, and returns its mounts. At the container's start an updated agent installs only its own
+        version, and a runtime makes a folder where the file of a mount is missing."""
         with suppress(LibraryError, OSError):  # the start reports it
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)

@@ -181,8 +181,8 @@ class Bursts:
         await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """Other containers on the GPU -> the bytes that their limits in force let them take beyond what is set aside for them or, if that
-        is more, what they use."""
+        """Other containers on the GPU -> the bytes that their limits in force let them take beyond the larger of two amounts: what is set
+        aside for them, and what they use."""
         reach = {}
         for other in self._records.ledger.on(gpu):
             if other.id != allocation.id and is_share(other):

@@ -93,7 +93,7 @@ def own_cgroup(path: str, container_id: str) -> str | None:
 
 
 def expand_cgroups_path(cgroups_path: str) -> str | None:
-    """The OCI spec's `linux.cgroupsPath` -> a path. A path stays a path, "slice:prefix:name" is a systemd scope below its slices.
+    """The OCI spec's `linux.cgroupsPath` -> a path. A path loses empty segments, "slice:prefix:name" is a systemd scope below its slices.
 
     None: the text is malformed, or relative to the cgroup of the runtime.
     """

@@ -26,7 +26,7 @@ RETRY_SECONDS: Final = 5.0
 
 
 class RunningContainers(Protocol):
-    """The container runtime's containers, as last listed; `listed`: whether that ever was. Implemented by
+    """The container runtime's containers, as last listed; `listed`: whether they ever were. Implemented by
     gpumgr.runtime.containers.Containers."""
 
     listed: bool

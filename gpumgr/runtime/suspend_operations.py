@@ -291,7 +291,7 @@ class SuspendOperations:
         self._events.add(allocation.id, FAILED, reason)
 
     async def _save(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Saves a state, and repeats that until the disk accepts it: a later agent must be able to repeat the step that follows."""
+        """Saves a state, and tries again until the disk accepts it: the agent's next process must be able to repeat the following step."""
         while True:
             await self.save_once(name, suspension)
             if self._records.suspensions.get(name) == suspension:

@@ -1,8 +1,8 @@
 """gpu-manager's four gauges, with its names, helps, labels and units: use in percent of a GPU and in MiB, requests in GPUs and in MiB.
 
 Source: gpu-manager's display service. The gauges of use have a series for each GPU and one called `total`, the gauges of requests only
-`total`. If a pod requests GPUs, each of its containers except init containers has a series of requests, with 0 if the container requests
-none. If a request names no memory, its series has the memory that was granted.
+`total`. If a pod requests GPUs, each of its containers except init containers is in the gauges of requests, with 0 if it requests none. If
+a request names no memory, its series has the memory that was granted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

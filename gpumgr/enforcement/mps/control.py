@@ -213,7 +213,7 @@ class OwnView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *, timeout_seconds: float) -> ControlProgram:
-    """Finds the program where daemons run. `name`: a path, or a name to search in PATH; `run_dir`: the folder of the daemons. Raises
+    """Finds the program, from a pod the host's. `name`: a path, or a name to search in PATH; `run_dir`: the folder of the daemons. Raises
     MpsError, MpsTransientError."""
     if method != "host":
         path = await asyncio.to_thread(shutil.which, name)
