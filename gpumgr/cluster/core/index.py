@@ -413,7 +413,7 @@ class ClusterIndex:
         self._stale[name] = None
 
     def _named(self, request: PodRequest, offered: NodeSet) -> tuple[list[str], int]:
-        """The names of the nodes with GPUs that the request names; and the set of all other nodes."""
+        """The names of the `offered` nodes that have GPUs which the request names, and the set of the other offered nodes."""
         if request.constraints == UNCONSTRAINED:
             return [], offered.nodes
         named = {name for gpu in request.constraints.uuids for name in self._nodes_of_gpu.get(gpu, ())}

@@ -22,7 +22,7 @@ from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Used
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.topology.devices import Topology
 
-#: Replaces every UUID in a profile. Requests strip blanks from the UUIDs that they name, so none equals it.
+#: Replaces every UUID in a profile. Requests strip blanks from the UUIDs that they name, so no named UUID equals this one.
 _SOME_UUID: Final = " "
 #: The number of results that each profile keeps, about 600 bytes each; a new one replaces the oldest. Profiles in which every GPU in use
 #: is full (see `Profile.idle`) are few and keep more.
@@ -275,7 +275,7 @@ class Profiles:
                 self.put(each.state, each.profile.used, each.cpu_free)
 
     def _enter(self, place: Place) -> None:
-        """Adds the node to its groups. A group is on record only while it has nodes."""
+        """Adds the node to its groups. A group is kept only while it has nodes."""
         bit, state, kind, profile = 1 << place.slot, place.state, place.kind, place.profile
         self._kinds[kind.key], kind.profiles[profile.used], kind.idle[profile.idle.used] = kind, profile, profile.idle
         for room in profile.rooms:

@@ -89,8 +89,8 @@ class SameGpus:
 class PodRequest(msgspec.Struct, frozen=True, dict=True):
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
-    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy that chooses the node, if it differs from the
-    policy that chooses the GPUs of the node. `denied`: GPUs that the quota of the pod's namespace denies. A request has no names, so that
+    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy that chooses the node, if it differs from the policy
+    that chooses the GPUs of the node. `denied`: types of GPUs that the quota of the pod's namespace denies. A request has no names, so that
     pods with equal requests share every result.
     """
 

@@ -106,8 +106,8 @@ class Shape:
         self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
         self._whole = self._alike and all(each.whole for each in containers)
         self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
-        #: `_whole_gpus`: how many idle GPUs a node needs at least. `_largest`: for each (cores, memory blocks) it needs a GPU
-        #: with at least so much free.
+        #: `_whole_gpus`: how many idle GPUs a node needs at least. `_largest`: for each (cores, memory blocks) the node needs a GPU with at
+        #: least so much free.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
@@ -125,8 +125,8 @@ class Shape:
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
     def fitting(self, offered: int, most: int | None, *, enough: int | None = None) -> list[Found]:
-        """The nodes that fit, the best one first. With `most` it ends after `enough` profiles that fit, in the order of their nodes' names.
-        `enough` None: the number from `_MOST_CHOICES`, at least `most`."""
+        """The nodes that fit, the best one first. With `most` the search tries profiles in the order of their nodes' names, and ends after
+        `enough` that fit. `enough` None: the number from `_MOST_CHOICES`, at least `most`."""
         best = _Best(most)
         if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and ClusterIndex ranks them
             apart = self._apart
@@ -138,7 +138,7 @@ class Shape:
         return sorted(best.found, key=_rank_and_name)
 
     def in_room(self, room: Room, name: str) -> NodeChoice:
-        """The choice for a share that gets this room: the first GPU of the node with this room."""
+        """The choice for a share that gets this room: the node's first GPU in this room."""
         assert self._share is not None, "only shares have rooms"
         place = self._profiles.places[name]
         gpus = zip(place.kind.gpus, place.profile.used, strict=True)

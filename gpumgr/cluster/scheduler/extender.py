@@ -296,8 +296,8 @@ class Extender:
 
     @contextmanager
     def _writing(self, pod: WatchedPod, placed: PlacedPod) -> Iterator[None]:
-        """Surrounds the write that places the pod. The pod's GPUs stay assumed until the request has ended. They also stay assumed
-        afterwards, unless the request has certainly failed. Raises BindingError."""
+        """Surrounds the write that places the pod. The pod's GPUs stay assumed until the request has ended, and afterwards unless it has
+        certainly failed. Raises BindingError."""
         uid = pod.uid
         self._place(pod, placed)
         self._sending.add(uid)

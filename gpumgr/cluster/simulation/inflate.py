@@ -1,7 +1,7 @@
 """The method inflate, the test of FGD (USENIX ATC '23). Pods arrive in random order until they have requested 130 % of the GPUs.
 
-The trace's pods are shuffled. If they request less than 130 %, pods drawn with replacement are added; if more, the last pods are left out.
-No pod ends, and none is tried twice.
+The trace's pods are shuffled. If they request less, pods drawn with replacement are added; if more, the last pods are left out. No pod
+ends, and none is tried twice.
 """
 
 from collections import Counter
