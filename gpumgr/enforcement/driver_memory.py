@@ -9,8 +9,8 @@ set to 0 before the cgroup is removed; but the runtime removes the cgroup as soo
 sum of all shares fits the GPU, and the hard limits, bursts included, leave each container its share. A soft limit that is found is set to
 0. The hard limit is removed with the cgroup.
 
-The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that the container
-allocated before stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
+The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that it allocated
+before that stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
 runtime does not list never gets its limit. So no container starts while the runtime is not available, and a running container that is not
 listed is reported.
 

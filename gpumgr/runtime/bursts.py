@@ -114,8 +114,8 @@ class Bursts:
         return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container. A container that is
-        being suspended or resumed may have the memory that it had before."""
+        """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container; while it is being
+        suspended or resumed, at least what it had before that."""
         moved = self._records.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0

@@ -93,7 +93,7 @@ class OverLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 class MemoryLimitWatcher:
     """`evictor` is None without an API server. An evaluation waits for the backends at most as long as `owners` waits for the container
-    runtime; both use the same clock. `suspending`: the parts that suspend containers."""
+    runtime, and uses the clock of `owners`. `suspending`: the parts that suspend containers."""
 
     def __init__(
         self,

@@ -4,10 +4,10 @@ The folder is `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants (the s
 removes these files, and ends the daemons. Files are JSON without a version: fields that this version does not know are ignored, and a file
 that it can't decode is reported and counts as missing, but `allocations` still lists the file's name.
 
-The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the compute mode that the GPU had before. It is not in the daemon's
+The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the GPU's compute mode before MPS. The record is not in the daemon's
 folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then record its own mode as
-the former one, and start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot
-are ignored.
+the former one, and start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot are
+ignored.
 """
 
 import os
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """What a container was granted; `cores` in percent. Protocol 3 only: `older` has its processes that started before the last change,
     each with the memory limit that it started with; `former_bytes` is set while a change is under way: the largest memory limit that a
-    program may have got before."""
+    program may have got before it."""
 
     cores: int
     memory_bytes: int

@@ -129,7 +129,7 @@ class ContainerSlot:
             await self._listener.drain(grace_seconds)
 
     def prepare_start(self, tenant: GpuShare) -> None:
-        """Writes both files again before the container starts. Raises Refusal for names that vcuda.config can't hold, and OSError."""
+        """Writes vcuda.config and pids.config before the container starts. Raises Refusal for names that do not fit, and OSError."""
         with self._lock:
             self.tenant = tenant
             self._registered.clear()
