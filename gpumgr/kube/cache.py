@@ -74,7 +74,7 @@ class PodCache:
         await self._reflector.run()
 
     def get(self, pod: PodKey) -> PodView | None:
-        """The pod with this name; if the cache has two such pods, the later one."""
+        """The pod with this name; if the cache has two such pods, the one that changed last."""
         return self._by_key.get(pod)
 
     def by_uid(self, uid: str) -> PodView | None:
@@ -89,8 +89,8 @@ class PodCache:
         return self._by_uid.values()
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """Returns the pod as soon as it is in the cache, or None after the timeout. With `uid` it waits for the pod with this UID,
-        otherwise for a pod that has not ended, since an earlier pod may have had the same name."""
+        """Returns the pod as soon as it is in the cache, or None after the timeout. With `uid`, only the pod with this UID is returned;
+        otherwise only a pod that has not ended, since an earlier pod may have had the same name."""
         known = self.get(pod)
         if known is not None and not _is_meant(known, uid):
             known = None
@@ -117,8 +117,8 @@ class PodCache:
                     await self._changed.wait()
 
     def subscribe(self, listener: OnChange) -> None:
-        """`listener` is called at once for each pod that is known already (before: None), and then for every change, in the event loop,
-        after the cache has it. It must neither block nor raise."""
+        """`listener` is called at once for each known pod, with None as its former state. Then it is called after every change of the
+        cache, in the event loop. It must neither block nor raise."""
         self._listeners.append(listener)
         for known in self.all():
             listener(None, known)
@@ -160,7 +160,7 @@ def _is_meant(view: PodView, uid: str | None) -> bool:
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """A pod of the watch."""
+    """A pod of the watch, and the annotations that `PodCache.annotations` returns."""
 
     pod: PodView
     annotations: Mapping[str, str]

@@ -44,9 +44,9 @@ API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
 #: What reading an object of the API server raises if it has another structure, or is nested too deeply.
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
-#: The API server retries an eviction with a wrong UID for ten seconds before it refuses it, so the time limit is longer.
+#: Longer than the ten seconds for which the API server retries an eviction with a wrong UID before it refuses the eviction.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
-#: The shortest time between two reads of refused credentials: reading may run a credential plugin, and may give the same credentials.
+#: The shortest time between two reads of the files while credentials are refused: a read may run a program, and may give the same ones.
 _RENEW_SECONDS: Final = 5.0
 #: The longest Retry-After that is obeyed, and the most writes for which a Retry-After is remembered, so that memory is bounded.
 MAX_RETRY_AFTER_SECONDS: Final = 120.0
@@ -168,7 +168,7 @@ class ApiServer:
         `check` is called once there is a connection, immediately before the body is sent. If `check` raises, the body is not sent, and
         the error is the cause of an aiohttp.ClientConnectionError.
 
-        A write that was refused with Retry-After is not sent again before that time; writes of other objects are sent.
+        A write that was refused with Retry-After is not sent again before that time has passed; writes of other objects are sent.
 
         Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
         credentials can't be read again and for a write that must wait, GpumgrError for any other error of the HTTP client.
@@ -282,7 +282,7 @@ class _List(msgspec.Struct):
 
 
 def items_of(answer: object) -> list[Any]:
-    """The objects of a list, which are not checked; Go writes an empty list as null. Raises WrongStructure."""
+    """The items of a Kubernetes list, unchecked; [] also for null, which Go writes for an empty list. Raises WrongStructure."""
     return convert(answer, _List).items or []
 
 

@@ -1,9 +1,9 @@
 """The annotations that agents and the scheduler exchange, version 1: their JSON, and its strict validation.
 
-* `gpumgr.io/inventory` on a node: its GPUs, and the allocations that no placement annotation of a bound pod explains. Written by the agent.
+* `gpumgr.io/inventory` on a node: its GPUs, and what pods hold unless their placement annotation covers it. Written by the agent.
 * `gpumgr.io/placement` on a pod: the GPUs of each container. Written by the scheduler in the Binding.
 
-Both readers ignore unknown fields, since a field may be added within a version. The same value always has the same text.
+Readers ignore unknown fields, since a field may be added within a version. The same value always has the same text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,10 +42,10 @@ NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
 #: How many containers with HAMi's resources may share a GPU. More containers may hold replicas if the setting was lowered later.
 Replicas = Annotated[int, Meta(ge=0, le=4096)]
-#: The factor by which the memory, or the cores, of a GPU are multiplied for such containers.
+#: The factor by which the memory, or the cores, of a GPU are multiplied for containers with HAMi's resources.
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
 
-#: Memory slices of a GPU: NVIDIA's GPUs have 8.
+#: The most memory slices of a GPU that a reader accepts; NVIDIA's GPUs have 8.
 MAX_MIG_SLICES: Final = 32
 MigStart = Annotated[int, Meta(ge=0, lt=MAX_MIG_SLICES)]
 MigSize = Annotated[int, Meta(ge=1, le=MAX_MIG_SLICES)]
@@ -81,10 +81,10 @@ class Share(msgspec.Struct, Generic[_Gpu], frozen=True, array_like=True):
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU of the node.
 
-    `memory`: the memory that the agent offers of this GPU, in MiB. `model` is empty if the driver does not report it. `index` is NVML's
-    index. It is written only if it differs from the GPU's position in `gpus`: then the driver can't describe some GPU with a lower index.
-    `replicas`: how many containers with HAMi's resources may share the GPU. `mig`: the profiles of the MIG devices that are created on
-    the GPU on demand, see `mig_rows`; such a GPU is not shared.
+    `memory`: the memory that the agent offers of this GPU, in MiB. `model` is empty if the driver does not report it. `index`: NVML's
+    index, written only if it differs from the GPU's position in `gpus`, because the driver can't describe some GPU with a lower index.
+    `replicas`: how many containers with HAMi's resources may share the GPU. `mig`: the profiles of the MIG devices that are created on the
+    GPU on demand, see `mig_rows`; such a GPU is not shared.
     """
 
     uuid: Uuid
@@ -103,7 +103,7 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
-    """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU: the `score_matrix` of the topology.
+    """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU: the scores of its links to all GPUs (`score_matrix`).
 
     `other`: pod UID (an allocation's id if its pod is not known) -> what the pod holds. `scaling`: the factors of memory and cores for pods
     with HAMi's resources; it is written if a GPU may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.

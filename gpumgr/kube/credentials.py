@@ -130,8 +130,8 @@ class CredentialFiles:
 
 
 def _environment_proxy(server: str) -> str | None:
-    """The proxy that HTTPS_PROXY, HTTP_PROXY and NO_PROXY name for this URL. The HTTP client would read them, and ~/.netrc, on two threads
-    for each request."""
+    """The proxy that HTTPS_PROXY, HTTP_PROXY and NO_PROXY name for this URL. If the HTTP client looked it up, it would also read ~/.netrc,
+    on two threads for each request."""
     url = urlsplit(server)
     return None if proxy_bypass(url.netloc) else getproxies().get(url.scheme)
 

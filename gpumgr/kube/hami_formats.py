@@ -34,8 +34,8 @@ _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 def replica_request(
     wanted: Mapping[str, object], resources: ReplicaResources, parse_quantity: Callable[[str], int]
 ) -> ReplicaRequest | None:
-    """None: the container requests none of these GPUs. `wanted`: resource -> quantity. Amounts above 100 % are kept, for
-    `ReplicaRequest.problem`. Raises ValueError for an invalid quantity."""
+    """A container's request for HAMi's resources; None: it has none. `wanted`: resource -> quantity. Amounts above 100 % are kept, since
+    `ReplicaRequest.problem` reports them. Raises ValueError for an invalid quantity."""
 
     def amount(name: str) -> int:
         return parse_quantity(str(wanted.get(name, "0")))
@@ -44,7 +44,8 @@ def replica_request(
     memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
-    # HAMi's webhook sets the cores of such a container to 100; pods that it did not see are treated alike.
+    # HAMi's webhook sets 100 cores if a container requests neither cores nor a part of the memory; pods that it did not see are treated
+    # alike.
     whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
     cores = amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores
     return ReplicaRequest(
@@ -68,8 +69,8 @@ def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
 def placed_by_hami(
     text: str, containers: Sequence[ContainerSpec], slices: Mapping[tuple[int, int], int] = MappingProxyType({})
 ) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
-    """Container -> its GPUs. In the text a device is `UUID,type,MiB,cores:`, and a container is its devices and `;`. Raises ValueError for
-    another text.
+    """Container -> its GPUs. In the text a device is `UUID,type,MiB,cores:`, and a container's entry is its devices and `;`. Raises
+    ValueError for another text.
 
     HAMi may omit the entries of containers without GPUs (its issue 2899), so only the entries with devices count, in their order. `slices`:
     the memory slices of MIG devices, by the positions of the container and of the device in the text.
@@ -110,8 +111,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigAllocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`container`: its position among all containers of the pod, init containers first. `device`: the position among its GPUs. The last
-    three fields are known once the MIG device exists."""
+    """`container`: its position among all containers of the pod, init containers first. `device`: the position among the container's GPUs.
+    The last three fields are known once the MIG device exists."""
 
     container: _Position = msgspec.field(name="containerIndex")
     device: _Position = msgspec.field(name="deviceIndex")
@@ -224,7 +225,7 @@ def decode_register(text: str) -> Sequence[RegisteredGpu]:
 
 
 def encode_scores(uuids: Sequence[str], scores: Scores) -> str:
-    """The scores of each GPU's links to the other GPUs."""
+    """The text of SCORES: for each GPU the scores of its links to the other GPUs."""
     rows = [
         {"uuid": uuid, "score": {other: row[place] for place, other in enumerate(uuids) if other != uuid}}
         for uuid, row in zip(uuids, scores, strict=True)

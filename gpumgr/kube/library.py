@@ -1,4 +1,4 @@
-"""Loads the only function of kubernetes_asyncio that gpumgr uses, which reads kubeconfig files and runs their credential plugins."""
+"""Loads the only function of kubernetes_asyncio that gpumgr uses: it reads kubeconfig files and runs their credential plugins."""
 
 import importlib
 import sys
@@ -14,8 +14,8 @@ _PACKAGES: Final = (_ROOT, f"{_ROOT}.client", f"{_ROOT}.config")
 
 
 # Importing any module of the library runs the `__init__` of its packages, which import every API and model: more than a thousand modules,
-# and 30 MiB of memory. The library has no option to avoid that. So a finder (the import system's extension point) gives its packages an
-# empty `__init__` during the import.
+# and 30 MiB of memory. The library has no option to avoid that. So a finder (the import system's extension point) gives the library's
+# packages an empty `__init__` during the import.
 class _EmptyPackages(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname in _PACKAGES else None

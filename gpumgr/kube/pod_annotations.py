@@ -48,7 +48,8 @@ def pod_annotations(
 ) -> dict[str, str]:
     """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
 
-    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices. `evaluators` may lack allocations.
+    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices. `evaluators`: allocation -> the evaluator that
+    chose its GPUs, if that is known.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))

@@ -1,11 +1,11 @@
-"""A local copy of a list of API objects, kept up to date by a watch: the contract of client-go's reflector, on plain JSON.
+"""A local copy of a list of API objects, kept up to date by a watch. It behaves as client-go's reflector, on plain JSON.
 
 Invariants:
 1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what is missing
    there counts as deleted.
 2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered pauses,
-   or after Retry-After. Only a watch that lasted for a while is resumed at once. A watch without events does not prove that nothing has
-   changed: with `list_seconds` a list follows.
+   or after Retry-After. Only a watch that lasted for `lasted_seconds` is resumed at once. A watch without events does not prove that
+   nothing has changed: after `list_seconds` of silence the objects are listed again.
 3. Only the result of `parse` is kept. Each object is decoded on its own: an object that can't be read is named in the log and in an event,
    keeps its last result, and never counts as deleted. Other objects are not affected.
 
@@ -110,13 +110,14 @@ T = TypeVar("T", bound=Keyed)
 
 
 class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """`watch_seconds`: the shortest and the longest requested duration of a watch. `silence_seconds`: how much later the watch may end.
+    """`watch_seconds`: the shortest and the longest requested duration of a watch. `silence_seconds`: how long after that duration a silent
+    watch is given up.
 
     `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
     `pause_seconds`; a Retry-After is obeyed for up to two minutes.
 
-    `list_seconds`: objects are listed again if the server has sent neither an event nor a bookmark for so long, nor ended a watch in time.
-    `outdated_seconds`: the copy is outdated if the server has done none of these for so long, and a list has failed, too.
+    `list_seconds`: objects are listed again if for that time the server has neither sent an event or a bookmark nor ended a watch as
+    requested. `outdated_seconds`: the copy is outdated if the server has done none of these for that time, and a list has failed, too.
     """
 
     watch_seconds: tuple[int, int] = (240, 300)
@@ -247,7 +248,7 @@ class Reflector(Generic[T]):
 
     @property
     def silent_seconds(self) -> float:
-        """The seconds since the last event, bookmark or end of a watch in time, or since the start of the last list that succeeded."""
+        """The seconds since the last event, bookmark or requested end of a watch, or since the start of the last list that succeeded."""
         return self._clock() - self._heard_at
 
     @property
@@ -450,7 +451,7 @@ async def _decoded(text: bytes, kind: type[_K]) -> _K:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length; what follows the last line break is an incomplete event, and is dropped."""
+    """The lines, of any length; text after the last line break is an incomplete event, and is dropped."""
     parts: list[bytes] = []
     async for chunk in content.iter_any():
         *ends, rest = chunk.split(b"\n")

@@ -46,7 +46,7 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
 
 
 def _modes(annotations: Mapping[str, object]) -> tuple[str, ...] | None:
-    """None: any mode. A text without a mode, also an empty one, gives an empty tuple, which no GPU satisfies."""
+    """The modes of GPUs that the text allows; None: any. A text without a mode, also an empty one, gives (), which no GPU satisfies."""
     modes = tuple(mode for mode in MODES if USE_MODES not in annotations or mode in str(annotations[USE_MODES]))
     return modes if modes != MODES else None
 
@@ -62,7 +62,7 @@ def _given(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[st
 
 
 def _names(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, ...]:
-    """Sorted, so that the order in the text makes no difference."""
+    """The names in the text, sorted, so that their order in the text makes no difference."""
     key, text = _given(annotations, keys)
     own = key == keys[0]
     names = tuple(sorted({name for each in text.split(",") if (name := each.strip())}))

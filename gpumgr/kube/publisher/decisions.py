@@ -4,9 +4,9 @@ Invariants:
 1. A listener of the history only stores what it needs (`_on_entry`), since a kubelet's call may be waiting. `report` does the rest.
 2. A pod is reported once the kubelet's calls for it have been answered: one patch and one event cover all its containers and resources.
 3. An error in this module is a bug; it is logged, and neither ends the agent nor fails the caller.
-4. Annotations follow the ledger: if an allocation was renamed or adopted, or was not written before a restart, its annotations are written
-   later. A pod is written only once the API server has listed it, since its UID is needed to distinguish it from another one of the same
-   name.
+4. Annotations follow the ledger: if an allocation got another pod or was adopted, or was not written before a restart, its annotations are
+   written later. They are written only once the API server has listed the pod, since only its UID distinguishes it from another pod of the
+   same name.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ class DecisionReporter:
                 self._record(event_texts.config_event(self._node, entry))
 
     def _keep_evaluator(self, entry: HistoryEntry) -> None:
-        """Only the entry of a container's first call has the evaluator."""
+        """Stores the allocation's evaluator, because only the entry of a container's first call names it."""
         if entry.what == "granted" and entry.id and entry.evaluator:
             self._evaluators.setdefault(entry.id, entry.evaluator)
         elif entry.what == "freed" and entry.id:
@@ -236,8 +236,8 @@ class DecisionReporter:
         return {MIG_ALLOCATIONS: text}
 
     def _annotate(self, view: PodView, wanted: Mapping[str, str]) -> None:
-        """Publishes the annotations that differ. Keys are removed only if the agent wrote them, since a scheduler writes some of the same
-        keys."""
+        """Publishes the annotations if any differs from what the pod has. Keys are removed only if the agent wrote them, since a scheduler
+        writes some of the same keys."""
         present = self._published.get(view.uid) or self._pods.annotations(view.uid)
         gone = [key for key in present if key not in wanted and is_ours(key)] if ALLOCATIONS in present else []
         if self._annotate_pods and (gone or any(present.get(key) != value for key, value in wanted.items())):

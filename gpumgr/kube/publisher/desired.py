@@ -21,8 +21,9 @@ class Desired(ABC):
     `rights` are the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller
     last caused a write. `requests` counts the requests since the start. Times are seconds of one monotonic clock.
 
-    The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure does not
-    change it. `attempts` counts the failures. `again`: when the next write is due, if the state changed during the write.
+    The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure changes it
+    only with `held` (see `retry`). `attempts` counts the failures. `again`: when the next write is due, if the state changed during the
+    write.
     """
 
     what: ClassVar[What]

@@ -138,8 +138,8 @@ class EventSeries(Desired):
     async def write(self, server: ApiServer, node: str) -> None:
         """Creates the object, or increments its count. Raises what `ApiServer.send` raises.
 
-        404: the API server has removed the event, which it does after an hour. 409: an earlier request created it and its response was
-        lost, so its count may be outdated.
+        404: the API server has removed the event, which it does after an hour. 409: an earlier request created the object and its response
+        was lost, so the object's count may be outdated.
         """
         path = f"{self.path}/{self.name}"
         if self.created and await server.send("PATCH", path, self.patch(), but=(404,)):

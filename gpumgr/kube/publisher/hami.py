@@ -1,8 +1,8 @@
 """Publishes what HAMi's scheduler reads: the node's registered GPUs, and the result of the admission of its pods.
 
-The GPUs are annotations of the node, written when they change. What other pods hold is subtracted, because HAMi's scheduler knows only its
-own pods. A GPU that other pods share is registered with less than 100 cores, so that no pod gets it exclusively. A GPU that another pod has
-whole, or that accepts no new pods, is registered as unhealthy.
+The GPUs are listed in annotations of the node, which are written when they change. What other pods hold is subtracted, because HAMi's
+scheduler knows only its own pods. A GPU that other pods share is registered with less than 100 cores, so that no pod gets it exclusively. A
+GPU that another pod has whole, or that accepts no new pods, is registered as unhealthy.
 
 HAMi's scheduler binds the next pod to a node once its lock on the node is removed, or after 5 minutes. The agent itself needs no lock, so
 it may remove the lock of a later pod. The lock also stays after a pod that the kubelet refuses by itself, or that ends while no agent runs.

@@ -37,7 +37,8 @@ from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import NodeSnapshot, score_matrix
 from gpumgr.placement.topology.labels import gpu_labels
 
-#: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory reports them only after this time.
+#: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory lists allocations that are held for
+#: longer.
 ENDING_SECONDS: Final = 15.0
 _MAX_TEXT: Final = 256
 
@@ -56,7 +57,7 @@ class InventoryReporter:
     ) -> None:
         self._annotate, self._pods, self._clock = annotate, pods, clock
         self._enforcement, self._topology_manager = enforcement, topology_manager
-        #: Allocation -> the last time at which a placement explained it.
+        #: Allocation -> the last time at which its pod's placement covered it (`explains`).
         self._explained: dict[AllocationId, float] = {}
         #: What the last text depends on; None: it depends also on the time.
         self._basis: Sequence[object] | None = None
@@ -155,8 +156,8 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
 
 
 def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
-    """What a pod's allocations hold together. An id that two containers hold one after the other counts once. GPUs without a position are
-    left out."""
+    """What a pod's allocations hold together. A device id that an init container and a later container hold counts once. GPUs without a
+    position are left out."""
     held = allocations[0] if len(allocations) == 1 else Ledger(allocations={a.id: a for a in allocations})
     shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
@@ -254,7 +255,7 @@ class NodeReporter:
         return self._labels[1]
 
     def _condition(self, report: NodeReport) -> Condition | None:
-        """None within PATIENCE_SECONDS after the start, unless all is ready earlier."""
+        """The condition to publish; None within PATIENCE_SECONDS after the start, unless all is ready earlier."""
         now, lasts = self._clock(), False
         if not report.not_ready:
             self._not_ready_since, self._was_ready = None, True

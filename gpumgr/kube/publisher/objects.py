@@ -117,7 +117,7 @@ class NodePart(Desired):
 
     @contextmanager
     def _without_right(self, *, removing: bool) -> Iterator[None]:
-        """Ignores that the agent has no right to a removal: usually there is nothing to remove, so the right is not required."""
+        """Ignores the refusal of a removal (403): usually there is nothing to remove, so the agent need not have the right."""
         try:
             yield
         except AnswerError as error:
@@ -136,7 +136,8 @@ class NodeAnnotations(NodePart):
     unwritten: dict[str, str | None] = field(default_factory=dict)
 
     def set(self, key: str, value: str, now: float) -> bool:
-        """Whether a write is due. A change writes only the changed annotation; after the resync interval all annotations are written."""
+        """Sets one annotation; returns whether a write is due. A change writes only the changed annotation; after the resync interval all
+        annotations are written."""
         changed = self.values.get(key) != value
         self.values[key] = value
         if now - self.wanted_at >= RESYNC_SECONDS:
@@ -171,7 +172,7 @@ class NodeLabels(NodePart):
     labels: Mapping[str, str] | None = None
 
     def set(self, labels: Mapping[str, str], now: float) -> bool:
-        """True if a write is due."""
+        """Sets the labels; returns whether a write is due."""
         changed, self.labels = labels != self.labels, labels
         return self._is_due(now, changed=changed)
 
@@ -207,8 +208,8 @@ class NodeCondition(NodePart):
     written: tuple[Condition, float] | None = None
 
     def set(self, condition: Condition | None, now: float) -> float | None:
-        """Returns when a write is due: at once for a new status, _CONDITION_SECONDS after the last write for a new message; None: no
-        write is due."""
+        """Sets the condition; returns when a write is due: at once for a new status, _CONDITION_SECONDS after the last write for a new
+        message; None: no write is due."""
         before, self.condition = self.condition, condition
         if not self._is_due(now, changed=condition != before):
             return None

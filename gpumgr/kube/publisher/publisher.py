@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 
 #: Events that may wait.
 CAPACITY: Final = 512
-#: The limit of requests, with twice as many at once: the kubelet's own defaults (kubeAPIQPS 50, kubeAPIBurst 100).
+#: The limit of requests, and half of the largest burst: the kubelet's own defaults (kubeAPIQPS 50, kubeAPIBurst 100).
 _REQUESTS_PER_SECOND: Final = 50.0
 #: The first and the longest pause after failures.
 _PAUSES_SECONDS: Final = (0.5, 30.0)
@@ -327,7 +327,7 @@ class Publisher:
         return wanted
 
     def _try_later(self, desired: Desired) -> None:
-        """An admission webhook for this write alone may fail, so the other writes go on."""
+        """Retries the write later. The other writes continue, since an admission webhook may refuse or delay only this one."""
         self._queue.retry(desired, self._clock() + self._backoff(desired), held=True)
 
     def _backoff(self, desired: Desired) -> float:

@@ -1,4 +1,5 @@
-"""Reads the kubelet's record of devices, `kubelet_internal_checkpoint`, which has priority when the ledger must be rebuilt.
+"""Reads the kubelet's record of devices, `kubelet_internal_checkpoint`, which has priority over PodResources when the ledger must be
+rebuilt.
 
 The record has what PodResources lacks: pod UIDs, ordinary init containers, and the responses of Allocate (with a path that contains the
 allocation's id). The format is internal to the kubelet, so the reader accepts all variants: `DeviceIDs` is a list before 1.20 and a map
@@ -123,7 +124,8 @@ SPECS_SECONDS = 5.0
 
 
 async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str]) -> Sequence[CheckpointEntry] | None:
-    """The entries of the kubelet's checkpoint. `names`: a resource of the kubelet -> its name in an entry, if it differs.
+    """The entries of the kubelet's checkpoint. [] if it does not exist. `names`: the kubelet's name of a resource -> the name in the
+    returned entries, if the two differ.
 
     Returns None, and logs that, if the checkpoint can't be read.
     """

@@ -39,7 +39,7 @@ class Allocator(Protocol):
     """Makes the decisions. Each method may raise errors.Refusal. Calls for different resources may run at the same time."""
 
     async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        """The ids of `available` to allocate: `size` of them, with all of `must_include`. If it returns fewer, the kubelet chooses the
+        """The ids of `available` to allocate: `size` of them, with all of `must_include`. If fewer are returned, the kubelet chooses the
         rest."""
 
     async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
@@ -162,7 +162,7 @@ class PluginServer(UnixServer):
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 
     async def drain(self, grace_seconds: float) -> None:
-        """Like the base class, but also waits until the kubelet has closed its connection, which it does once it has dropped this
+        """Like the base class, but also waits until the kubelet has closed its connection: it does so once it has dropped this
         registration."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_seconds

@@ -2,9 +2,9 @@
 
 Invariants:
 1. Nothing here ends the process: a kubelet that is unavailable, hangs or refuses is logged once and retried.
-2. Register is called only after the plugin's own socket has answered: the kubelet dials it inside Register.
+2. Register is called only after the plugin's own socket has answered: the kubelet connects to that socket inside Register.
 3. "Registered" means that Register succeeded and the registration is not known to be lost. A new kubelet.sock, a missing socket of the
-   plugin, or a lack of ListAndWatch streams shows its loss, and the same process registers again. These are polled, since inotify events
+   plugin, or a lack of ListAndWatch streams shows the loss, and the same process registers again. These are polled, since inotify events
    can be lost.
 4. The kubelet has closed its connection to the former socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an
    old stream that ends later disconnects the new registration.

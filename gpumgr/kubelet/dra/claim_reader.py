@@ -106,8 +106,8 @@ def claim_path(namespace: str, name: str) -> str:
 
 
 async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
-    """The UID of the present claim of this name ("" if there is none), and its shares of the driver's devices in this pool. Raises what
-    requests raise, and UNREADABLE for another structure."""
+    """The UID of the present claim of this name ("" if there is none), and its shares of devices in this pool: (device, share id or None).
+    Raises what requests raise, and UNREADABLE for another structure."""
     if (claim := await server.find(claim_path(namespace, name))) is None:
         return "", set()
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
@@ -119,7 +119,7 @@ def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str,
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
-    """`item`: the claim in the API server, None if there is none. Raises Refusal if it is not allocated on this node for `ref`."""
+    """`item`: the claim in the API server, None if there is none. Raises Refusal if the claim `ref` can't be prepared on this node."""
     try:
         return _decoded(ref, pool, item)
     except _Unusable as error:

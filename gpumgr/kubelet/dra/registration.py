@@ -8,9 +8,10 @@ Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before the DRA socket is closed.
 2. Sockets that other programs remove or replace are made again; connections and calls continue. Files of other kinds in their place are
    kept and reported.
-3. Only `stop` removes the sockets. The sockets that a killed process left are removed by the next process, with any `instance`. A process
-   with the same `instance` then uses a second name for its sockets, if the path has room and no file is there. With the same name, the
-   kubelet would need two looks at the folder (it looks once a second): one to notice that the socket is gone, and one for the new socket.
+3. Only `stop` removes the sockets. The sockets that a killed process left are removed by the next process, also if its `instance` differs.
+   A process with the same `instance` then uses a second name for its sockets, if the path has room and no file is there. With the same
+   name, the kubelet would need two looks at the folder (it looks once a second): one to notice that the socket is gone, and one for the new
+   socket.
 
 Kubelets since 1.34 keep a connection to the DRA socket, so the loss of the connection shows that the registration has ended. Older kubelets
 connect only for the first call; until then the registration counts as valid.

@@ -145,7 +145,7 @@ class DraSide:
     async def run_out(self) -> None:
         """Deletes the slice if the node may have one: most nodes never had a slice, and their agents have no right to delete it. Keeps the
         prepared claims (after the loss of the ledger, the claims of the node's pods), and serves their Unprepare until none is left:
-        drained pods end only after that."""
+        drained pods end only after their Unprepare."""
         async with asyncio.TaskGroup() as group:
             if self._had_claims or self._agent_state.ledger.claims:
                 group.create_task(self._withdraw(), name="slice_withdrawal")

@@ -298,7 +298,8 @@ def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
 
 
 def _normalized(value: Any, *, quantities: bool = False) -> Any:
-    """Removes what is not compared. With `quantities`, texts in the value are amounts. Raises ValueError for a text that is no amount."""
+    """The value without what is not compared. With `quantities`, texts in the value are amounts. Raises ValueError for a text that is no
+    amount."""
     if isinstance(value, Mapping):
         kept = {key: each for key, each in value.items() if key not in _NOT_COMPARED}
         found = {key: _normalized(each, quantities=quantities or key == "capacity") for key, each in kept.items()}
