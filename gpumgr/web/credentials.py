@@ -35,8 +35,8 @@ class _Files(Generic[T]):
     """The value that `make` returns for the files `paths`. A thread makes it again when the files have changed, since a file system may
     hang.
 
-    The constructor raises what `make` raises. `read_again` is called after each change to usable files. `unusable` gets the reason and the
-    earlier value, and returns the value to use from then on.
+    The constructor raises what `make` raises. `read_again` is called when changed files were read and can be used. `unusable` gets the
+    reason and the earlier value, and returns the value to use from then on.
     """
 
     def __init__(

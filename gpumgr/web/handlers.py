@@ -264,7 +264,8 @@ def make_app(
 def make_waiting(
     no_driver: Callable[[], Sequence[str]], not_ready: Callable[[], Sequence[str]], waits_for: Callable[[], str]
 ) -> Callable[[CurrentPolicy], web.Application]:
-    """The application of an agent that waits for another one: probes and one metric. All other paths answer 503 with what it waits for."""
+    """The application of an agent that waits for another one: probes and one metric. All other paths answer 503 with the text of
+    `waits_for`."""
 
     async def healthz(request: web.Request) -> web.Response:
         return probe_response(request, ())

@@ -18,7 +18,7 @@ from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
 #: The labels of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
 
-#: Merges two values of one series: incarnations of one pod have the same labels, and so have containers without a name yet.
+#: Merges two values of one series: successive pods of one name have the same labels, and so have containers without a name yet.
 Merge = Callable[[float, float], float]
 
 

@@ -5,7 +5,7 @@ Invariants:
 - A format that was not scraped for a while is not rendered until its next scrape.
 - No scrape calls NVML or the kubelet, or reads a file other than the process's own in /proc.
 - All formats of one sample period are rendered from one report.
-- Rendering releases the GIL often: an Allocate call does not wait for its end.
+- Rendering releases the GIL often: an Allocate call does not wait until the rendering has ended.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 _PLAIN_TYPES: Final = ("text/plain", "text/*", "*/*")
 
 
-#: The Content-Type, by whether the format is OpenMetrics.
+#: Whether the format is OpenMetrics -> the Content-Type.
 _CONTENT_TYPES: Final = {
     False: "text/plain; version=0.0.4; charset=utf-8",
     True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
