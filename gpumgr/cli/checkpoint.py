@@ -19,7 +19,7 @@ from gpumgr.common.units import count_text
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 
-#: Terminal width from which the reason is shown.
+#: The smallest width of a terminal, in characters, at which the reason is shown.
 WIDE = 140
 _EXIT_CODES: Final = {
     0: "done, also if the folder has no checkpoint yet",

@@ -25,8 +25,8 @@ from gpumgr.common.units import count_text
 from gpumgr.kube.client import REQUEST_TIMEOUT, AnswerError, ApiServer, items_of
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
-#: Selects the leader, or else any replica of the chart's Deployment. A replica that does not lead lacks only the leader's decisions that no
-#: watch shows yet.
+#: Selects the leader, or else any replica of the chart's Deployment. The answer of a replica that does not lead lacks only the leader's
+#: decisions that no watch shows yet.
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
 _PORT_NAME: Final = "http"
 _DEFAULT_PORT: Final = 5679
@@ -194,7 +194,7 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
 
 
 def why_text(why: Why) -> str:
-    """The answer as sentences. The texts of `why` are printable."""
+    """The answer as sentences. The texts of `why` have no control characters, see `cleaned`."""
     return "\n".join(_lines(why))
 
 

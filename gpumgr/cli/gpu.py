@@ -217,7 +217,7 @@ class _Wait:
         self._agent, self._deadline = agent, deadline
         self._document, self._result = first, read_result(first)
         self._reported, self._unavailable = "", False
-        #: When the first state was made: perhaps before the drain.
+        #: The time of the first state that was read (unix seconds); the agent may have made that state before the drain.
         self._first_at: float | None = None
 
     async def run(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class _Wait:
         """Reads the agent's state, which costs the agent little. Requests the drain again only when the GPU seems to be empty."""
         state = read_state(await self._agent.get(STATE))
         self._first_at = self._first_at or state.at
-        # A state from before the drain says nothing. The node's clock may have been set back since.
+        # A state from before the drain is ignored. Times are not enough to recognize a later one: the node's clock may have been set back.
         if (state.at >= self._result.at or state.at != self._first_at) and self._seems_empty(state):
             await self._request()
 

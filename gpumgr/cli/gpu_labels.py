@@ -1,5 +1,5 @@
-"""Names a node's GPUs for people, finds the GPU that such a name means, and describes its health. The texts of a `GpuRow` are
-printable."""
+"""Names a node's GPUs for people, finds the GPU that such a name means, and describes its health. The texts of a `GpuRow` have no control
+characters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -13,7 +13,7 @@ from gpumgr.common.errors import InputError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 
-#: Table cells for reasons (gpumgr.agent.node_report.REASONS) that are not clear by themselves.
+#: The table cells for the reasons of gpumgr.agent.node_report.REASONS that users might not understand.
 _REASONS: Final = {
     "xid": "XID error",
     "ecc": "ECC errors",

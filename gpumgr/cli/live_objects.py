@@ -168,7 +168,7 @@ def _requests(spec: Json) -> dict[str, int]:
 
 
 def _wanted(holder: Json) -> dict[str, int]:
-    """A missing request equals the limit, as the API server sets it."""
+    """The requests of a container or pod; a missing request equals the limit, as the API server sets it."""
     resources = holder.get("resources") or {}
     return _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
 

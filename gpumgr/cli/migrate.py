@@ -286,7 +286,7 @@ async def _fetch_node_and_pods(kubeconfig: Path, node: str) -> tuple[Object, ...
 
 
 def _library(folder: Path) -> tuple[Path, str] | None:
-    """HAMi's library in the folder, with its SHA-256; the file name has the version."""
+    """HAMi's library in the folder, and its SHA-256; the last one by file name, which contains the version. None: there is none."""
     for path in sorted(folder.glob("libvgpu.so.*"), reverse=True):
         if path.is_file():
             with path.open("rb") as file:

@@ -80,7 +80,7 @@ class CheckpointData:
         return to_json_data(msgspec.structs.replace(found, gpus=self._gpus(found.gpus))) if found else None
 
     def _gpus(self, rows: Sequence[GpuRow]) -> tuple[GpuRow, ...]:
-        """The health is unknown; the index is that of the last decision."""
+        """The rows without health, each with the index that the GPU had at the last decision."""
         return tuple(
             msgspec.structs.replace(row, healthy=None, reason=None, message=None, index=self._indices.get(row.name))
             for row in rows
@@ -144,7 +144,7 @@ def _report_of(loaded: Loaded, at: float) -> NodeReport:
 
 
 def _cordons(loaded: Loaded) -> Mapping[str, Cordon]:
-    """Empty if they cannot be decoded: then the agent itself refuses to start, with the reason."""
+    """The cordons by UUID; empty if they cannot be decoded: then the agent itself refuses to start, with the reason."""
     try:
         return decode_cordons(loaded.notes)
     except CheckpointError:

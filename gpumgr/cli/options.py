@@ -147,7 +147,7 @@ def default_kubeconfig() -> Path | None:
 
 
 def needed_kubeconfig(given: Path | None) -> Path:
-    """The given one, else the default one. Raises InputError if there is neither."""
+    """The given kubeconfig, else the default one. Raises InputError if there is neither."""
     if (file := given or default_kubeconfig()) is None:
         raise InputError("there is no kubeconfig: give --kubeconfig FILE")
     return file
@@ -163,7 +163,7 @@ def sendable(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
 
 
 DEFAULT_NAMESPACE: Final = "default"
-#: How many similar names are suggested, and how similar they must be (difflib's ratio).
+#: The most similar names that are suggested, and how similar they must be (difflib's ratio).
 _SUGGESTIONS: Final = 3
 _MIN_SIMILARITY: Final = 0.6
 

@@ -1,4 +1,4 @@
-"""The text of `gpumgr why`. The texts of a `PodDetails` are printable (see `agent_client`)."""
+"""The text of `gpumgr why`. The texts of a `PodDetails` have no control characters (see `agent_client`)."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,8 +45,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_call(self, second: HistoryEntry) -> "Decision":
-        """The first call placed the container, so its reason and candidates are shown: at the second call the container's own amounts are
-        no longer free. Fields that the first call did not know are taken from the second call."""
+        """Both calls as one decision, with the reason and candidates of the first call, which placed the container: at the second call the
+        container's own amounts are no longer free. Fields that the first call did not know are taken from the second call."""
         first = self.entry
         entry = replace(
             second,
@@ -87,7 +87,7 @@ def pod_text(pod: PodDetails, gpus: GpuLabels, *, live: bool, width: int | None)
 
 
 def _folded(line: str, width: int | None) -> list[str]:
-    """Continuation lines are indented by two columns more than the sentence."""
+    """The sentence in lines of at most `width` columns; further lines are indented by two columns more than the first."""
     if width is None or len(line) <= width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))

@@ -256,7 +256,7 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
-    """The rows, the header first; the texts need not be printable."""
+    """A table as text. `rows`: the header first. Control characters in the texts are escaped."""
     # Imported here, since each worker process of the simulations imports this module.
     from rich.text import Text
 

@@ -32,7 +32,7 @@ Document = dict[str, Any]
 _REMEDY: Final = "make it with `gpumgr simulate --from-cluster --snapshot FILE` of this version"
 #: The largest file of a pod.
 _MOST_BYTES: Final = 1 << 20
-#: The fields that are kept, by their paths. Other annotations, environment variables and the like may contain anything.
+#: The fields that are kept, by their paths. Other fields, such as environment variables, may contain secrets.
 _KEPT: Final = re.compile(
     r"""[a-z]+/metadata/(name|namespace|uid|labels/.*)
     |[a-z]+/metadata/annotations/(gpumgr\.io/(inventory|placement|policy|(use|avoid|same)-.*)|tencent\.com/predicate-.*

@@ -1,6 +1,6 @@
 """`gpumgr usage`: what containers hold of this node's GPUs, and what they use, once or live, in tables for a terminal of any width.
 
-The texts of a `NodeState` are printable (see `agent_client`).
+The texts of a `NodeState` have no control characters (see `agent_client`).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 
 #: Columns with values only for containers of the limiter, which gives containers turns on a GPU.
 _TURN_COLUMNS: Final = ("HELD", "WAITED")
-#: Terminal width from which the container's name and its mechanisms have their own columns.
+#: The smallest width, in characters, at which the container's name and its mechanisms have their own columns.
 WIDE: Final = 120
 _NUMBERS: Final = ("CORES", *_TURN_COLUMNS, "BUSY", "MEMORY", "USED", "PROCS")
 #: Words that are removed from a model's name.
@@ -297,7 +297,8 @@ async def _watch(
 
 
 async def _until_signalled(live: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM and the end of the terminal restore the screen, as Ctrl-C does."""
+    """Runs `live` until it ends or a signal cancels it: SIGTERM, or SIGHUP when the terminal is closed. Both restore the screen, as Ctrl-C
+    does."""
     task = asyncio.ensure_future(live)
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)

@@ -31,7 +31,7 @@ _HAMI: Final = ReplicaResources()
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
-#: The prefix of the annotations in which HAMi's scheduler writes the chosen GPUs.
+#: The prefix of the annotations to which HAMi's scheduler writes the chosen GPUs.
 _HAMI_KEYS: Final = "hami.io/vgpu-"
 _LEASES: Final = "coordination.k8s.io"
 

@@ -52,7 +52,7 @@ def profiles_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yields (severe, what is wrong). `severe`: pods would be placed wrongly or not at all."""
+    """Yields (severe, what is wrong). `severe`: pods would be placed wrongly, or would not be placed."""
     managed = {CORE_RESOURCE, MEMORY_RESOURCE}
     ours = [each for each in config.get("extenders") or () if managed & _managed(each).keys()]
     if len(ours) != 1:

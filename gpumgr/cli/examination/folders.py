@@ -47,7 +47,7 @@ async def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
 
 
 def obstacle(folder: Path) -> str | None:
-    """The reason why nothing can be created in the folder, or why the folder itself cannot be created."""
+    """Why nothing can be created in the folder, or why the folder itself cannot be created; None: it can."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".gpumgr-doctor-", dir=nearest))
