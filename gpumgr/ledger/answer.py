@@ -1,7 +1,7 @@
 """The response to Allocate: devices, environment, mounts and annotations of one container.
 
-It depends on the allocation alone, not on the pod. As in gpu-manager, the response to the core call has everything but the annotation
-`tencent.com/vcuda-memory`, which is in the response to the memory call.
+It depends on the allocation and the host, not on the pod. As in gpu-manager, the response to the core call has everything but the
+annotation `tencent.com/vcuda-memory`, which is in the response to the memory call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -210,7 +210,7 @@ def _of_instances(
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:
-    """Response to the memory call, in bytes as in gpu-manager."""
+    """Response to the memory call: the annotation has bytes, as in gpu-manager."""
     return ContainerResponse(annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)})
 
 

@@ -98,5 +98,5 @@ def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int])
 
 
 def blocks_of_burst(mebibytes: int) -> int:
-    """How many memory blocks can't be granted because of a burst."""
+    """How many memory blocks can't be granted because bursts hold so much."""
     return -(-mebibytes // BLOCK_MEBIBYTES)

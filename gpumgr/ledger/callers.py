@@ -2,7 +2,7 @@
 containers, one after another.
 
 PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if its
-first container that lacks ids requests exactly this number of this resource.
+first container that lacks ids requests exactly as many ids of the resource as the call.
 """
 
 from collections.abc import Callable, Mapping

@@ -55,7 +55,8 @@ class GpuLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken: Collection[str]) -> GpuLimits:
-    """`mechanisms`: the mechanisms of the node; the first one that limits a resource is chosen. `broken`: the unusable ones."""
+    """How new shares are limited on this GPU. `mechanisms`: those of the node; the first one that limits a resource is chosen. `broken`:
+    the unusable ones."""
     by: dict[Resource, str] = {
         kind: next((name for name in mechanisms if strengths.get(name, {}).get(kind, "none") != "none"), "") for kind in RESOURCES
     }

@@ -29,7 +29,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
 from gpumgr.placement.pods import PodKey, ResizeRequest
 
-#: Random name of an allocation. Host folders carry it, so it never repeats and does not reveal the pod.
+#: Name of an allocation: random, or a hash of a claim's shares. Host folders carry it, so it never repeats and does not reveal the pod.
 AllocationId = str
 
 

@@ -1,7 +1,8 @@
-"""Decides which GPUs have processes of an ended allocation. Such a GPU is not offered until these processes have ended.
+"""Decides which GPUs have processes of an ended allocation. Such a GPU is in quarantine: it is not offered until these processes have
+ended.
 
-A pod can end while a process of its container stays in the driver (D state, a detached child) with its GPU memory. Processes that ran
-before the first allocation (a display server, the operator's tools) do not count.
+A pod can end while a process of its container stays in the driver (D state, a detached child) with its GPU memory. Processes that were
+first sampled while the GPU had no allocation (a display server, the operator's tools) do not count.
 
 An ordinary end also takes time: on an H200 a process with 35 GiB stays in the driver's list for half a second after its end. So
 processes of an ended container are reported only after EXPECTED_SECONDS.

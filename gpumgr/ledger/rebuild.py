@@ -125,7 +125,8 @@ def _claims(
     find_uid: Callable[[str], PodView | None],
     problems: list[str],
 ) -> Mapping[tuple[str, str], Allocation]:
-    """(UID or namespace/name, container) -> allocation with the kubelet's ids, without ended pods. Adds to `problems`."""
+    """(UID or namespace/name, container) -> its claim: an allocation with the kubelet's ids (no ResourceClaim). Ended pods are left out.
+    Adds to `problems`."""
     shared = any(gpu.replicas for gpu in gpu_registry.gpus)
     claims: dict[tuple[str, str], Allocation] = {}
     uids: dict[PodKey, str] = {}
@@ -241,7 +242,7 @@ def migrate(
 ) -> Rebuilt:
     """Adds gpu-manager's records to `ledger`. The ids of their pods name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs
     until these pods end. A container in `ledger` is not changed (the records may be read again), except that it gets GPUs that were not
-    known before."""
+    known at the last read."""
     known = {(a.uid, a.container): a for a in ledger.allocations.values()}
     added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:

@@ -18,9 +18,9 @@ from gpumgr.placement.pods import ResizeRequest
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision depends on, in addition to the ledger. `used_bytes`: what containers use on their GPUs; None: not known.
-    `most_bytes`: the highest limit that may be in force for one there. `memory_mebibytes`: the memory that each GPU has now. `most`:
-    how much a pod may have above its requests. `obstacle`: why these mechanisms can't change the container's limit of a resource (None:
-    they can). `away`: the containers that are suspended, and do not ask for their resume."""
+    `most_bytes`: the highest limit that may be in force for a container on a GPU. `memory_mebibytes`: the memory that each GPU has now.
+    `most`: how much a pod may have above its requests. `obstacle`: why these mechanisms can't change the container's limit of a resource
+    (None: they can). `away`: the containers that are suspended, and do not ask for their resume."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
     most_bytes: Callable[[Allocation, GpuName], int]
@@ -30,12 +30,12 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     away: Collection[AllocationId] = ()
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that the container uses there above what is guaranteed, as a burst does."""
+        """The MiB that the container uses on this GPU above what is guaranteed, as a burst does."""
         used_bytes = self.used_bytes.get((allocation.id, gpu)) or 0
         return max(0, -(-used_bytes >> 20) - allocation.guaranteed_on(gpu).memory_mebibytes)
 
     def reach(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that it may still take there, on top of what is guaranteed and `beyond`, before its limit is set again."""
+        """The MiB that the container may still take there, on top of what is guaranteed and `beyond`, before its limit is set again."""
         least = allocation.guaranteed_on(gpu).memory_mebibytes + self.beyond(allocation, gpu)
         return max(0, -(-self.most_bytes(allocation, gpu) >> 20) - least)
 
@@ -140,7 +140,7 @@ def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocati
 
 
 def _lent(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuName, around: Surroundings) -> int | Waits:
-    """The MiB of this GPU that suspended containers lend. Raises ValueError if less is left than the container needs."""
+    """The MiB of this GPU that suspended containers lend the container. Raises ValueError if less is left than it needs."""
     more, after = _more(allocation, resized, gpu), ledger.occupy(resized)
     others = [a for a in ledger.on(gpu) if a.id != allocation.id]
     bursts = sum(around.beyond(a, gpu) for a in (*others, resized))

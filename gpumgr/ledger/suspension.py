@@ -250,7 +250,8 @@ def overcommitted(
 
 
 def waits_for(missing: int, gpu: GpuName, holders: Mapping[str, int]) -> str:
-    """The reason of a resume that waits for memory. `holders`: the names of the other containers on the GPU, and what they use in bytes."""
+    """The reason of a resume that waits for `missing` bytes. `holders`: the names of the other containers on the GPU, and what they use in
+    bytes."""
     return f"it waits for {-(-missing >> 20)} MiB of GPU {gpu}, used by {used_by(holders)}"
 
 

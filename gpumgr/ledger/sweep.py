@@ -149,7 +149,7 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
 
 def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
-    """The ledger with names from `List` for allocations without a name, and for the `latest`, which may have a guessed name."""
+    """The ledger with names from `List` for allocations without a name, and for the allocation `latest`, which may have a guessed name."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
         # The common case: the entry of its own pod is sufficient, so the rest of the long list is not decoded.

@@ -1,6 +1,6 @@
 """What changes from sample to sample: allocations that exceed their memory limit, and processes of no container.
 
-The first is a state machine for each GPU of each allocation:
+Limits are a state machine for each GPU of each allocation:
 * An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
   as many readings in a row that are not. Each change is reported once.
 * A sample without the allocation's memory is no reading: it neither counts nor interrupts.
@@ -125,7 +125,7 @@ class EndedContainers(msgspec.Struct, frozen=True, kw_only=True):
     processes: Mapping[Process, AllocationId] = msgspec.field(default_factory=dict)
 
     def with_allocations(self, allocations: Mapping[AllocationId, Allocation], now: float) -> "EndedContainers":
-        """A copy with the allocations of this time."""
+        """A copy with the allocations at `now`, in monotonic seconds."""
         kept = {name: each for name, each in self.ended.items() if now - each[1] < EXPECTED_SECONDS}
         freed = {name: (each, now) for name, each in self.live.items() if name not in allocations}
         return replace(self, live=allocations, ended=kept | freed)

@@ -3,8 +3,8 @@
 Invariants:
 * A process belongs to the container that its cgroup names; what the process itself reports is not used.
 * A container's process is attributed only on the GPUs that its allocation was granted; on other GPUs the process is unattributed.
-* A process without an answer yet is unknown, not unattributed. If it may belong to a container without other processes, the use of
-  that container is unknown.
+* A process in a container that is not known yet is unknown, not unattributed. If it may belong to a container without other processes, the
+  use of that container is unknown.
 """
 
 from collections import defaultdict
@@ -91,8 +91,8 @@ def join(
     *,
     index: AllocationIndex | None = None,
 ) -> NodeUse:
-    """`owners`: pid -> its container, None = it runs in none; a pid that is missing is not known yet. GPUs that are not in the ledger are
-    ignored. `index` is the index of this ledger, if the caller has made it already."""
+    """The use in this sample. `owners`: pid -> its container, None = it runs in none; a missing pid is not known yet. GPUs that are not in
+    the ledger are ignored. `index` is the index of this ledger, if the caller has made it already."""
     index = index or AllocationIndex(ledger.allocations.values())
     attributed: Attributed = {}
     unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}

@@ -24,8 +24,8 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     `memory_mebibytes` None: `memory_percent` of the GPU's memory. A GPU is charged with the memory that the container may use divided by
     `memory_scaling`, and with the cores divided by `core_scaling`.
 
-    `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU; it may have taken the percentage of
-    the free memory. This is the most that the container gets.
+    `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU; it may have taken the percentage of the
+    free memory. The container gets no more than these MiB.
     """
 
     count: int

@@ -13,7 +13,7 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 
 class Level(IntEnum):
     """How close two GPUs are to each other on PCIe, with the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level
-    INTERNAL). The value is the pair's score."""
+    INTERNAL). The value is the pair's score without NVLinks."""
 
     SYS = 10
     NODE = 20
@@ -82,9 +82,9 @@ class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One physical GPU as NVML describes it. None = the driver does not report it.
 
-    `index` is NVML's index and the GPU's row in the topology. It may change at a reboot, so lasting data has `uuid` as its key.
-    `pcie_chain`: its parents on PCIe, the root complex first. `mig_profiles`: the MIG devices that the GPU could have, also while its MIG
-    mode is off; empty if the GPU or driver has no MIG. A GPU without `memory_bytes` (GB10 uses the host's memory) is not shared.
+    `index` is NVML's index. It may change at a reboot, so lasting data has `uuid` as its key. `pcie_chain`: its parents on PCIe, the root
+    complex first. `mig_profiles`: the MIG devices that the GPU could have, also while its MIG mode is off; empty if the GPU or driver has
+    no MIG. A GPU without `memory_bytes` (GB10 uses the host's memory) is not shared.
     """
 
     index: int
