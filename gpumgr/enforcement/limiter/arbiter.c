@@ -33,6 +33,7 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
 #define REST_SCAN_NS (5 * MS)
 #define REFRESH_NS (50 * MS)
 #define RECENT_NS (1000 * MS)
+#define AWAY_NS (100 * MS)
 #define CROSSED_NS (5 * MS) /* longer than the work takes that a program may queue ahead */
 #define DEBT_NS (2000 * MS)
 
@@ -70,7 +71,8 @@ static struct tenant {
     void *mapping; /* of the turn page, never read */
     int64_t share, ceiling, quantum_ns;
     int64_t virtual_ns, bucket_ns;
-    int64_t debt_ns; /* GPU time of work that overran its turn, that others shared; until it is paid, others are next */
+    int64_t debt_ns; /* GPU time beyond its share that work had after its turn, beside others; until it is paid, others are next */
+    int64_t overran_at; /* when it last had the GPU after its turn */
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */
     uint64_t until, since; /* as written to its turn page */
@@ -206,13 +208,14 @@ static int64_t lowest(const struct gpu *g, const struct tenant *but) {
         if (t != but && competes(t) && (!least || t->virtual_ns < least->virtual_ns)) least = t;
     return least ? least->virtual_ns : g->virtual_ns;
 }
-/* `shared`: other tenants have the GPU, too. */
-static void charge(struct tenant *t, int64_t ns, bool shared) {
+/* The tenant had the GPU for this time. `due_ns`: its share of the time, if others had the GPU, too, else the same. */
+static void charge(struct tenant *t, int64_t ns, int64_t due_ns, int64_t now) {
     t->figures.held_ns += (uint64_t)ns;
     t->bucket_ns -= ns;
     if (t->bucket_ns < -DEBT_NS) t->bucket_ns = -DEBT_NS;
-    if (!t->overran || !shared) t->virtual_ns += ns * 100 / t->share;
-    else t->debt_ns = t->debt_ns + ns < DEBT_NS ? t->debt_ns + ns : DEBT_NS;
+    if (t->overran) t->overran_at = now;
+    if (!t->overran || ns <= due_ns) t->virtual_ns += ns * 100 / t->share;
+    else if (t->debt_ns < DEBT_NS) t->debt_ns += ns - due_ns, t->virtual_ns += due_ns * 100 / t->share;
 }
 /* The tenant gives up its claim on time that it did not want or was not allowed to use, except for `kept_ns`. */
 static void catch_up(struct tenant *t, int64_t kept_ns) {
@@ -234,7 +237,8 @@ static void look(struct tenant *t, int64_t now) {
     if (t->bucket_ns > 2 * t->quantum_ns || t->ceiling >= 100) t->bucket_ns = 2 * t->quantum_ns;
     if (!(t->flags & GM_BUSY)) t->overran = false;
     if (!t->flags) return;
-    if (!competed && competes(t)) catch_up(t, 4 * t->quantum_ns);
+    /* Others took a part of the time of work that overran its turn: the tenant gets it back. */
+    if (!competed && competes(t)) catch_up(t, now - t->overran_at < AWAY_NS ? DEBT_NS : 4 * t->quantum_ns);
     t->active_at = now;
 }
 
@@ -316,10 +320,16 @@ static int64_t serve(struct gpu *g, int64_t now) {
     struct tenant *h = g->holder, *other = next(g, h);
     /* The driver divides the time between work that overran its turn and the holder's work. */
     int parts = 0;
-    for (struct tenant *t = g->tenants; t; t = t->next) parts += has_gpu(t, other);
-    for (struct tenant *t = g->tenants; t; t = t->next)
-        if (has_gpu(t, other)) charge(t, (now - g->served_at) / parts, parts > 1);
-        else if (h && t->debt_ns > 0) t->debt_ns -= (now - g->served_at) * t->share / 100, catch_up(t, 0);
+    int64_t passed_ns = now - g->served_at, shares = 0;
+    for (struct tenant *t = g->tenants; t; t = t->next) {
+        parts += has_gpu(t, other);
+        if (has_gpu(t, other) || may_have(t) || t->debt_ns > 0) shares += t->share;
+    }
+    for (struct tenant *t = g->tenants; t; t = t->next) {
+        int64_t due_ns = shares ? passed_ns * t->share / shares : 0;
+        if (has_gpu(t, other)) charge(t, passed_ns / parts, parts > 1 ? due_ns : passed_ns, now);
+        else if (h && t->debt_ns > 0) t->debt_ns -= due_ns, t->virtual_ns += due_ns * 100 / t->share, catch_up(t, 0);
+    }
     g->virtual_ns = lowest(g, NULL);
     g->served_at = now;
     g->draining = false;
