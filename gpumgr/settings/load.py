@@ -295,7 +295,7 @@ def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _on_mig(settings: Settings) -> Iterator[str]:
     if settings.node.profile == "tencent":
-        yield "needs node.profile hami or both: MIG devices are created for requests of HAMi's resources"
+        yield "needs `node.profile: hami` or `node.profile: both`: MIG devices are created for requests of HAMi's resources"
     if settings.node.mig_strategy != "none":
         yield f"needs node.mig_strategy none: {settings.node.mig_strategy} offers the MIG devices that exist"
 

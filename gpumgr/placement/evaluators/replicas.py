@@ -25,7 +25,7 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     `memory_scaling`, and with the cores divided by `core_scaling`.
 
     `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU; it may have taken the percentage of the
-    free memory. The container gets no more than these MiB.
+    free memory. These MiB are the container's limit.
     """
 
     count: int

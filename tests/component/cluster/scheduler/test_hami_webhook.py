@@ -151,5 +151,8 @@ async def test_a_body_that_is_no_review_is_named(client: TestClient[Any, Any], b
 def test_it_needs_the_profile_and_a_certificate() -> None:
     assert webhook(Settings(), "127.0.0.1") is None
     for node in (NodeSettings(), NodeSettings(profile="hami")):
-        with pytest.raises(InputError, match=r"needs node.profile hami or both, webhook.tls_cert_file and webhook.tls_key_file"):
+        with pytest.raises(
+            InputError,
+            match=r"needs `node.profile: hami` or `node.profile: both`, webhook.tls_cert_file and webhook.tls_key_file",
+        ):
             webhook(Settings(node=node, webhook=WebhookSettings(port=8444)), "127.0.0.1")
