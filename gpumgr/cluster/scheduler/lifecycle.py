@@ -89,7 +89,8 @@ def webhook(settings: Settings, host: str) -> HttpServer | None:
         return None
     if hami is None or wanted.tls_cert_file is None or wanted.tls_key_file is None:
         raise InputError(
-            "webhook.port needs `node.profile: hami` or `node.profile: both`, webhook.tls_cert_file and webhook.tls_key_file; set them, or the port to 0"
+            "webhook.port needs `node.profile: hami` or `node.profile: both`, webhook.tls_cert_file and webhook.tls_key_file; set "
+            "them, or the port to 0"
         )
     application = webhook_application(hami, wanted)
     tls = Certificates(wanted.tls_cert_file, wanted.tls_key_file, None, section="webhook")

@@ -188,7 +188,8 @@ MISTAKES = {
         "FILE:1: node.mig_strategy: single offers MIG devices as nvidia.com/gpu, which node.profile hami offers, too"
     ],
     "hami: {operating_mode: mig}": [
-        "FILE:1: hami.operating_mode: mig needs `node.profile: hami` or `node.profile: both`: MIG devices are created for requests of HAMi's resources"
+        "FILE:1: hami.operating_mode: mig needs `node.profile: hami` or `node.profile: both`: MIG devices are created for "
+        "requests of HAMi's resources"
     ],
     "node: {profile: both, mig_strategy: mixed}\nhami: {operating_mode: mig}": [
         "FILE:2: hami.operating_mode: mig needs node.mig_strategy none: mixed offers the MIG devices that exist",
