@@ -215,7 +215,6 @@ class NodeClaims:
             if before:  # the old shares are freed even if the new ones are refused: the API server no longer allocates them
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
-            await self._enforcement.settle()
             seconds = min(POD_SECONDS, deadline - time.monotonic())
             pods = await asyncio.gather(*(self._look_up(pod, uid, seconds) for pod, uid in found.pods))
             if await self._is_late(claim, pods, deadline):

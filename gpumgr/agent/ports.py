@@ -71,10 +71,6 @@ class Runtime(Protocol):
 class Enforcement(Protocol):
     """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
-    async def settle(self) -> None:
-        """Call it before `terms` for a new container: it waits for the trials of mechanisms that began when the agent started."""
-        ...
-
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
         """The terms for a container of this pod (None: the pod is not certain). `share`: it shares a GPU. `setting`: the mechanism that its
         DeviceClass demands."""

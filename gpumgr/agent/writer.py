@@ -199,7 +199,6 @@ class Agent:
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
     async def _allocate(self, record: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
-        await self._enforcement.settle()
         pending, self.admission.pending = self.admission.pending, None
 
         async def decide() -> tuple[Allocation, str | None, ContainerResponse | None]:

@@ -56,10 +56,6 @@ class Backend:
     async def check_node(self) -> None:
         """Raises GpumgrError or OSError, with what to do, if this node can't use the mechanism."""
 
-    async def settle(self) -> bool:
-        """Waits for the end of a trial of the mechanism that `unavailable` started; returns whether there was one."""
-        return False
-
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
         """The backend's part of the answer to Allocate for this resource. `tenant`: the container and its share. The part for cores has
         everything that does not depend on the amount of memory. Both parts depend only on the tenant, the settings and the libraries.
@@ -80,9 +76,8 @@ class Backend:
         """Puts the limits in place, see `start`. Raises GpumgrError, OSError, and ValueError for limits that the mechanism can't
         express."""
 
-    async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
-        """Ends this backend's use of these GPUs before a container without this backend starts there. `whole`: the container gets whole
-        GPUs. Raises Refusal."""
+    async def vacate(self, uuids: Collection[str]) -> None:
+        """Ends this backend's use of these GPUs before a container without this backend starts there. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
         """Compares the limits of the running containers of this backend with what was granted, before anything restores them. Returns what

@@ -76,12 +76,10 @@ class Enforcer:
         #: The CDI specs that this process wrote.
         self._written: dict[AllocationId, FileIdentity | None] = {}
         self._logged: dict[tuple[str, ...], str] = {}
-        self._gpus: Sequence[Gpu] = ()
         self._reported: tuple[Mechanisms, str] | None = None
 
     async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
         """Determines the mechanisms of new containers on these GPUs; allocations keep their mechanisms. Logs a changed result."""
-        self._gpus = gpus
         answers = await asyncio.gather(*(backend.unavailable() for backend in self.backends.values()))
         obstacles = dict(zip(self.backends, answers, strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
@@ -98,10 +96,6 @@ class Enforcer:
         return choice
 
     # -- the agent's port --------------------------------------------------------------------------------------------------
-
-    async def settle(self) -> None:
-        if any([await backend.settle() for backend in self.backends.values()]):
-            await self.choose(self._gpus)
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
         if not share:
@@ -133,7 +127,7 @@ class Enforcer:
                 if tenant is not None and not (allocation.claim and await self._runs(allocation.id)):
                     self._refuse_mixture(tenant, allocation.mechanisms)
                     if not _by_mps(allocation.mechanisms):  # an idle daemon keeps the GPU in exclusive mode
-                        await self._vacate([gpu.uuid for gpu in tenant.gpus], whole=False)
+                        await self.vacate([gpu.uuid for gpu in tenant.gpus])
                     for backend in self._of(allocation.mechanisms):
                         await backend.start(tenant)
                 if allocation.cdi:
@@ -154,11 +148,8 @@ class Enforcer:
         return there and allocation in await self._used([allocation])
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        await self._vacate(uuids, whole=True)
-
-    async def _vacate(self, uuids: Collection[str], *, whole: bool) -> None:
         for backend in self.backends.values():
-            await backend.vacate(uuids, whole=whole)
+            await backend.vacate(uuids)
 
     def _refuse_mixture(self, tenant: GpuShare, mechanisms: Mechanisms) -> None:
         """Raises Refusal if only one of two containers on a GPU is limited by MPS. MPS sets the GPU to exclusive mode: containers that use

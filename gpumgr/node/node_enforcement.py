@@ -31,7 +31,7 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
-from gpumgr.enforcement.mps.backend import Mps, Trials, UnlimitedMps
+from gpumgr.enforcement.mps.backend import Mps, UnlimitedMps
 from gpumgr.enforcement.mps.launcher import best_method
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_share import GpuShare, gpu_limits
@@ -109,7 +109,6 @@ class NodeEnforcement:
             modes=nvml,
             clock=time.monotonic,
             method=best_method(in_pod="KUBERNETES_SERVICE_HOST" in os.environ),
-            trials=Trials(idle_gpu=self._idle_gpu, on_ended=self._choose_soon) if trial is None else None,
             cuda_library=_libcuda(settings.nvml.library_path),
         )
         self.vcuda = self._make_vcuda(self.driver_files.vcuda_obstacle if trial is None else lambda: None)
@@ -142,7 +141,6 @@ class NodeEnforcement:
         self.recovered = False
         self._freed = asyncio.Event()
         self.nvml: Final = nvml
-        self._next_choice = float("-inf")
 
     def _make_limiter(self, nvml: Nvml) -> Limiter:
         return Limiter(
@@ -222,7 +220,7 @@ class NodeEnforcement:
 
     async def run(self) -> None:
         """Removes leftovers and repeats the choice of backends, until cancelled."""
-        next_prune = self._next_choice = time.monotonic()
+        next_prune = next_choice = time.monotonic()
         wait = 0.0
         while True:
             await wait_at_most(self._freed, wait)
@@ -230,8 +228,8 @@ class NodeEnforcement:
             due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
             wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)
             now = time.monotonic()
-            if now >= self._next_choice and self._snapshot.driver_version is not None:
-                self._next_choice = now + CHOICE_SECONDS
+            if now >= next_choice and self._snapshot.driver_version is not None:
+                next_choice = now + CHOICE_SECONDS
                 await self.driver_files.update(self._snapshot.driver_version)
                 await self._choose()
             if now >= next_prune:
@@ -253,19 +251,6 @@ class NodeEnforcement:
     async def _container_of(self, pid: int) -> Container | None:
         started = self._processes.start_time(pid)
         return None if started is None else await self.containers.container_of(pid, started)
-
-    async def _idle_gpu(self) -> str | None:
-        """The UUID of a GPU without MIG, allocations and processes, for a trial of MPS. Raises NvmlError."""
-        ledger = self.agent_state.ledger
-        used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
-        for gpu in self._snapshot.gpus:
-            if not gpu.mig_enabled and gpu.uuid not in used and await self.nvml.processes(gpu.uuid) == ():
-                return gpu.uuid
-        return None
-
-    def _choose_soon(self) -> None:
-        self._next_choice = float("-inf")
-        self._freed.set()
 
     def _on_start(self, tenant: GpuShare | None, mechanisms: Mechanisms) -> None:
         self.containers.wake()

@@ -135,21 +135,6 @@ async def ended(trial: Trial, node: LabNode) -> None:
 
 
 @scenario("mps", mps_node, e2e=True)
-async def probe(trial: Trial, node: LabNode) -> None:
-    """The agent tries a daemon on an idle GPU once after a boot: it works, and nothing of it is left."""
-    await node.reported("mps_probed", works=True)
-    await ended(trial, node)
-    await node.kill_agent()
-    mark = node.mark
-    await node.start_agent()
-    pod = await node.admit("a")
-    await node.pre_start(pod)
-    assert not any(line.get("event") == "mps_probed" for line in node.log.lines[mark:]), "the program was tried twice"
-    node.sim.delete(pod)
-    await ended(trial, node)
-
-
-@scenario("mps", mps_node, e2e=True)
 async def start(trial: Trial, node: LabNode) -> None:
     """Two shares on one GPU: one daemon, the limits; everything is undone after the pods' end."""
     first = await node.admit("a", cores=30, blocks=20)

@@ -144,7 +144,6 @@ _ROWS: Final = {
     ),
     "mps_daemons_not_resumed": "MPS is not available, and the files of running daemons can't be read. Retried.",
     "mps_limits_changed": "A process changed the limits of an MPS daemon ([effect](enforcement.md#mps)).",
-    "mps_not_probed": "MPS could not be tried on an idle GPU. Retried.",
     "mps_record_unreadable": "The saved record of a container or a GPU is damaged and is skipped.",
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
     "registration_refused": "A process tried to register in a container that it does not belong to.",

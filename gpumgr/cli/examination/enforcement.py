@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -20,7 +19,6 @@ from gpumgr.enforcement.container_files import unbounded
 from gpumgr.enforcement.hami_core.backend import FOLDER as HAMI_CORE_FOLDER
 from gpumgr.enforcement.limiter.backend import FOLDER as LIMITER_FOLDER
 from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
-from gpumgr.enforcement.mps import probe
 from gpumgr.kube.cache import NoPods
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
@@ -48,8 +46,6 @@ class NodeBackends:
     async def _ask(self) -> MechanismChoice:
         # MPS records its protocol in its folder; a check must not do so in the real one.
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
-            with contextlib.suppress(OSError):  # the agent has tried a daemon and stored the result, so the doctor starts none
-                shutil.copy(self._settings.checkpoint.dir / probe.RESULT_NAME, scratch)
             trial = Path(scratch), self._gpus.nvml
             enforcement = NodeEnforcement(self._settings, self._hardware, NoPods(), None, trial)
             backends = {name: each for name, each in enforcement.backends().items() if name != "mps-open"}

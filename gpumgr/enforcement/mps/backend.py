@@ -2,19 +2,18 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.common.errors import GpumgrError, MpsError, Refusal
+from gpumgr.common.errors import MpsError, Refusal
 from gpumgr.common.units import Process, Resource
 from gpumgr.common.unix_socket import MAX_PATH_BYTES
 from gpumgr.enforcement.backend import Backend, BackendName, ReportUnlimited, Unlimited
-from gpumgr.enforcement.mps import findings, launcher, probe, processes
+from gpumgr.enforcement.mps import findings, launcher, processes
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, choose_protocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
 from gpumgr.enforcement.mps.control import ControlProgram, find_control_program
@@ -23,7 +22,6 @@ from gpumgr.enforcement.mps.folders import (
     DaemonRecords,
     GpuFolder,
     Share,
-    boot_id,
     gpu_folders,
     read_protocol,
     socket_path_bytes,
@@ -39,28 +37,15 @@ from gpumgr.settings.schema import MpsSettings
 _CHECKS: Final = 2
 #: The driver does not list a process that waits for MPS, so the users of all processes of a container are read, at most this many.
 _USERS_OF: Final = 16
-#: The longest wait for a trial. The kubelet ends PreStartContainer after 30 s.
-_SETTLE_SECONDS: Final = 15.0
 #: The memory limit on a GPU of unknown size: more than any GPU has.
 _ALL_MEMORY_BYTES: Final = 1 << 40
 
 log = structlog.get_logger(__name__)
 
 
-class Trials(msgspec.Struct, frozen=True, kw_only=True):
-    """`idle_gpu` returns the UUID of a GPU without allocations and processes, on which a trial daemon may run, or None. `on_ended` is
-    called after a trial."""
-
-    idle_gpu: Callable[[], Awaitable[str | None]]
-    on_ended: Callable[[], None] = lambda: None
-
-
 class Mps(Backend):
-    """`state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `trials` None: no trial daemon is started.
-    `cuda_library`: the name or path of libcuda, for trials of new clients.
-
-    A trial (see `probe`) shows whether MPS works. It runs in the background, while the agent registers with the kubelet. `settle` waits for
-    it before a share is granted, and no container starts on a shared GPU or gets a whole GPU before the trial has ended.
+    """`state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `cuda_library`: the name or path of libcuda, for
+    trials of new clients.
 
     A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the kubelet
     must not depend on other mechanisms.
@@ -82,15 +67,11 @@ class Mps(Backend):
         modes: ComputeModes,
         clock: Callable[[], float],
         method: launcher.LaunchMethod,
-        trials: Trials | None = None,
         cuda_library: str = "libcuda.so.1",
     ) -> None:
         self._settings, self._root, self._state_dir = settings, run_dir / "mps", state_dir
         self._modes, self._clock, self._method = modes, clock, method
-        self._trials, self._cuda_library = trials, cuda_library
-        self._probing: asyncio.Task[None] | None = None
-        self._next_probe = float("-inf")
-        self._tried: str | None = None
+        self._cuda_library = cuda_library
         self._keep = True
         self._supervisor: Supervisor | None = None
         self._outside: dict[tuple[AllocationId, int], int] = {}
@@ -107,19 +88,12 @@ class Mps(Backend):
         """Must be called first. `keep_protocol`: the ledger has allocations of this backend, so the protocol on record stays."""
         self._keep = keep_protocol
         try:
-            await self._find_program()
+            await self.check_node()
         except (MpsError, OSError) as error:
             log.debug("mps_unavailable", reason=str(error))  # reported as the obstacle if the settings choose MPS
 
     async def check_node(self) -> None:
-        """Begins a trial if one is due. Until it ends, the result of the last trial counts; without one, the program counts as working if
-        its help lists what is needed."""
-        await self._find_program()
-        if (failure := await self._probed()) is not None:
-            raise MpsError(failure)
-
-    async def _find_program(self) -> None:
-        """Finds the control program and configures the daemons. Raises MpsError, OSError."""
+        """Finds the control program, checks what its help lists, and configures the daemons."""
         try:
             if (excess := socket_path_bytes(self._root) - MAX_PATH_BYTES) > 0:
                 raise MpsError(
@@ -133,47 +107,6 @@ class Mps(Backend):
             if self._supervisor is None:
                 await asyncio.to_thread(self._resume)
             raise
-
-    async def _probed(self) -> str | None:
-        """Why the last trial failed; None if it succeeded, or if there was none. Raises OSError."""
-        config = self._ready().config
-        program = await asyncio.to_thread(probe.identify, config.control.program, config.protocol, config.launcher)
-        result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
-        works = result is not None and result.boot == boot_id() and result.failure is None
-        due = not works and (self._clock() >= self._next_probe or program != self._tried)
-        if due and self._probing is None and self._trials is not None:
-            self._probing = asyncio.create_task(self._probe(program, self._trials), name="mps probe")
-        return result.failure if result is not None else None
-
-    async def _probe(self, program: str, trials: Trials) -> None:
-        try:
-            uuid = await trials.idle_gpu()
-            if uuid is not None and uuid not in {daemon.uuid for daemon in self.daemons()}:
-                self._next_probe, self._tried = self._clock() + probe.RETRY_SECONDS, program
-                await probe.try_daemon(uuid, self._root, self._state_dir, self._ready().config)
-                trials.on_ended()
-        except (GpumgrError, OSError) as error:
-            log.warning("mps_not_probed", reason=str(error))
-        except Exception as error:  # a bug must be logged
-            log.error("mps_not_probed", reason=f"{type(error).__name__}: {error}", exc_info=error)
-        finally:
-            self._probing = None
-
-    async def settle(self) -> bool:
-        if self._probing is None:
-            return False
-        await asyncio.wait({self._probing}, timeout=_SETTLE_SECONDS)
-        return True
-
-    async def _await_probe(self) -> None:
-        """Waits for the trial, which may use any idle GPU. Raises Refusal if it does not end in time; the kubelet retries."""
-        await self.settle()
-        if self._probing is not None:
-            raise Refusal(
-                "internal",
-                f"gpumgr still tries MPS on an idle GPU of this node, after {_SETTLE_SECONDS:g} s: the container starts when that has "
-                f"ended; if this persists, check whether the driver answers (nvidia-smi), and see {self._root}/probe/log",
-            )
 
     def _choose_protocol(self, control: ControlProgram, features: ControlFeatures) -> None:
         """The first call decides the protocol; later calls check that the program still supports it. Raises MpsError, OSError."""
@@ -250,7 +183,6 @@ class Mps(Backend):
         gpu = tenant.only_gpu("MPS")
         if not gpu.uuid.startswith("GPU-"):
             raise Refusal("internal", f"MPS can't share {gpu.uuid}: it shares whole GPUs, not MIG devices")
-        await self._await_probe()
         daemon = self._ready().of(gpu.uuid)
         async with daemon.lock:
             await daemon.admit(tenant.allocation, share)
@@ -268,11 +200,9 @@ class Mps(Backend):
                     except MpsError as error:  # the limits stay until the daemon ends; no process uses them
                         log.warning("mps_limits_not_removed", allocation=allocation, gpu=daemon.uuid, reason=str(error))
 
-    async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
+    async def vacate(self, uuids: Collection[str]) -> None:
         """Ends the idle daemons of these GPUs, and the mode EXCLUSIVE_PROCESS, in which only one process could use the GPU. Raises Refusal
         if a daemon can't be ended or the former mode can't be restored."""
-        if whole:  # a trial does not change the mode
-            await self._await_probe()
         for daemon in self.daemons():
             if daemon.uuid in uuids:
                 async with daemon.lock:
@@ -396,10 +326,10 @@ class Mps(Backend):
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
-        """The MPS servers of gpumgr's daemons and of a trial, also after their daemon has ended. NVML lists a server like any program,
+        """The MPS servers of gpumgr's daemons, also after their daemon has ended. NVML lists a server like any program,
         even while it exits. A server that exits can no longer be recognized, so the answers about the processes of the last sample are
         kept."""
-        pipes = [each.folder.pipe for each in self.daemons()] + [probe.folder_of(self._root).pipe]
+        pipes = [each.folder.pipe for each in self.daemons()]
         known = self._servers
         self._servers = {each: known[each] if each in known else processes.is_server(each[0], pipes) for each in started.items()}
         return frozenset(pid for (pid, _), is_server in self._servers.items() if is_server)
@@ -413,9 +343,6 @@ class Mps(Backend):
         return {daemon.uuid: daemon.restarts for daemon in self.daemons()}
 
     async def close(self) -> None:
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.wait({self._probing})
         if self._supervisor is not None:
             await self._supervisor.close()
 

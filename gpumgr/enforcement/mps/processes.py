@@ -86,7 +86,7 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
     """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes in containers do not
     count: a tenant can give its process any name. Daemons in gpumgr's folders do not count either, since gpumgr has records of them.
     Reads /proc."""
-    own = ("mps", uuid, "pipe"), ("mps", "probe", "pipe")
+    own = ("mps", uuid, "pipe")
     for proc in PROC.iterdir():
         if not proc.name.isdigit():
             continue
@@ -101,7 +101,7 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
             settings = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
             pipe = settings.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
             visible = settings.get("CUDA_VISIBLE_DEVICES", uuid).split(",")
-            if Path(pipe).parts[-3:] in own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
+            if Path(pipe).parts[-3:] == own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
                 continue
             return int(proc.name), pipe
     return None

@@ -71,8 +71,8 @@ class Files(Backend):
             raise self.error
         (self.folder / tenant.allocation).write_text("here")
 
-    async def vacate(self, uuids: Collection[str], *, whole: bool) -> None:
-        self.vacated += [f"whole {uuid}" if whole else uuid for uuid in uuids]
+    async def vacate(self, uuids: Collection[str]) -> None:
+        self.vacated += uuids
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         self.seen.append([each.tenant.allocation for each in running])
@@ -260,7 +260,7 @@ async def test_each_mechanism_receives_its_own_containers(folder: Path, running:
     assert made.limits.own_pids({17: 5, 18: 5}) == {17}
     await made.limits.recover([(tenant(), ("mps",)), (tenant("0" * 16), ("none",))])
     await made.limits.vacate(["GPU-1"])
-    assert (made.files.recovered, made.files.vacated) == ([ID], ["whole GPU-1"])
+    assert (made.files.recovered, made.files.vacated) == ([ID], ["GPU-1"])
 
 
 @pytest.fixture

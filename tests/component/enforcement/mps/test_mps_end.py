@@ -74,12 +74,11 @@ async def test_a_container_that_comes_while_the_end_waits_keeps_the_daemon(place
     assert place.daemon_pid() is not None
 
 
-@pytest.mark.parametrize("whole", [True, False])
-async def test_a_container_without_mps_does_not_wait_for_the_idle_time(place: Place, *, whole: bool) -> None:
+async def test_a_container_without_mps_does_not_wait_for_the_idle_time(place: Place) -> None:
     backend = await place.started()
-    await backend.vacate(["GPU-another"], whole=whole)
+    await backend.vacate(["GPU-another"])
     assert place.daemon_pid() is not None
-    await backend.vacate([UUID], whole=whole)
+    await backend.vacate([UUID])
     assert (place.daemon_pid(), place.modes.now, backend.remains()) == (None, {UUID: 0}, set())
 
 
@@ -104,7 +103,7 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
     assert place.former_mode() == 0
     assert await backend.tend(set) == CHECK_SECONDS
     with pytest.raises(Refusal, match=r"MPS still uses GPU .* run `nvidia-smi -c 0`"):
-        await backend.vacate([UUID], whole=True)
+        await backend.vacate([UUID])
     place.modes.broken = None
     await place.pass_time(backend)
     assert (place.modes.now, place.folder.root.exists()) == ({UUID: 0}, False)

@@ -55,9 +55,9 @@ async def test_without_the_program_a_gpu_is_still_freed_for_a_whole_gpu_containe
     new = await place.agent()
     place.modes.broken = "Unknown Error"
     with pytest.raises(Refusal, match="MPS still uses GPU"):
-        await new.vacate([UUID], whole=True)
+        await new.vacate([UUID])
     place.modes.broken = None
-    await new.vacate([UUID], whole=True)
+    await new.vacate([UUID])
     assert (place.daemon_pid(), place.modes.now, place.folder.root.exists()) == (None, {UUID: 0}, False)
 
 
@@ -92,7 +92,7 @@ async def test_a_daemon_in_another_run_dir_ends_when_its_containers_are_gone(pla
     _, got = await place.attach(new, tenant("b2"))
     assert got["percentage"] == 30
     await place.detach()
-    await new.vacate([UUID], whole=True)
+    await new.vacate([UUID])
     assert (place.modes.now, new.daemons()) == ({UUID: 2}, [])
 
 
@@ -107,7 +107,7 @@ async def test_the_original_mode_is_restored_although_the_folder_was_emptied(pla
     await new.recover([])
     await new.start(tenant("b2"))
     assert place.former_mode() == before
-    await new.vacate([UUID], whole=True)
+    await new.vacate([UUID])
     assert place.modes.now == {UUID: before}
 
 
@@ -117,7 +117,7 @@ async def test_a_mode_of_ours_is_not_taken_for_the_one_before_when_the_records_a
     new = await place.agent()
     await new.recover([tenant()])
     assert place.daemon_pid() == pid
-    await new.vacate([UUID], whole=True)
+    await new.vacate([UUID])
     assert place.modes.now == {UUID: 0}
 
 

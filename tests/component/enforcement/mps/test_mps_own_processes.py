@@ -3,14 +3,12 @@
 Measured with driver 580 on an H200: the server is a child of the daemon, has its environment, and is listed from its first client on.
 """
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from tests.background import until
 from tests.component.enforcement.mps.place import BOTH, UUID, Place, own, tenant
 
 
@@ -26,19 +24,6 @@ async def test_a_server_is_own_for_an_agent_that_has_just_started(place: Place, 
     assert own(new, server) == {server}
     await new.recover([tenant()])
     assert own(new, server) == {server}
-
-
-async def test_the_server_of_a_try_is_own(place: Place) -> None:
-    """In protocol 3 a try makes a server."""
-    backend = await place.agent(protocol="3")
-    pipe = place.root / "mps/probe/pipe"
-    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe / "gpu")}
-    server = await asyncio.create_subprocess_exec(
-        "nvidia-cuda-mps-server", executable="/bin/sh", stdin=asyncio.subprocess.PIPE, env=environment
-    )
-    await until(lambda: Path(f"/proc/{server.pid}/environ").read_bytes() != b"")  # its program is loaded
-    assert own(backend, server.pid) == {server.pid}
-    await server.communicate(b"")  # which closes its input, and so ends it
 
 
 def proc(root: Path, pid: int, *, cgroup: str = "0::/system.slice", name: str = "nvidia-cuda-mps-server", pipe: str = "") -> Path:

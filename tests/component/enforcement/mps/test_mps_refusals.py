@@ -30,7 +30,7 @@ async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> Non
     assert await backend.observe([running(tenant())]) == ()
     await backend.adjust(())
     await backend.recover([tenant()])
-    await backend.vacate([UUID], whole=True)
+    await backend.vacate([UUID])
     await backend.cleanup("a1")
     await backend.close()
 

@@ -21,7 +21,6 @@ from gpumgr.enforcement.mps.folders import (
     socket_path_bytes,
     write_protocol,
 )
-from gpumgr.enforcement.mps.probe import ProbeResult
 
 
 def test_shares_are_kept_until_they_are_dropped(tmp_path: Path) -> None:
@@ -124,7 +123,6 @@ WRITTEN: dict[msgspec.Struct, str] = {
     Record(
         boot="b", folder="/run/gpumgr/mps/GPU-1", former_mode=0
     ): '{"boot":"b","folder":"/run/gpumgr/mps/GPU-1","former_mode":0}',
-    ProbeResult(program="p", boot="b", failure="no"): '{"program":"p","boot":"b","failure":"no"}',
 }
 
 
