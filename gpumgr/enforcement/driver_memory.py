@@ -11,17 +11,15 @@ sum of all shares fits the GPU, and the hard limits, bursts included, leave each
 
 The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that it allocated
 before that stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
-runtime does not list never gets its limit. So no container starts while the runtime is not available, and a running container that is not
-listed is reported.
+runtime does not list never gets its limit, so no container starts while the runtime is not available. The agent reports the GPU processes
+of such a container as processes of no container. A restarted agent finds the limits again when the runtime lists the containers.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """
 
-import asyncio
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -30,10 +28,8 @@ import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.common.errors import GpumgrError, NvmlError
-from gpumgr.common.proc import PROC
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName, finding
-from gpumgr.enforcement.container_processes import mounted_names
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container
@@ -41,12 +37,10 @@ from gpumgr.placement.topology.devices import MemoryLimit
 
 #: Interval at which a limit in force is read back: other programs may change it, and a driver loses it when it is reloaded.
 _RECHECK_SECONDS: Final = 10.0
-#: A started container is listed within a second or two; after this time /proc is searched for a container that is not listed.
-_LISTED_WITHIN_SECONDS: Final = 30.0
 #: The limit of the trial, of a size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
-#: The beginning of the name of the trial's cgroup. The pid of the process that tries follows: the agent, or a `gpumgr doctor` beside it.
-_TRIAL_CGROUP: Final = "gpumgr-trial-"
+#: The trial's cgroup. An agent and a `gpumgr doctor` that try at the same time may disturb each other; the next trial succeeds.
+_TRIAL_CGROUP: Final = "gpumgr-trial"
 _AFTER_FAILED_TRIAL: Final = (
     "gpumgr must be able to write there (as root; in a pod: mount it writable), and the driver must keep limits in the dmem controller "
     "(take RmMemacctMode out of its module options)"
@@ -78,20 +72,9 @@ class _Limit(msgspec.Struct):
     hard_bytes: int | None = None
 
 
-class _Unlisted(msgspec.Struct):
-    """A started container that the runtime has not listed. `due`: when to check whether it runs."""
-
-    tenant: GpuShare
-    since: float
-    due: float
-
-
 class DriverMemory(Backend):
-    """`cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
-
-    `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns the allocations with a
-    folder that some process has mounted; it is called on a thread.
-    """
+    """`cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds. `runtime_obstacle` returns why the container runtime can't list
+    containers (None: it can)."""
 
     name: BackendName = "nvml-memory"
     limits: Mapping[Resource, Strength] = {"memory": "hard"}
@@ -103,13 +86,11 @@ class DriverMemory(Backend):
         *,
         cgroup_root: Path = Path("/sys/fs/cgroup"),
         runtime_obstacle: Callable[[], str | None] = lambda: None,
-        in_use: Callable[[Collection[str]], Collection[str]] = mounted_names,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver, self._cgroup_root, self._clock = driver, cgroup_root, clock
-        self._runtime_obstacle, self._in_use = runtime_obstacle, in_use
+        self._runtime_obstacle = runtime_obstacle
         self._limits: dict[tuple[str, str], _Limit] = {}  # by container id and GPU
-        self._unlisted: dict[AllocationId, _Unlisted] = {}
         self._tried = False
 
     def driver_restarted(self) -> None:
@@ -145,12 +126,8 @@ class DriverMemory(Backend):
         enabled = self._cgroup_root / "cgroup.subtree_control"
         if "dmem" not in enabled.read_text(encoding="ascii").split():
             enabled.write_text("+dmem", encoding="ascii")  # as runc does when it starts the first container
-        for left in self._cgroup_root.glob(f"{_TRIAL_CGROUP}*"):
-            if not (PROC / left.name.removeprefix(_TRIAL_CGROUP)).exists():  # the process that made it was killed
-                with suppress(OSError):
-                    left.rmdir()
-        cgroup = self._cgroup_root / f"{_TRIAL_CGROUP}{os.getpid()}"
-        cgroup.mkdir(exist_ok=True)
+        cgroup = self._cgroup_root / _TRIAL_CGROUP
+        cgroup.mkdir(exist_ok=True)  # a process that was killed may have left it
         try:
             yield str(cgroup)
         finally:
@@ -171,40 +148,17 @@ class DriverMemory(Backend):
             )
         return None
 
-    async def put_limits(self, tenant: GpuShare) -> None:
+    async def put_limits(self, tenant: GpuShare) -> None:  # noqa: ARG002
         await self.check_node()
-        self._expect(tenant)
-
-    def _expect(self, tenant: GpuShare) -> None:
-        now = self._clock()
-        self._unlisted[tenant.allocation] = _Unlisted(tenant, since=now, due=now + _LISTED_WITHIN_SECONDS)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        found = [
+        return [
             _broken(each.tenant, gpu, _retried(limit.obstacle))
             for each in running
             for container in each.containers
             for gpu in each.tenant.gpus
             if (limit := self._limits.get((container.id, gpu.uuid))) is not None and limit.obstacle is not None
         ]
-        late = await self._overdue({each.tenant.allocation for each in running})
-        return found + [_broken(tenant, gpu, _NOT_LISTED) for tenant in late for gpu in _limited(tenant)]
-
-    async def _overdue(self, here: Collection[AllocationId]) -> list[GpuShare]:
-        """The running containers that were never listed; each is returned once. A container that does not run may have ended, or be slow
-        to start: it is checked again after as much time as has passed since its start."""
-        now = self._clock()
-        due = [name for name, unlisted in self._unlisted.items() if now >= unlisted.due and name not in here]
-        if not due:
-            return []
-        try:
-            alive = await asyncio.to_thread(self._in_use, due)
-        except OSError:  # if mounts can't be read, all count as running
-            alive = due
-        late = [self._unlisted.pop(name).tenant for name in due if name in alive and name in self._unlisted]
-        for unlisted in (self._unlisted[name] for name in due if name in self._unlisted):
-            unlisted.due = now + (now - unlisted.since)
-        return late
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         present = {container.id for each in running for container in each.containers}
@@ -216,11 +170,7 @@ class DriverMemory(Backend):
         return {each.allocation: why for each in self._limits.values() if (why := each.obstacle or each.kept) is not None}
 
     async def _keep(self, allocation: AllocationId, container: Container, gpu: SharedGpu) -> None:
-        key = container.id, gpu.uuid
-        if key not in self._limits:  # it is listed for the first time
-            self._unlisted.pop(allocation, None)
-            self._limits[key] = _Limit(allocation)
-        limit = self._limits[key]
+        limit = self._limits.setdefault((container.id, gpu.uuid), _Limit(allocation))
         limit.kept = None
         if container.cgroup is None:
             limit.obstacle, limit.due = "its cgroup is not known", 0.0
@@ -257,25 +207,6 @@ class DriverMemory(Backend):
         await self._driver.set_memory_limit(uuid, cgroup, limit.soft_bytes, limit.hard_bytes)
         found = await self._driver.memory_limit(uuid, cgroup)
         return None if found == limit else f"the driver accepted it and reports {_text_of(found)}"
-
-    def remains(self) -> Collection[AllocationId]:
-        return {*tuple(self._unlisted), *(limit.allocation for limit in tuple(self._limits.values()))}
-
-    async def cleanup(self, allocation: AllocationId) -> None:
-        self._unlisted.pop(allocation, None)
-        self._limits = {key: limit for key, limit in self._limits.items() if limit.allocation != allocation}
-
-    async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """The kernel has kept the limits. The first `adjust` after a container is listed knows the cgroup, and reads the limit back."""
-        for tenant in tenants:
-            self._expect(tenant)
-
-
-#: The reason in a finding, with what to do.
-_NOT_LISTED: Final = (
-    f"it runs, but the container runtime did not list it within {_LISTED_WITHIN_SECONDS:g} s; until it does the container may use all "
-    "free memory of the GPU: check cri.socket, and delete the pod if this persists"
-)
 
 
 def _retried(reason: str) -> str:
