@@ -2,8 +2,6 @@
 
 Three sources count: the driver reports the memory of each process, the kernel reports its cgroup, and the ledger has what the
 container was granted. What containers and the libraries in them report about themselves does not count.
-
-While nothing is allocated there is no limit to enforce, and an evaluation every 10 s is enough to find unattributed processes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.limits_in_force import Enforced
-from gpumgr.ledger.usage.changes import EndedContainers, KnownProcesses, OverLimitState, apply_readings, update_unattributed
+from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.placement.pods import PodView
@@ -42,8 +40,6 @@ log = structlog.get_logger(__name__)
 #: Reason of the event of a pod that is evicted.
 EVICTED: Final = "GpuPodEvicted"
 _REQUESTER: Final = "memory limit"
-#: How often to evaluate a sample while nothing is allocated, to find unattributed processes.
-CALM_PERIOD_SECONDS: Final = 10.0
 #: How long an evaluation waits for the container runtime, and for the enforcement backends.
 TIMEOUT_SECONDS: Final = 0.5
 
@@ -120,11 +116,9 @@ class MemoryLimitWatcher:
         self._enforce = BackgroundCall("enforce_limits")
         #: Exists while a request for a resize is not decided.
         self._resizes: Resizes | None = None
-        self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
         self._limit_state = OverLimitState()
         self._unattributed: KnownProcesses = {}
-        self._ended = EndedContainers()
         self._findings = FindingsReporter(self._events, count=meter.found, clock=owners.clock)
 
     def apply(self, over_limit: OverLimit) -> None:
@@ -155,12 +149,7 @@ class MemoryLimitWatcher:
     async def evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
         """Evaluates a sample that was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot,
         without processes that have ended."""
-        ledger, now = self._records.ledger, self._clock()
-        awaited = self._ended.ended
-        self._ended = self._ended.with_allocations(ledger.allocations, now)
-        if not (ledger.allocations or awaited or self._ended.ended) and now - self._evaluated_at < CALM_PERIOD_SECONDS:
-            return
-        self._evaluated_at = now
+        ledger = self._records.ledger
         shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
@@ -263,11 +252,8 @@ class MemoryLimitWatcher:
     # -- unattributed processes --------------------------------------------------------------------------------------------
 
     def _log_unattributed(self, use: NodeUse, started: Mapping[int, int]) -> None:
-        """Logs each GPU process without an allocation once when it appears (a process of an ended container only if it stays), and once
-        when it has ended."""
-        expected = frozenset(self._ended.expected(use, started, self._owners.latest.owners))
-        self._ended = self._ended.with_processes(use, started)
-        met = update_unattributed(self._unattributed, use, started, expected)
+        """Logs each GPU process without an allocation once if it stays, and once when it has ended."""
+        met = update_unattributed(self._unattributed, use, started, now=self._clock())
         self._unattributed = met.known
         for (pid, _), processes in met.new.items():
             log.warning(

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumgr.ledger.quarantine import EXPECTED_SECONDS
 from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
 
@@ -61,16 +62,16 @@ def test_a_running_unattributed_process_is_reported_once(
     """Between two reports of one process its end must have been reported."""
     known: KnownProcesses = {}
     present: set[tuple[int, int]] = set()
-    for listed, readable in history:
+    for number, (listed, readable) in enumerate(history):
         seen = {key for key in listed if key[0] in readable}
         use = NodeUse(
             unattributed={key: UnattributedProcess(gpu=key[0], uuid=key[0], pid=key[1]) for key in seen},
             gpus={gpu: UnattributedSum() for gpu in readable},
         )
-        met = update_unattributed(known, use, {pid: 1 for _, pid in seen})
+        met = update_unattributed(known, use, {pid: 1 for _, pid in seen}, now=number * EXPECTED_SECONDS / 2)
         assert not met.new.keys() & present
         assert met.gone <= present
         present = (present | met.new.keys()) - met.gone
-        assert present == met.known.keys()
-        assert {(pid, 1) for _, pid in seen} <= present
+        assert present == {process for process, each in met.known.items() if each.reported}
+        assert {(pid, 1) for _, pid in seen} <= met.known.keys()
         known = met.known

@@ -127,7 +127,7 @@ _ROWS: Final = {
     "orphans_kept": "The mounts of processes can't be read, so files of ended containers are kept. `remedy` says what to do.",
     "container_over_limit": "A container uses more memory than it was granted. With `enforcement.evict` its pod is evicted.",
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
-    "gpu_process_unattributed": "No container is charged for the memory of this process.",
+    "gpu_process_unattributed": "For 10 s no container is charged for this process's memory.",
     "gpus_oversubscribed": (
         "`hami.device_memory_scaling` or `device_core_scaling` is above 1: containers may need more than a GPU has."
     ),

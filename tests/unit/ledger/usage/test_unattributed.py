@@ -1,8 +1,9 @@
-"""An unattributed process is reported once until it ends, also after samples that do not contain it."""
+"""An unattributed process is reported once when it stays, until it ends, also after samples that do not contain it."""
 
 from collections.abc import Mapping
 
-from gpumgr.ledger.usage.changes import KnownProcesses, UnattributedChange, update_unattributed
+from gpumgr.ledger.quarantine import EXPECTED_SECONDS
+from gpumgr.ledger.usage.changes import KnownProcess, KnownProcesses, UnattributedChange, update_unattributed
 from gpumgr.ledger.usage.node_use import NodeUse, UnattributedProcess, UnattributedSum
 
 
@@ -17,15 +18,20 @@ def node(
 
 
 STARTED = {7: 1000, 8: 2000}
-MET: KnownProcesses = {(7, 1000): frozenset({"g0"})}
+MET: KnownProcesses = {(7, 1000): KnownProcess(gpus=frozenset({"g0"}), since=0.0, reported=True)}
 
 
-def meet(known: KnownProcesses, use: NodeUse, started: Mapping[int, int] = STARTED) -> UnattributedChange:
-    return update_unattributed(known, use, started)
+def meet(
+    known: KnownProcesses, use: NodeUse, started: Mapping[int, int] = STARTED, *, now: float = EXPECTED_SECONDS
+) -> UnattributedChange:
+    return update_unattributed(known, use, started, now=now)
 
 
 def test_a_process_is_new_once_with_all_its_gpus() -> None:
-    first = meet({}, node(("g1", 7), ("g0", 7), ("g0", 8)))
+    appeared = meet({}, node(("g0", 7), ("g0", 8)), now=0.0)
+    assert not appeared.new
+    assert not meet(appeared.known, node(("g0", 7)), now=EXPECTED_SECONDS - 1).new
+    first = meet(appeared.known, node(("g1", 7), ("g0", 7), ("g0", 8)))
     assert {process: [s.gpu for s in unattributed] for process, unattributed in first.new.items()} == {
         (7, 1000): ["g0", "g1"],
         (8, 2000): ["g0"],
@@ -41,8 +47,9 @@ def test_another_gpu_does_not_make_it_new() -> None:
 
 def test_a_pid_that_was_used_again_is_another_process() -> None:
     met = meet(MET, node(("g0", 7)), {7: 5555})
-    assert met.new.keys() == {(7, 5555)}
+    assert not met.new
     assert met.gone == {(7, 1000)}
+    assert meet(met.known, node(("g0", 7)), {7: 5555}, now=2 * EXPECTED_SECONDS).new.keys() == {(7, 5555)}
 
 
 def test_who_is_no_longer_listed_is_gone() -> None:
@@ -65,6 +72,11 @@ def test_a_process_that_was_unclear_for_a_while_is_not_reported_again() -> None:
 
 def test_another_process_with_its_pid_does_not_keep_it() -> None:
     assert meet(MET, node(unknown=frozenset({7})), {7: 5555}).gone == {(7, 1000)}
+
+
+def test_an_ended_process_that_was_not_reported_is_not_reported_as_gone() -> None:
+    appeared = meet({}, node(("g0", 7)))
+    assert meet(appeared.known, node()) == UnattributedChange()
 
 
 def test_a_process_that_just_ended_is_not_reported() -> None:
