@@ -89,8 +89,8 @@ def _reached(states: _States, wanted: str) -> bool:
 
 
 def _states(pod: Mapping[str, Any]) -> _States:
-    """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers, and
-    without containers for which the annotation had no room. Raises GpumgrError if none is left."""
+    """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers.
+    Raises GpumgrError if none is left."""
     rows = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
     if not rows:
         raise GpumgrError(
@@ -102,7 +102,7 @@ def _states(pod: Mapping[str, Any]) -> _States:
     left = {
         str(row.get("container")): (str(row.get("state", "running")), str(row.get("reason", "")))
         for row in rows
-        if row.get("container") not in ended and "left_out" not in row
+        if row.get("container") not in ended
     }
     if not left:
         raise GpumgrError("the containers of the pod that had GPUs have ended")

@@ -17,7 +17,7 @@ from gpumgr.common.units import RESIZED_ANNOTATION, GpuName
 from gpumgr.kube.cluster_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.kube.hami_formats import MigAllocation, decode_allocations, encode_allocations
 from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.ledger import Allocation, AllocationId, MigDevice
+from gpumgr.ledger.ledger import Allocation, MigDevice
 from gpumgr.ledger.suspension import Suspension, SuspensionsById
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
@@ -26,7 +26,7 @@ ALLOCATIONS: Final = "gpumgr.io/allocations"
 #: The outcome of the admission of a pod, for HAMi's scheduler, which bound the pod.
 HAMI_PHASE: Final = "hami.io/bind-phase"
 
-#: Kubernetes accepts 256 KiB for all annotations of an object together, also those of other programs.
+#: A longer text has no reasons: Kubernetes accepts 256 KiB for all annotations of an object together.
 MAX_ALLOCATIONS_BYTES: Final = 64 << 10
 
 
@@ -43,22 +43,18 @@ def pod_annotations(
     gpus: Mapping[GpuName, Gpu],
     *,
     node: str,
-    evaluators: Mapping[AllocationId, str],
     suspensions: SuspensionsById = MappingProxyType({}),
 ) -> dict[str, str]:
     """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
 
-    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices. `evaluators`: allocation -> the evaluator that
-    chose its GPUs, if that is known.
+    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))
     if not mine:
         return {}
     return {
-        ALLOCATIONS: _bounded(
-            [_object(a, gpu_registry, gpus, evaluators.get(a.id)) | _state(suspensions.get(a.id)) for a in mine]
-        ),
+        ALLOCATIONS: _bounded([_object(a, gpu_registry, gpus) | _state(suspensions.get(a.id)) for a in mine]),
         ASSIGNED: "true",
         PREDICATE_NODE: node,
         PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
@@ -90,8 +86,8 @@ def _resize_answers(allocations: Sequence[Allocation]) -> Iterator[tuple[str, di
             yield a.container or "", made | {key: text for key, text in texts.items() if text}
 
 
-def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], evaluator: str | None) -> dict[str, Any]:
-    made: dict[str, Any] = {
+def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu]) -> dict[str, Any]:
+    return {
         "container": a.container,
         "allocation": a.id,
         "gpus": [gpu_registry.by_name[gpu].uuid for gpu in a.gpus],
@@ -99,10 +95,8 @@ def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu
         "cores": a.cores,
         "memory_mebibytes": a.memory_mebibytes,
         "mechanisms": list(a.mechanisms),
+        "why": a.why,
     }
-    if evaluator is not None:
-        made["evaluator"] = evaluator
-    return made | {"why": a.why}
 
 
 def _state(suspension: Suspension | None) -> dict[str, str]:
@@ -112,17 +106,11 @@ def _state(suspension: Suspension | None) -> dict[str, str]:
 
 
 def _bounded(objects: Sequence[dict[str, Any]]) -> str:
-    """A JSON list in ASCII. If it is too long, the reasons are left out. If it is still too long, containers are left out, and the last
-    element has their number."""
+    """A JSON list in ASCII, without the reasons if it is too long."""
     text = _json(objects)
     if len(text) <= MAX_ALLOCATIONS_BYTES:
         return text
-    terse = [{key: value for key, value in each.items() if key != "why"} for each in objects]
-    sizes, kept = 64, 0  # room for the last object
-    while kept < len(terse) and (sizes := sizes + len(_json(terse[kept])) + 1) <= MAX_ALLOCATIONS_BYTES:
-        kept += 1
-    left_out = len(terse) - kept
-    return _json([*terse[:kept], *([{"left_out": left_out}] if left_out else [])])
+    return _json([{key: value for key, value in each.items() if key != "why"} for each in objects])
 
 
 def _json(value: object) -> str:

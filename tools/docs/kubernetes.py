@@ -19,7 +19,7 @@ from gpumgr.common.units import (
 )
 from gpumgr.kube import cluster_annotations, pod_annotations
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, MIG_ALLOCATIONS, REGISTER, SCORES
-from gpumgr.kube.publisher import event_texts
+from gpumgr.kube.publisher import decisions
 from gpumgr.kube.publisher.decisions import NOT_EVICTED
 from gpumgr.kube.publisher.events import ALLOCATION_ANNOTATION, Event
 from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
@@ -138,23 +138,23 @@ CONDITION_REASONS: Final = (
 
 
 def _of_gpu(code: str) -> Event:
-    return event_texts.gpu_event("node", HistoryEntry(at=0.0, what="gpu", code=code, why=""), str)
+    return decisions.gpu_event("node", HistoryEntry(at=0.0, what="gpu", code=code, why=""), str)
 
 
 def _of_config(code: str) -> Event:
-    return event_texts.config_event("node", HistoryEntry(at=0.0, what="config", code=code, why=""))
+    return decisions.config_event("node", HistoryEntry(at=0.0, what="config", code=code, why=""))
 
 
 #: Object -> reason, whether it is a warning, meaning.
 EVENTS: Final = {
     "pod": (
         (
-            event_texts.PLACED,
+            decisions.PLACED,
             False,
             f"The pod was placed; the message has its GPUs and the reason. `{NOT_ENFORCED}` in it names the containers without "
             "enforced limits.",
         ),
-        (event_texts.REFUSED, True, "The pod was refused, for the reason in the message."),
+        (decisions.REFUSED, True, "The pod was refused, for the reason in the message."),
         (PLACEMENT_IGNORED, True, "The pod's placement is invalid or about another node. The agent chose the GPUs."),
         (IGNORED, True, f"The pod's `{MEMORY_LIMIT_ANNOTATION}` is not used; the message has the reason."),
         (SUSPENDED, False, "The GPU memory of a container is in the host's memory."),

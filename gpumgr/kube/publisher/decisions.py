@@ -1,47 +1,52 @@
 """Publishes decisions: writes the ledger as annotations of pods, and the entries of the history as events.
 
 Invariants:
-1. A listener of the history only stores what it needs (`_on_entry`), since a kubelet's call may be waiting. `report` does the rest.
+1. The listeners only store what is new, since a kubelet's call may be waiting. `report` does the rest, and a bug there fails no caller.
 2. A pod is reported once the kubelet's calls for it have been answered: one patch and one event cover all its containers and resources.
-3. An error in this module is a bug; it is logged, and neither ends the agent nor fails the caller.
-4. Annotations follow the ledger: if an allocation got another pod or was adopted, or was not written before a restart, its annotations are
+3. Annotations follow the ledger: if an allocation got another pod or was adopted, or was not written before a restart, its annotations are
    written later. They are written only once the API server has listed the pod, since only its UID distinguishes it from another pod of the
    same name.
 """
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NoReturn
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
-from gpumgr.common.aio import BugLog, next_tick, wait_at_most
+from gpumgr.common.aio import next_tick, wait_at_most
+from gpumgr.common.units import CORES_PER_GPU, GpuName
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.hami_formats import MIG_ALLOCATIONS
 from gpumgr.kube.pod_annotations import ALLOCATIONS, is_ours, pod_annotations, with_driver_ids
-from gpumgr.kube.publisher import event_texts
-from gpumgr.kube.publisher.events import Event, ObjectRef, pod_ref
+from gpumgr.kube.publisher.events import Event, ObjectRef, node_ref, pod_ref
 from gpumgr.kube.publisher.hami import HamiBindings
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
+from gpumgr.ledger.history import DEMANDED, NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import SuspensionsById
-from gpumgr.placement.pods import PodKey, PodView
+from gpumgr.placement.pods import PodView
 
-#: How long after a call its pod is reported: the kubelet's calls for one pod arrive within milliseconds of each other.
+#: How long after a change its pod is reported: the kubelet's calls for one pod arrive within milliseconds of each other.
 SETTLE_SECONDS: Final = 0.3
 REPORT_SECONDS: Final = 1.0
 #: How often the annotations of all pods are compared with what the API server has.
 CHECK_SECONDS: Final = 600.0
-#: An entry waits at most this long until the API server lists its pod.
-LATE_SECONDS: Final = 60.0
-#: At most this many entries wait.
-MAX_LATE: Final = 128
 #: Reason of the event of a pod that the API server refuses to evict.
 NOT_EVICTED: Final = "GpuPodNotEvicted"
+PLACED: Final = "GpuPlaced"
+REFUSED: Final = "GpuRefused"
+#: Mechanisms that enforce nothing (the backends Unlimited and UnlimitedMps).
+_UNLIMITED: Final = frozenset({"none", "mps-open"})
+#: An event about a GPU with one of these codes is a warning.
+_WARNINGS: Final = frozenset({"lost", "unhealthy", "not_readable", "overcommitted"})
+
+#: The name of a GPU for people.
+Label = Callable[[GpuName], str]
 
 
 class DecisionReporter:
@@ -60,36 +65,18 @@ class DecisionReporter:
     ) -> None:
         self._publisher, self._agent_state, self._pods, self._node = publisher, agent_state, pods, node
         self._annotate_pods, self._write_events, self._clock = annotate_pods, write_events, clock
-        self._granted = asyncio.Event()
+        self._entries: deque[HistoryEntry] = deque()
+        self._news = asyncio.Event()
         self._seen = Ledger()
         self._suspensions: SuspensionsById = {}
         #: Allocation -> when its pod is to be reported.
         self._due: dict[AllocationId, float] = {}
-        #: Pods that lost an allocation when the ledger corrected the allocation's pod.
-        self._renamed: set[PodKey] = set()
         #: Allocations without an event of their placement.
         self._unreported: set[AllocationId] = set()
-        self._evaluators: dict[AllocationId, str] = {}
-        #: UID -> annotations that were published, but that the pod cache may not have yet.
-        self._published: dict[str, Mapping[str, str]] = {}
-        self._late: deque[tuple[float, HistoryEntry]] = deque()
         self._next_check = clock() + CHECK_SECONDS
-        self._next_report = clock()
-        self._bugs = BugLog("decision_reporter", clock=clock)
         self._hami = HamiBindings(publisher, agent_state=agent_state, pods=pods)
-        for entry in agent_state.history.entries():
-            self._keep_evaluator(entry)
-        agent_state.history.subscribe(self._guarded(self._on_entry))
-        pods.subscribe(self._guarded(self._pod_changed))
-
-    def _guarded(self, listener: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: object) -> None:
-            try:
-                listener(*arguments)
-            except Exception as error:
-                self._bugs.record(error)
-
-        return call
+        agent_state.history.subscribe(self._added)
+        pods.subscribe(self._pod_changed)
 
     def switch(self, *, annotate_pods: bool, write_events: bool) -> None:
         """Sets what is published from now on; missing annotations are written with the next report."""
@@ -100,45 +87,21 @@ class DecisionReporter:
     async def run(self) -> NoReturn:
         """Runs until it is cancelled."""
         while True:
+            self._news.clear()
             self.report()
-            self._granted.clear()
             now = self._clock()
-            self._next_report = min([next_tick(REPORT_SECONDS, now), *(due for due in self._due.values() if due > now)])
-            await wait_at_most(self._granted, self._next_report - now)
+            due = min((due for due in self._due.values() if due > now), default=math.inf)
+            await wait_at_most(self._news, min(due, next_tick(REPORT_SECONDS, now)) - now)
 
     # -- listeners ---------------------------------------------------------------------------------------------------------
 
-    def _on_entry(self, entry: HistoryEntry) -> None:
-        self._keep_evaluator(entry)
-        match entry.what:
-            case "granted" if entry.id:
-                self._hami.decided(entry)
-                due = self._due[entry.id] = self._clock() + SETTLE_SECONDS
-                self._unreported.add(entry.id)
-                if due < self._next_report:
-                    self._granted.set()
-            case "refused" | "event":
-                if entry.call in ("prefer", "allocate"):  # the kubelet rejects the pod
-                    self._hami.decided(entry)
-                    self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
-                if entry.code != NOT_ENFORCED:  # the event of the placement reports it
-                    self._report_entry(entry)
-            case "gpu":
-                self._record(event_texts.gpu_event(self._node, entry, self._agent_state.node().label))
-            case "config":
-                self._record(event_texts.config_event(self._node, entry))
-
-    def _keep_evaluator(self, entry: HistoryEntry) -> None:
-        """Stores the allocation's evaluator, because only the entry of a container's first call names it."""
-        if entry.what == "granted" and entry.id and entry.evaluator:
-            self._evaluators.setdefault(entry.id, entry.evaluator)
-        elif entry.what == "freed" and entry.id:
-            self._evaluators.pop(entry.id, None)
+    def _added(self, entry: HistoryEntry) -> None:
+        self._entries.append(entry)
+        self._news.set()
 
     def _pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        self._hami.pod_changed(before, after)
         if before is not None and after is None:
-            self._published.pop(before.uid, None)
+            self._hami.gone(before)
             self._publisher.forget_pod(before.uid)
 
     # -- reports -----------------------------------------------------------------------------------------------------------
@@ -150,57 +113,43 @@ class DecisionReporter:
             message = f"the pod is not evicted ({eviction.reason}): {why}"
             entry = HistoryEntry(what="event", code=NOT_EVICTED, pod=eviction.pod, pod_uid=eviction.uid, why=message)
             self._agent_state.history.add_unless_repeated(entry)
+        while self._entries:
+            self._publish(self._entries.popleft())
         self._follow_ledger(now)
-        if self._due or self._renamed:
+        self._hami.follow()
+        if self._due:
             self._settle(now)
-        for _ in range(len(self._late)):
-            until, entry = self._late.popleft()
-            if not self._publish_entry(entry):
-                self._keep_late(until, entry) if now < until else self._publisher.count_dropped()
 
     def _follow_ledger(self, now: float) -> None:
-        ledger, before = self._agent_state.ledger, self._seen.allocations
-        suspensions, former = self._agent_state.suspensions, self._suspensions
-        self._suspensions = suspensions
-        changed = [name for name in suspensions.keys() | former.keys() if suspensions.get(name) != former.get(name)]
-        self._due |= {name: now for name in changed if name in ledger.allocations}
+        """Notes the allocations that have changed. At each check all allocations count as changed."""
+        ledger, suspensions = self._agent_state.ledger, self._agent_state.suspensions
+        before, former = self._seen.allocations, self._suspensions
+        self._seen, self._suspensions = ledger, suspensions
         if now >= self._next_check:
-            self._next_check = now + CHECK_SECONDS
-            self._published.clear()
-            before = {}
-        elif ledger is self._seen:
-            return
-        self._seen = ledger
-        self._hami.ledger_changed()
+            self._next_check, before = now + CHECK_SECONDS, {}
         for a in ledger.allocations.values():
-            known = before.get(a.id)
-            if known is a:
-                continue
-            self._due.setdefault(a.id, now + SETTLE_SECONDS)
-            if known is not None and known.pod not in (None, a.pod):
-                self._renamed.add(known.pod)
+            if before.get(a.id) is not a or suspensions.get(a.id) != former.get(a.id):
+                self._due[a.id] = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> None:
         """Reports each pod once all its allocations are due and the driver lists all its GPUs."""
         ledger = self._agent_state.ledger
         shown = self._agent_state.inventory.gpus(ledger.gpu_registry)
-        for gone in [each for each in self._due if each not in ledger.allocations]:
-            del self._due[gone]
-            self._unreported.discard(gone)
+        self._due = {each: due for each, due in self._due.items() if each in ledger.allocations}
+        self._unreported &= ledger.allocations.keys()
         pods: defaultdict[str, list[Allocation]] = defaultdict(list)
         for a in ledger.allocations.values():
             if (view := find_pod(self._pods, a.pod, a.uid)) is not None:
                 pods[view.uid].append(a)
-        for uid, allocations in pods.items():
+        for view in self._pods.all():
+            allocations = pods[view.uid]
             dues = [self._due[a.id] for a in allocations if a.id in self._due]
             if dues and max(dues) <= now and all(gpu in shown for a in allocations for gpu in a.gpus):
-                self._report_pod(uid, allocations)
-        while self._renamed:
-            view = self._pods.get(self._renamed.pop())
-            if view is not None and view.uid not in pods and not view.ended:
+                self._report_pod(view, allocations)
+            elif not (allocations or view.ended or view.deleted) and ALLOCATIONS in self._pods.annotations(view.uid):
                 self._annotate(view, {})
 
-    def _report_pod(self, uid: str, allocations: list[Allocation]) -> None:
+    def _report_pod(self, view: PodView, allocations: Sequence[Allocation]) -> None:
         """Nothing is published for a failed pod, such as one with a refused container: it holds nothing."""
         gpu_registry = self._agent_state.ledger.gpu_registry
         allocations = [a for a in allocations if not a.reserved]
@@ -208,22 +157,19 @@ class DecisionReporter:
         for a in allocations:
             self._due.pop(a.id, None)
             self._unreported.discard(a.id)
-        view = self._pods.by_uid(uid)
-        if view is None or view.phase == "Failed":
+        if view.phase == "Failed":
             return
-        gpus = self._agent_state.inventory.gpus(gpu_registry)
         wanted = pod_annotations(
             view,
             allocations,
             gpu_registry,
-            gpus,
+            self._agent_state.inventory.gpus(gpu_registry),
             node=self._node,
-            evaluators=self._evaluators,
             suspensions=self._agent_state.suspensions,
         )
         self._annotate(view, {**wanted, **self._for_hami(view, allocations)})
         if fresh:
-            self._record(event_texts.placement(_ref(view), fresh, self._agent_state.node().label))
+            self._record(placement(_ref(view), fresh, self._agent_state.node().label))
 
     def _for_hami(self, view: PodView, allocations: Iterable[Allocation]) -> Mapping[str, str]:
         """HAMi's annotation of the pod's MIG devices, completed with the driver's ids; empty if the scheduler has not written it."""
@@ -238,45 +184,107 @@ class DecisionReporter:
     def _annotate(self, view: PodView, wanted: Mapping[str, str]) -> None:
         """Publishes the annotations if any differs from what the pod has. Keys are removed only if the agent wrote them, since a scheduler
         writes some of the same keys."""
-        present = self._published.get(view.uid) or self._pods.annotations(view.uid)
+        present = self._pods.annotations(view.uid)
         gone = [key for key in present if key not in wanted and is_ours(key)] if ALLOCATIONS in present else []
         if self._annotate_pods and (gone or any(present.get(key) != value for key, value in wanted.items())):
-            self._published[view.uid] = wanted
             self._publisher.annotate_pod(view.key, view.uid, {**dict.fromkeys(gone), **wanted})
 
-    # -- events of pods ----------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------------
+
+    def _publish(self, entry: HistoryEntry) -> None:
+        match entry.what:
+            case "granted" if entry.id:
+                self._unreported.add(entry.id)
+            case "refused" | "event":
+                if entry.call in ("prefer", "allocate"):  # the kubelet rejects the pod
+                    self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
+                about = self._about(entry)
+                if about is not None and entry.code != NOT_ENFORCED:  # the event of the placement reports it
+                    self._record((refusal if entry.what == "refused" else pod_event)(about, entry))
+            case "gpu":
+                self._record(gpu_event(self._node, entry, self._agent_state.node().label))
+            case "config":
+                self._record(config_event(self._node, entry))
+
+    def _about(self, entry: HistoryEntry) -> ObjectRef | None:
+        """The entry's pod; None if its UID is not known. The kubelet's own event has the reason of a refusal, too."""
+        allocation = self._agent_state.ledger.allocations.get(entry.id) if entry.id else None
+        pod = entry.pod or (allocation.pod if allocation else None)
+        uid = entry.pod_uid or (allocation.uid if allocation else None)
+        if (view := find_pod(self._pods, pod, uid)) is not None:
+            return _ref(view)
+        return pod_ref(pod, uid) if pod and uid else None
 
     def _record(self, event: Event) -> None:
         if self._write_events:
             self._publisher.record(event)
 
-    def _report_entry(self, entry: HistoryEntry) -> None:
-        if self._write_events and not self._publish_entry(entry):
-            self._keep_late(self._clock() + LATE_SECONDS, entry)
-
-    def _keep_late(self, until: float, entry: HistoryEntry) -> None:
-        if len(self._late) >= MAX_LATE:
-            self._late.popleft()
-            self._publisher.count_dropped()
-        self._late.append((until, entry))
-
-    def _publish_entry(self, entry: HistoryEntry) -> bool:
-        """Publishes the entry as an event of its pod. False: the pod is not known yet."""
-        allocation = self._agent_state.ledger.allocations.get(entry.id) if entry.id else None
-        pod = entry.pod or (allocation.pod if allocation else None)
-        uid = entry.pod_uid or (allocation.uid if allocation else None)
-        if pod is None and uid is None:
-            return entry.what == "refused"  # its pod will never be known; the kubelet's own event has the reason
-        if (view := find_pod(self._pods, pod, uid)) is not None:
-            about = _ref(view)
-        elif pod is not None and uid is not None:
-            about = pod_ref(pod, uid)
-        else:
-            return False
-        self._record((event_texts.refusal if entry.what == "refused" else event_texts.pod_event)(about, entry))
-        return True
-
 
 def _ref(view: PodView) -> ObjectRef:
     """`kubectl describe` searches for a static pod's events by the UID that the kubelet gave the pod."""
     return pod_ref(view.key, view.runtime_uid or view.uid)
+
+
+def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label) -> Event:
+    """The event with the GPUs of all containers of a pod, and with the containers that run without limits."""
+    return Event(
+        about=about,
+        reason=PLACED,
+        message="; ".join([*(_placed(a, label) for a in allocations), *_caution(allocations)]),
+        warning=False,
+        allocations=tuple(a.id for a in allocations),
+    )
+
+
+def refusal(about: ObjectRef, entry: HistoryEntry) -> Event:
+    prefix = f"container {entry.container}: " if entry.container else ""
+    return Event(about=about, reason=REFUSED, message=prefix + entry.why, warning=True, allocations=_ids(entry))
+
+
+def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
+    """The event of an entry of the kind "event": a warning, except about what the pod itself demanded (DEMANDED)."""
+    warning = entry.code not in DEMANDED
+    return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=warning, allocations=_ids(entry))
+
+
+def gpu_event(node: str, entry: HistoryEntry, label: Label) -> Event:
+    code = entry.code or "news"
+    reason = "Gpu" + "".join(word.capitalize() for word in code.split("_"))
+    message = ": ".join(filter(None, (", ".join(map(label, entry.gpus)), entry.why or code)))
+    return Event(about=node_ref(node), reason=reason, message=message, warning=code in _WARNINGS, allocations=_ids(entry))
+
+
+def config_event(node: str, entry: HistoryEntry) -> Event:
+    """The event about the settings file: "GpumgrConfigReloaded", or as a warning "GpumgrConfigRejected"."""
+    reason = f"GpumgrConfig{(entry.code or 'news').capitalize()}"
+    return Event(about=node_ref(node), reason=reason, message=entry.why, warning=entry.code == "rejected")
+
+
+def _ids(entry: HistoryEntry) -> tuple[str, ...]:
+    return (entry.id,) if entry.id else ()
+
+
+def _placed(a: Allocation, label: Label) -> str:
+    name = f"{a.container}: " if a.container else ""
+    return name + ", ".join(_parts(a, label)) + (f" ({a.why})" if a.why else "")
+
+
+def _caution(allocations: Sequence[Allocation]) -> Iterator[str]:
+    free = [a for a in allocations if not a.whole and a.mechanisms and _UNLIMITED.issuperset(a.mechanisms)]
+    if free:
+        names = ", ".join(a.container or "?" for a in free)
+        which = f"container {names} within its share" if len(free) == 1 else f"containers {names} within their shares"
+        backends = ", ".join(dict.fromkeys(name for a in free for name in a.mechanisms))
+        yield f"{NOT_ENFORCED}: nothing on this node keeps {which} (enforcement backend {backends})"
+        yield "`gpumgr doctor` on the node says which backends could"
+
+
+def _parts(a: Allocation, label: Label) -> Iterator[str]:
+    yield from map(label, a.gpus)
+    if a.whole:
+        number = a.cores // CORES_PER_GPU
+        yield "whole" if number == 1 else f"{number} whole GPUs"
+    elif a.cores:
+        yield f"{a.cores} core{'s' if a.cores > 1 else ''}"
+    if memory := a.memory_mebibytes:
+        yield f"{memory} MiB"

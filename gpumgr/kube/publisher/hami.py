@@ -30,7 +30,6 @@ from gpumgr.kube.hami_formats import (
 from gpumgr.kube.pod_annotations import HAMI_PHASE
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.callers import next_container
-from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.placement.evaluators.constraints import device_type
 from gpumgr.placement.evaluators.mig import most_devices, without_places
@@ -108,39 +107,24 @@ class HamiBindings:
 
     def __init__(self, publisher: Publisher, *, agent_state: AgentState, pods: PodCache) -> None:
         self._publisher, self._agent_state, self._pods = publisher, agent_state, pods
-        #: UIDs of the pods that are neither admitted nor refused yet.
-        self._waiting: set[str] = set()
+        #: UIDs of the pods with a published result.
+        self._decided: set[str] = set()
 
-    def decided(self, entry: HistoryEntry) -> None:
-        """A call of the kubelet was answered."""
-        view = find_pod(self._pods, entry.pod, entry.pod_uid)
-        if view is not None and view.bound_by_hami and (entry.what == "refused" or self._has_devices(view)):
-            self._end(view, failed=entry.what == "refused")
+    def follow(self) -> None:
+        """Call it after each change of the ledger, and once a second for the pods that change."""
+        for view in self._pods.all():
+            if not view.bound_by_hami or view.uid in self._decided:
+                continue
+            if self._pods.annotations(view.uid).get(HAMI_PHASE) in _FINAL:  # an earlier process has published it
+                self._decided.add(view.uid)
+            elif view.ended or next_container(self._agent_state.ledger, view) is None:
+                self._decided.add(view.uid)
+                if view.phase == "Failed":
+                    self._publisher.annotate_pod(view.key, view.uid, {HAMI_PHASE: "failed"})
+                self._publisher.remove_annotation(LOCK)
 
-    def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        """`after` None: the pod is gone. The phase of a new pod shows whether an earlier process has published its result."""
-        if after is None:
-            if before is not None and before.uid in self._waiting:
-                self._end(before)
-        elif after.bound_by_hami and before is None and self._pods.annotations(after.uid).get(HAMI_PHASE) not in _FINAL:
-            self._waiting.add(after.uid)
-            self._end_if_decided(after)
-        elif after.uid in self._waiting:
-            self._end_if_decided(after)
-
-    def ledger_changed(self) -> None:
-        for view in filter(None, map(self._pods.by_uid, tuple(self._waiting))):
-            self._end_if_decided(view)
-
-    def _end_if_decided(self, view: PodView) -> None:
-        if view.ended or self._has_devices(view):
-            self._end(view, failed=view.phase == "Failed")
-
-    def _has_devices(self, view: PodView) -> bool:
-        return next_container(self._agent_state.ledger, view) is None
-
-    def _end(self, view: PodView, *, failed: bool = False) -> None:
-        self._waiting.discard(view.uid)
-        if failed:
-            self._publisher.annotate_pod(view.key, view.uid, {HAMI_PHASE: "failed"})
-        self._publisher.remove_annotation(LOCK)
+    def gone(self, view: PodView) -> None:
+        """The pod is deleted."""
+        if view.bound_by_hami and view.uid not in self._decided:
+            self._publisher.remove_annotation(LOCK)
+        self._decided.discard(view.uid)

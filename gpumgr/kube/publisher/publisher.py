@@ -226,10 +226,6 @@ class Publisher:
         refused, self._refused_evictions = self._refused_evictions, {}
         return refused.values()
 
-    def count_dropped(self) -> None:
-        """An event was dropped before it reached the publisher, because its pod is unknown."""
-        self._log.dropped += 1
-
     def _put(self, desired: Desired, due: float | None = None) -> None:
         if self._queue.put(desired, self._clock() if due is None else due) is not None:
             self._log.drop(len(self._queue), "events arise faster than the API server accepts them")

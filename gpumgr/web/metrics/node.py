@@ -173,7 +173,7 @@ _WAITING: Final = gauge("api_queue_waiting", "Objects to be written to the API s
 _OLDEST: Final = gauge(
     "api_queue_oldest_seconds", "How long the oldest object has waited to be written to the API server; 0 without any."
 )
-_DROPPED: Final = counter("api_queue_dropped_total", "Dropped events: too many, or of an unknown pod.")
+_DROPPED: Final = counter("api_queue_dropped_total", "Dropped events: too many waited, or about one object.")
 _WRITES: Final = counter("api_writes_total", "Writes to the API server, by object and outcome.", "what", "outcome")
 _RETRIES: Final = counter(
     "eviction_retries_total", "Eviction requests after the first for a pod, for example because of its PodDisruptionBudget."

@@ -57,7 +57,6 @@ PODS = (
     pod("sidecar", [SETUP, AWAY], setup=RUNS),
     pod("ended", [SETUP, MAIN], main=ENDED),
     pod("empty", []),
-    pod("many", [AWAY, {"left_out": 9}]),
     pod("none", None),
 )
 
@@ -140,7 +139,6 @@ async def test_a_pod_that_others_keep_changing_is_said() -> None:
     ("name", "code", "out", "err"),
     [
         ("away", 0, "main: suspended\n", ""),
-        ("many", 0, "main: suspended\n", ""),
         ("works", 1, "main: running\n", "not all containers are suspended yet"),
         ("sidecar", 1, "setup: running\nmain: suspended\n", "not all containers are suspended yet"),
         ("ended", 1, "", "the containers of the pod that had GPUs have ended"),

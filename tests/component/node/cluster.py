@@ -63,6 +63,7 @@ class Cluster:
 
     async def look(self, seconds: float = 1.0) -> None:
         """Until what is due then is written."""
+        self.decisions.report()
         self.world.clock.now += seconds
         self.decisions.report()
         await self.written()

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import Eviction
 from gpumgr.kube.cache import PodCache
-from gpumgr.kube.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
+from gpumgr.kube.publisher.decisions import CHECK_SECONDS, SETTLE_SECONDS
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
 from tests.component.stage.stage import snapshot
@@ -43,7 +42,6 @@ async def test_a_pod_of_three_containers_is_one_patch_and_one_event(cluster: Clu
         ("side", 10, 256),
     ]
     assert {each["allocation"] for each in listed} == set(cluster.world.ledger.allocations)
-    assert [each.get("evaluator") for each in listed] == ["share", None, "share"]  # the second has the first one's ids
     annotations = cluster.annotations(pod)
     assert annotations["tencent.com/predicate-gpu-idx-1"] == annotations["tencent.com/predicate-gpu-idx-2"] == "0"
     assert "tencent.com/predicate-gpu-idx-0" not in annotations
@@ -59,7 +57,6 @@ async def test_a_pod_of_three_containers_is_one_patch_and_one_event(cluster: Clu
 
 async def test_nothing_is_published_before_the_pods_calls_are_answered(cluster: Cluster) -> None:
     await cluster.run(cluster.world.pod("web", app()))
-    cluster.world.clock.now -= 2  # its containers took that long to start
     await cluster.look(SETTLE_SECONDS / 2)
     assert cluster.writes == []
     await cluster.look(SETTLE_SECONDS)
@@ -93,12 +90,12 @@ async def test_the_annotations_of_a_deleted_pod_are_dropped(cluster: Cluster) ->
     pod = await cluster.world.run(cluster.world.pod("web", app()))
     view = cluster.world.view(pod)
     cluster.cache._change(None, view)
+    cluster.decisions.report()
     cluster.world.clock.now += 1
     cluster.decisions.report()
     assert cluster.publisher.state().waiting == 2
     cluster.cache._change(view, None)
     assert cluster.publisher.state().waiting == 1
-    assert pod.uid not in {*cluster.decisions._published, *cluster.decisions._due}
 
 
 async def test_the_annotations_follow_an_allocation_that_is_moved_to_another_pod(cluster: Cluster) -> None:
@@ -128,7 +125,7 @@ async def test_after_a_restart_only_what_is_missing_is_written(cluster: Cluster)
     await cluster.look()
     await cluster.look()
     assert cluster.writes == ["pod", "event", "pod"]
-    assert cluster.allocations(unwritten)[0]["evaluator"] == "share"
+    assert cluster.allocations(unwritten)[0]["container"] == "main"
 
 
 async def test_annotations_that_were_removed_are_written_again(cluster: Cluster) -> None:
@@ -157,12 +154,11 @@ class BuggyPods(PodCache):
 
 async def test_a_bug_does_not_fail_the_caller(cluster: Cluster) -> None:
     cluster.cache.__class__ = BuggyPods
-    with capture_logs() as logs:
-        cluster.add(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="a")
-        cluster.add(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="b")
-    assert [(line["event"], line["daemon"]) for line in logs] == [("daemon_failed", "decision_reporter")]
+    cluster.add(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="a")
     cluster.add(what="gpu", code="lost", gpus=("00000001",), why="XID 79")
-    await cluster.written()
+    with pytest.raises(LookupError):
+        cluster.decisions.report()
+    await cluster.look()
     assert [event["reason"] for event in cluster.events] == ["GpuLost"]
 
 
@@ -190,7 +186,7 @@ async def test_other_events_of_pods(cluster: Cluster) -> None:
     await cluster.look()
     cluster.add(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuMemoryOverLimit", why="too much")
     cluster.add(what="event", id=held.id, code="GpuLimitBroken", why="without a name, but of its allocation")
-    await cluster.written()
+    await cluster.look()
     assert [(event["reason"], event["type"], event["involvedObject"]["uid"]) for event in cluster.events[1:]] == [
         ("GpuMemoryOverLimit", "Warning", pod.uid),
         ("GpuLimitBroken", "Warning", pod.uid),
@@ -216,22 +212,12 @@ async def test_events_of_a_static_pod_refer_to_its_mirror_pod(cluster: Cluster) 
     cluster.cache._change(None, view)
     cluster.add(what="event", pod=view.key, pod_uid="of-the-kubelet", code="GpuLimitBroken", why="a")
     cluster.add(what="event", pod=view.key, pod_uid=view.uid, code="GpuLimitBroken", why="b")
-    await cluster.written()
+    await cluster.look()
     assert [event["involvedObject"]["uid"] for event in cluster.events] == ["of-the-kubelet"] * 2
 
 
-async def test_events_of_an_unknown_pod_wait_for_a_while(cluster: Cluster) -> None:
-    pod = cluster.world.pod("web", app())
+async def test_an_event_whose_pod_is_not_known_is_left_to_the_kubelet(cluster: Cluster) -> None:
     cluster.add(what="refused", id="r1", pod=("team", "web"), code="no_fit", why="no room")
-    cluster.add(what="refused", id="r2", pod=("team", "never"), code="no_fit", why="no room")
-    cluster.add(what="refused", id="r3", code="no_fit", why="its pod is never known")
+    cluster.add(what="refused", id="r2", pod=("team", "gone"), pod_uid="uid-gone", code="no_fit", why="no room")
     await cluster.look()
-    assert cluster.writes == []
-    await cluster.shown(pod)
-    await cluster.look()
-    assert [event["involvedObject"]["uid"] for event in cluster.events] == [pod.uid]
-    await cluster.look(LATE_SECONDS)
-    assert cluster.publisher.state().dropped == 1
-    for number in range(MAX_LATE + 3):
-        cluster.add(what="refused", id=f"r{number}", pod=("team", f"never-{number}"), code="no_fit", why="no room")
-    assert cluster.publisher.state().dropped == 4
+    assert [event["involvedObject"]["uid"] for event in cluster.events] == ["uid-gone"]

@@ -42,6 +42,7 @@ async def show(cluster: Cluster, **changes: str) -> None:
     cluster.api.put_document(document := bound(**changes))
     phase = document["status"]["phase"]
     await cluster.until(lambda: getattr(cluster.cache.by_uid("uid-h"), "phase", None) == phase)
+    cluster.decisions.report()
     await cluster.written()
 
 
@@ -73,6 +74,7 @@ async def test_a_pod_with_its_devices_is_three_requests(cluster: Cluster) -> Non
     assert (cluster.writes, locked(cluster)) == ([], True)
     await hold(cluster)
     cluster.add(what="granted", id="a", call="allocate", pod=KEY, pod_uid="uid-h")
+    cluster.decisions.report()
     await cluster.written()
     assert not locked(cluster), "it goes at once"
     await cluster.look()

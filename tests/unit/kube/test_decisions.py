@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.kube.publisher.event_texts import gpu_event, placement, pod_event, refusal
+from gpumgr.kube.publisher.decisions import gpu_event, placement, pod_event, refusal
 from gpumgr.kube.publisher.events import pod_ref
 from gpumgr.kube.publisher.node_reporter import MAX_MESSAGE_BYTES, condition_of
 from gpumgr.ledger.history import HistoryEntry
@@ -63,6 +63,7 @@ def test_events_of_pods_other_than_placements_are_warnings() -> None:
     [
         ("lost", "GpuLost", True),
         ("unhealthy", "GpuUnhealthy", True),
+        ("not_readable", "GpuNotReadable", True),
         ("back", "GpuBack", False),
         ("cordoned", "GpuCordoned", False),
         ("uncordoned", "GpuUncordoned", False),
