@@ -14,7 +14,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.kubelet.dra.slice_publisher import PublishTimes, SlicePublisher
-from gpumgr.kubelet.dra.slices import SliceDevice, StoredSlice, Taint, resource_slice, slice_name
+from gpumgr.kubelet.dra.slices import SliceDevice, Taint, resource_slice, slice_name
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure
@@ -25,7 +25,7 @@ from .resources import Resources
 NODE, NAME = "node-1", slice_name("node-1")
 WATCH = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
 #: Nothing waits, except where a test says so.
-AT_ONCE = PublishTimes(change_seconds=0.0, notify_seconds=0.0, retry_seconds=(0.01, 0.02), probe_seconds=0.05)
+AT_ONCE = PublishTimes(change_seconds=0.0, retry_seconds=(0.01, 0.02), probe_seconds=0.05)
 LONG = 3600.0
 SICK = Taint(key="gpu.gpumgr.io/xid")
 
@@ -124,27 +124,19 @@ async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_
 # -- deletions and changes by others -----------------------------------------------------------------------------------------
 
 
-async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp_path: Path) -> None:
-    """Whichever comes first. The end of `notify_seconds` is far away."""
-    async with staged(tmp_path, replace(AT_ONCE, notify_seconds=LONG)) as stage:
-        stage.register(1)
-        await stage.settled(*DEVICES)
-        stage.resources.remove(NAME)  # the registration was lately
-        await stage.settled(*DEVICES)
-        stage.publisher._registered_at = float("-inf")  # it was long ago
-        stage.resources.remove(NAME)
-        await until(lambda: not stage.publisher._stored)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert stage.slice is None
-        stage.register(2)
-        await stage.settled(*DEVICES)
+async def test_a_slice_that_others_delete_is_back_at_once(published: Stage) -> None:
+    """A starting kubelet deletes it, before or after it registers the driver."""
+    for registrations in (1, 2):
+        published.register(registrations)
+        published.resources.remove(NAME)
+        await published.settled(*DEVICES)
+    assert published.methods == ["POST", "POST", "POST"]
 
 
 async def test_while_the_driver_is_not_registered_nothing_is_written(published: Stage) -> None:
     published.register(0)
     published.resources.remove(NAME)
-    await until(lambda: not published.publisher._stored)
+    await until(lambda: not published.publisher._reflector._objects)
     assert published.methods == ["POST"]
     published.register(2)
     await published.settled(*DEVICES)
@@ -177,11 +169,11 @@ async def test_what_others_change_is_changed_back(published: Stage) -> None:
     assert published.methods == ["POST", "PUT"]
 
 
-async def test_a_conflict_is_answered_with_the_present_version(published: Stage) -> None:
-    published.resources.answers += [failure(409, "Conflict", "modified")]
+async def test_a_slice_that_changes_during_a_write_is_read_again(published: Stage) -> None:
+    published.resources.answers += [failure(409, "Conflict", "modified"), failure(404, "NotFound", "gone")]
     published.publisher.offer(DEVICES[:1])
     await published.settled(*DEVICES[:1])
-    assert (published.methods, published.publisher.state.error) == (["POST", "PUT", "PUT"], None)
+    assert (published.methods, published.publisher.state.error) == (["POST", "PUT", "PUT", "PUT"], None)
 
 
 async def test_an_expired_watch_finds_the_deletion(published: Stage) -> None:
@@ -211,72 +203,44 @@ async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(stage: 
     assert stage.methods == ["POST", "POST"]
 
 
-@pytest.mark.parametrize(("newer", "methods"), [(True, ["POST"]), (False, ["POST", "POST"])])
-async def test_a_list_without_the_slice_is_a_deletion_unless_the_slice_is_newer(
-    published: Stage, newer: bool, methods: list[str]
+async def test_a_deletion_is_found_although_its_event_comes_before_the_answer_to_the_write(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slice exists: a creation is refused, and the slice is read."""
-    await until(lambda: published.publisher._reflector._objects)
-    published.publisher._listed("0" if newer else published.slice["metadata"]["resourceVersion"], ())
-    await until(lambda: published.methods == methods and published.publisher._stored)
-    await published.settled(*DEVICES)
-    assert (published.methods, published.publisher.state.error) == (methods, None)
+    """A kubelet that starts deletes the slice a moment after its creation."""
+    read, reads = ApiServer.read, list[str]()
 
-
-@pytest.mark.parametrize("listed", [False, True])
-async def test_a_deletion_is_found_although_it_is_known_before_the_answer_to_the_write(stage: Stage, listed: bool) -> None:
-    """By an event, or by a list that begins the watch anew. A kubelet that starts deletes the slice a moment after its creation."""
-    publisher, changes = stage.publisher, list[bool]()
-    send, changed = publisher._send, publisher._reflector._on_change
-
-    def on_change(before: StoredSlice | None, after: StoredSlice | None) -> None:
-        changed(before, after)
-        changes.append(after is not None)
-
-    async def send_and_delete(sent: Any, stored: StoredSlice | None) -> Any:
-        answer = await send(sent, stored)
-        if len(stage.methods) == 1:
-            stage.resources.remove(NAME)
-            if listed:
-                publisher._listed(answer["metadata"]["resourceVersion"], ())
-            else:
-                await until(lambda: changes == [True, False])
+    async def read_and_delete(self: ApiServer, method: Any, path: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        answer = await read(self, method, path, *arguments, **options)
+        if method == "POST" and not options:
+            reads.append(path)
+            if len(reads) == 1:
+                await until(lambda: stage.publisher._reflector._objects)
+                stage.resources.remove(NAME)
+                await until(lambda: not stage.publisher._reflector._objects)
         return answer
 
-    await until(publisher._reflector.synced.is_set)
-    publisher._send, publisher._reflector._on_change = send_and_delete, on_change  # type: ignore[method-assign]
-    stage.resources.send_events(not listed)
+    monkeypatch.setattr(ApiServer, "read", read_and_delete)
+    await until(stage.publisher._reflector.synced.is_set)
     stage.register(1)
     await until(lambda: stage.methods == ["POST", "POST"])
     await stage.settled(*DEVICES)
 
 
-async def test_only_a_registration_counts_as_one(published: Stage) -> None:
-    published.publisher._registered_at = float("-inf")
-    published.publisher.follow(LinkState(registered=True, registrations=1, error="the folder is read-only"))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert published.publisher._registered_at == float("-inf")
-    published.register(2)
-    await until(lambda: published.publisher._registered_at > float("-inf"))
-
-
-async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, permitted = asyncio.Event(), asyncio.Event()
 
     async def write(*_: object) -> None:
         entered.set()
         await permitted.wait()
 
-    async with staged(tmp_path) as stage:
-        monkeypatch.setattr(stage.publisher, "_write", write)
-        stage.register(1)
-        await entered.wait()
-        withdrawal = asyncio.create_task(stage.publisher.withdraw(timeout_seconds=30))
-        await asyncio.sleep(0)
-        permitted.set()
-        assert await withdrawal
-        assert stage.publisher.state.published is False
+    monkeypatch.setattr(stage.publisher, "_write", write)
+    stage.register(1)
+    await entered.wait()
+    withdrawal = asyncio.create_task(stage.publisher.withdraw(timeout_seconds=30))
+    await asyncio.sleep(0)
+    permitted.set()
+    assert await withdrawal
+    assert stage.publisher.state.published is False
 
 
 # -- pace and failures -------------------------------------------------------------------------------------------------------
@@ -393,7 +357,7 @@ async def test_a_withdrawn_slice_stays_away(published: Stage) -> None:
     assert await published.publisher.withdraw(timeout_seconds=5.0) is True
     published.publisher.offer(())
     published.register(2)
-    await until(lambda: not published.publisher._stored)
+    await until(lambda: not published.publisher._reflector._objects)
     assert (published.slice, published.publisher.state.published) == (None, False)
     assert await published.publisher.withdraw(timeout_seconds=5.0) is True
     assert published.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
