@@ -15,7 +15,7 @@ from gpumgr.driver.mig import read_mig_enabled, read_mig_instances
 from gpumgr.driver.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
 from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_gpu, read_health, read_processes
 from gpumgr.driver.session import Session
-from gpumgr.driver.snapshot import DescribedGpu, MigProfiles, describe_gpu, read_levels, read_node, read_pci_gpus, with_gpus
+from gpumgr.driver.snapshot import DescribedGpu, describe_gpu, read_levels, read_node, read_pci_gpus, with_gpus
 from gpumgr.driver.worker import GpuBusy, GpuHangs
 from gpumgr.placement.topology.devices import (
     GpuFailure,
@@ -123,12 +123,11 @@ class Nvml(Session):
         self._unreported_memory_bytes = unreported_memory_bytes
         self._sysfs_root, self._cgroup_root = sysfs_root, cgroup_root
         self._utilization = ProcessUtilization()
-        self._mig_profiles: MigProfiles = {}
 
     async def snapshot(self) -> NodeSnapshot:
         """All GPUs, the connections between them, and the versions. A GPU that can't be described is only in `failures`."""
         node = await self._call(lambda: read_node(self._binding, self._sysfs_root))
-        seen, profiles = dict(self._seen), self._mig_profiles
+        seen = dict(self._seen)
 
         def describe(index: int) -> DescribedGpu | GpuFailure:
             return describe_gpu(
@@ -136,19 +135,18 @@ class Nvml(Session):
                 index,
                 sysfs_root=self._sysfs_root,
                 seen=seen,
-                mig_profiles=profiles,
                 unreported_memory_bytes=self._unreported_memory_bytes,
             )
 
         gpus: list[DescribedGpu] = []
-        failures: dict[int, GpuFailure] = {}
+        failures: list[GpuFailure] = []
         for index, answer in (await self._each(describe)).items():
             if isinstance(answer, DescribedGpu):
                 gpus.append(answer)
             else:
                 failure = GpuFailure(index=index, uuid=seen.get(index), reason=str(answer))
-                failures[index] = answer if isinstance(answer, GpuFailure) else failure
-        levels = await self._read_levels(gpus, failures, node.driver_version)
+                failures.append(answer if isinstance(answer, GpuFailure) else failure)
+        levels = await self._read_levels(gpus, node.driver_version)
         self._seen = {index: uuid for index, uuid in seen.items() if index < self._count}
         self._binding.indices = {uuid: index for index, uuid in seen.items()}
         return with_gpus(node, gpus, levels, failures)
@@ -157,39 +155,17 @@ class Nvml(Session):
         """Whether NVML lists no GPU, or fewer than sysfs has. NVML reads its list only when a session begins."""
         return not self._count or len(await self._call(lambda: read_pci_gpus(self._sysfs_root))) > self._count
 
-    async def _read_levels(
-        self, gpus: list[DescribedGpu], failures: dict[int, GpuFailure], driver_version: str | None
-    ) -> dict[frozenset[int], Level]:
-        """The PCIe levels that can be read, by pair of indices. If a call about two GPUs fails, each of them is asked for its UUID. A GPU
-        that does not answer that call is added to `failures`. If both answer, only the level is unknown.
-        """
-        uuids = {each.gpu.index: each.gpu.uuid for each in gpus}
+    async def _read_levels(self, gpus: Sequence[DescribedGpu], driver_version: str | None) -> dict[frozenset[int], Level]:
+        """The PCIe levels that can be read, by pair of indices. If a call hangs, the remaining pairs are not read, since the calls about
+        them could hang too."""
         levels: dict[frozenset[int], Level] = {}
-        for number, one in enumerate(gpus):
-            index = one.gpu.index
-            others = [each for each in gpus[:number] if each.gpu.index not in failures]
-            if index in failures or not others:
-                continue
-            doubtful: dict[int, str] = {}
-            for other, level in zip(others, await self._read_levels_of(one, others, driver_version), strict=True):
-                if isinstance(level, NvmlError):
-                    doubtful |= dict.fromkeys((index, other.gpu.index), str(level))
-                else:
-                    levels[frozenset((index, other.gpu.index))] = level
-            for each, reply in (await self._each(self._read_uuid, doubtful)).items():
-                if isinstance(reply, NvmlError):
-                    failures[each] = GpuFailure(index=each, uuid=uuids[each], reason=doubtful[each])
+        for number, one in enumerate(gpus[1:], start=1):
+            read = partial(read_levels, self._binding, one, gpus[:number], driver_version)
+            try:
+                levels |= await self._call(read, gpu=one.gpu.index)
+            except GpuHangs:
+                break
         return levels
-
-    async def _read_levels_of(
-        self, one: DescribedGpu, others: list[DescribedGpu], driver_version: str | None
-    ) -> Sequence[Level | NvmlError]:
-        answers = await self._each(lambda _: read_levels(self._binding, one, others, driver_version), [one.gpu.index])
-        answer = answers[one.gpu.index]
-        return [answer] * len(others) if isinstance(answer, NvmlError) else answer
-
-    def _read_uuid(self, index: int) -> str:
-        return str(self._binding.call("nvmlDeviceGetUUID", self._binding.call("nvmlDeviceGetHandleByIndex", index)))
 
     async def read(self, *, utilization: bool = False) -> Reading:
         """The GPUs' current use and health; with `utilization` also the use by each process since the previous reading."""
@@ -284,7 +260,3 @@ class Nvml(Session):
     async def _change_mig(self, uuid: str, fn: Callable[[Handle], T]) -> T:
         async with self._session_lock:
             return await self._on_gpu(uuid, fn, timeout_seconds=_MIG_SECONDS)
-
-    async def _open_session(self) -> None:
-        self._mig_profiles = {}  # the driver may have been replaced by another version
-        await super()._open_session()

@@ -63,7 +63,7 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
     """`reason` is one of few labels, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
 
     `streak`: how many readings in a row were doubtful (in suspect) or good (in probation). `cordon_reason`: why an operator cordoned the
-    GPU (None: it is not cordoned). `xid` is the first XID since the GPU was last healthy: later errors are mostly its consequences.
+    GPU (None: it is not cordoned).
     """
 
     state: State
@@ -72,7 +72,6 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
     since: float
     streak: int = 0
     cordon_reason: str | None = None
-    xid: int | None = None
 
     @property
     def healthy(self) -> bool:
@@ -149,8 +148,6 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
-    if isinstance(observation, Xid) and health.xid is None and (health.healthy or verdict.certain):
-        health = replace(health, xid=observation.number)
     if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
         # Apart from MIG mode the reading is good. It counts towards the end of the earlier fault, which must end before "mig" is the
         # reason.
@@ -218,9 +215,4 @@ def _worsen(health: GpuHealth, verdict: _Verdict, now: float, rules: HealthRules
 
 def _turn(health: GpuHealth, state: State, verdict: _Verdict, now: float) -> GpuHealth:
     since = health.since if health.state == state else now
-    xid = health.xid if state != "healthy" else None
-    complete = verdict.reason in ("operator", "mig") or verdict.message.partition(":")[0] == f"XID {xid}"
-    message = verdict.message if xid is None or complete else f"XID {xid}, then: {verdict.message}"
-    return GpuHealth(
-        state=state, reason=verdict.reason, message=message, since=since, cordon_reason=health.cordon_reason, xid=xid
-    )
+    return GpuHealth(state=state, reason=verdict.reason, message=verdict.message, since=since, cordon_reason=health.cordon_reason)

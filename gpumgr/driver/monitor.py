@@ -212,7 +212,7 @@ class Monitor:
                     if isinstance(exc, NvmlAbsent) and self._load_kernel_modules is not None:
                         await self._load_kernel_modules()
             logged = True
-            await self._nvml.pause_or_recovery(pause)
+            await asyncio.sleep(pause)
             pause = min(pause * 2, longest)
 
     async def _mark_down(self, message: str) -> None:

@@ -217,10 +217,6 @@ class Session:
                 await self._call(partial(self._binding.ask, "nvmlEventSetFree", handle))
             wanted -= refused
 
-    async def pause_or_recovery(self, seconds: float) -> None:
-        """Sleeps for `seconds`, or until a hanging driver answers."""
-        await self._worker.pause_or_recovery(seconds)
-
     async def close(self) -> None:
         """Ends the session and the threads. Does not wait for calls that hang: their threads stay until the process ends."""
         try:

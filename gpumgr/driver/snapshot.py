@@ -5,6 +5,7 @@ A GPU that can't be described becomes a GpuFailure and is left out of the topolo
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from gpumgr.driver.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.driver.mig import read_mig_enabled, read_mig_instances, read_mig_profiles
-from gpumgr.placement.topology.devices import Gpu, GpuFailure, Level, MigProfile, NodeSnapshot, Topology
+from gpumgr.placement.topology.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topology
 
 _INTERNAL: Final = 0
 
@@ -47,9 +48,6 @@ _MAX_NVLINKS: Final = 36
 _REMOTE_SWITCH: Final = 2
 _NVIDIA: Final = "0x10de"
 _GPU_CLASSES: Final = ("0x0300", "0x0302")
-
-#: (UUID, MIG mode) -> profiles. NVML documents that profiles do not change as long as the mode does not.
-MigProfiles = MutableMapping[tuple[str, bool], tuple[MigProfile, ...]]
 
 
 class _Links(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,16 +83,14 @@ def describe_gpu(
     *,
     sysfs_root: Path,
     seen: MutableMapping[int, str],
-    mig_profiles: MigProfiles,
     unreported_memory_bytes: int | None,
 ) -> DescribedGpu | GpuFailure:
     """The GPU with this index, or the failure if NVML can't describe it. `seen` maps indices to the UUIDs of earlier readings, for GPUs
-    that no longer report a UUID. `mig_profiles` has the profiles that were read before. This reading adds to `seen` and `mig_profiles`.
-    `unreported_memory_bytes`: the memory of a GPU if the driver reports none for it."""
+    that no longer report a UUID; this reading adds to it. `unreported_memory_bytes`: the memory of a GPU if the driver reports none."""
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
         seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
-        gpu = _read_gpu(nvml, index, seen[index], handle, sysfs_root, mig_profiles)
+        gpu = _read_gpu(nvml, index, seen[index], handle, sysfs_root)
         if gpu.memory_bytes is None:
             gpu = replace(gpu, memory_bytes=unreported_memory_bytes)
         return DescribedGpu(gpu=gpu, handle=handle, links=_read_links(nvml, handle))
@@ -122,27 +118,26 @@ def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
 
 
 def with_gpus(
-    node: NodeSnapshot, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Mapping[int, GpuFailure]
+    node: NodeSnapshot, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Sequence[GpuFailure]
 ) -> NodeSnapshot:
-    """Adds to the snapshot the GPUs without a failure, their topology, and the `failures` (by index). `levels` maps pairs of indices to
-    levels; a missing pair counts as SYS."""
-    kept = [each for each in gpus if each.gpu.index not in failures]
+    """Adds to the snapshot these GPUs, their topology, and the `failures`. `levels` maps pairs of indices to levels; a missing pair counts
+    as SYS."""
 
     def level(one: DescribedGpu, other: DescribedGpu) -> Level:
         return Level.PSB if one is other else levels.get(frozenset((one.gpu.index, other.gpu.index)), Level.SYS)
 
     return replace(
         node,
-        gpus=tuple(each.gpu for each in kept),
+        gpus=tuple(each.gpu for each in gpus),
         topology=Topology(
-            levels=tuple(tuple(level(one, other) for other in kept) for one in kept),
-            nvlinks=tuple(tuple(_shared_links(one, other) for other in kept) for one in kept),
+            levels=tuple(tuple(level(one, other) for other in gpus) for one in gpus),
+            nvlinks=tuple(tuple(_shared_links(one, other) for other in gpus) for one in gpus),
         ),
-        failures=tuple(sorted(failures.values(), key=lambda failure: failure.index)),
+        failures=tuple(failures),
     )
 
 
-def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: Path, mig_profiles: MigProfiles) -> Gpu:
+def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: Path) -> Gpu:
     pci = nvml.ask("nvmlDeviceGetPciInfo_v3", handle)
     bus_id = None if pci is None else _short_bus_id(pci)
     numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
@@ -152,8 +147,6 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     memory_bytes = 0 if memory is None else int(memory.total)
     mig_enabled = read_mig_enabled(nvml, handle)
-    if mig_enabled is not None and (uuid, mig_enabled) not in mig_profiles:
-        mig_profiles[uuid, mig_enabled] = read_mig_profiles(nvml, handle, memory_bytes)
     return Gpu(
         index=index,
         uuid=uuid,
@@ -163,7 +156,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
         memory_bytes=memory_bytes or None,
         mig_enabled=mig_enabled,
         mig_instances=read_mig_instances(nvml, handle) if mig_enabled else (),
-        mig_profiles=() if mig_enabled is None else mig_profiles[uuid, mig_enabled],
+        mig_profiles=() if mig_enabled is None else read_mig_profiles(nvml, handle, memory_bytes),
         numa_node=numa_node,
         pcie_chain=chain,
     )
@@ -228,14 +221,13 @@ def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
 
 def read_levels(
     nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
-) -> list[Level | CallError]:
-    """For each of the other GPUs: its PCIe level to this GPU, or the error of the call. A level that the driver can't report is SYS."""
-    levels: list[Level | CallError] = []
+) -> dict[frozenset[int], Level]:
+    """The PCIe levels of this GPU to the others, by pair of indices, without pairs for which the driver answers with an error. A level that
+    the driver can't report is SYS."""
+    levels = {}
     for other in others:
-        try:
-            levels.append(_read_level(nvml, one.handle, other.handle, driver_version))
-        except CallError as exc:
-            levels.append(exc)
+        with suppress(CallError):
+            levels[frozenset((one.gpu.index, other.gpu.index))] = _read_level(nvml, one.handle, other.handle, driver_version)
     return levels
 
 

@@ -124,14 +124,6 @@ class NvmlWorker:
             self._withdraw(jobs)
         return {job.subject: self._answer(job) for job in jobs}
 
-    async def pause_or_recovery(self, seconds: float) -> None:
-        """Sleeps for `seconds`, or until a call that hangs returns."""
-        ends = [job.round.ended for job in [*self._running.values()] if job.stuck_seconds]
-        if ends:
-            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            await asyncio.sleep(seconds)
-
     async def finish(self, *, timeout_seconds: float) -> None:
         """Waits for the end of all calls that have been made so far. Raises NvmlError if one does not end in time."""
         subjects = {*self._running, *(job.subject for job in [*self._waiting])}

@@ -96,7 +96,7 @@ class Preload:
                 if str(error) != self._driver:
                     log.warning("nvml_down", reason=str(error), gpus=0)
                 self._driver = str(error)
-                await self._nvml.pause_or_recovery(RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
             else:
                 self._driver = None
                 return

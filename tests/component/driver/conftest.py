@@ -13,6 +13,7 @@ from gpumgr.driver.health import GpuHealth
 from gpumgr.driver.monitor import Monitor
 from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
 from gpumgr.sim.library import SimNode, prepare
+from tests.background import until
 
 PERIOD_SECONDS = 0.01
 RETRY_SECONDS = (0.01, 0.02)
@@ -37,9 +38,7 @@ def give_up_after(nvml: Nvml, seconds: float) -> None:
 
 async def until_calls_return(nvml: Nvml) -> None:
     """After the end of a hang."""
-    async with asyncio.timeout(20):
-        while nvml._worker.stuck:
-            await nvml.pause_or_recovery(20)
+    await until(lambda: not nvml._worker.stuck)
 
 
 @pytest.fixture

@@ -90,21 +90,6 @@ async def test_a_driver_that_reports_no_profiles(functions: tuple[str, ...], cod
     assert len(snapshot.gpus[2].mig_instances) == 4
 
 
-async def test_profiles_are_read_once_for_each_mode_and_session(node: Prepare) -> None:
-    sim = node("hgx-h100-8")
-    async with opened(sim) as nvml:
-        before = (await gpu_of(nvml, 0)).mig_profiles
-        sim.control.set_result(PLACEMENTS, GPU_IS_LOST)
-        assert (await gpu_of(nvml, 0)).mig_profiles == before
-        sim.control.set_mig(0, enabled=True)
-        assert [failure.index for failure in (await nvml.snapshot()).failures] == [0]
-        sim.control.set_result(PLACEMENTS, 0)
-        assert (await gpu_of(nvml, 0)).mig_profiles == before
-        sim.control.set_result(PLACEMENTS, FUNCTION_NOT_FOUND)
-        await nvml.open()
-        assert (await gpu_of(nvml, 0)).mig_profiles == ()
-
-
 async def test_the_places_of_mig_devices(node: Prepare) -> None:
     sim = node("mig-4")
     async with opened(sim) as nvml:

@@ -77,7 +77,6 @@ async def test_gpus_that_hang_cost_a_thread_each_and_the_others_nothing(worker: 
         await until(lambda: len(threads()) == 3)
         with pytest.raises(NvmlError, match=r"a call about GPU[03] hangs"):
             await worker.finish(timeout_seconds=5)
-    await worker.pause_or_recovery(20)
     await until(lambda: not worker.stuck)
     assert await worker.call(lambda: 3, timeout_seconds=5, gpu=3) == 3
     await until(lambda: len(threads()) == 1)
