@@ -195,4 +195,4 @@ def test_doctor_reports_missing_permissions_of_the_pod(host: Machine) -> None:
     assert (dropped["state"], "Operation not permitted" in dropped["message"]) == ("skipped", True), dropped
     assert "give the pod `privileged: true`" in dropped["message"]
     alone = doctor(host, VALUES, "unshare", "--pid", "--fork", "--mount-proc", "--propagation", "unchanged")
-    assert (alone["state"], alone["remedy"]) == ("error", "give the pod `hostPID: true`"), alone
+    assert (alone["state"], "`hostPID: true`" in alone["remedy"]) == ("error", True), alone

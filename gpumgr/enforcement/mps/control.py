@@ -7,12 +7,9 @@ host makes later must propagate into the pod.
 import asyncio
 import contextlib
 import os
-import select
 import shutil
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,10 +28,6 @@ from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
 #: Exit status of the loader (a library is missing) and of wrappers: the program is missing or can't be executed.
 _NOT_RUN: Final = (126, 127)
-#: The limit of a program's output.
-_MAX_BYTES: Final = 1 << 20
-#: How often a running program's time limit is checked.
-_SLICE_SECONDS: Final = 0.1
 #: Separate from asyncio's threads: on each GPU a program that hangs can block one until the time limit.
 _THREADS: Final = ThreadPoolExecutor(32, "mps-control")
 _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
@@ -90,18 +83,9 @@ class ControlProgram:
         return await self._execute([*self._before, *argv], environment, text, subprocess.PIPE)
 
     async def _execute(self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int) -> tuple[int, str]:
-        """Runs the command on a thread, since asyncio's subprocesses take 1.5 times as long. Returns when the program has ended, also if
-        the call is cancelled."""
-        stop = threading.Event()
-        limited = partial(_run, argv, environment, text, output, self._timeout_seconds, stop)
-        work = asyncio.get_running_loop().run_in_executor(_THREADS, limited)
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            stop.set()
-            await asyncio.wait({work})
-            work.exception()
-            raise
+        """Runs the command on a thread, since asyncio's subprocesses take 1.5 times as long."""
+        limited = partial(_run, argv, environment, text, output, self._timeout_seconds)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, limited)
 
 
 class DaemonClient(msgspec.Struct, frozen=True):
@@ -127,15 +111,11 @@ class DaemonClient(msgspec.Struct, frozen=True):
             raise
 
 
-def _run(
-    argv: Sequence[str], environment: Mapping[str, str], text: str, output: int, limit_seconds: float, stop: threading.Event
-) -> tuple[int, str]:
+def _run(argv: Sequence[str], environment: Mapping[str, str], text: str, output: int, limit_seconds: float) -> tuple[int, str]:
     """Exit status and output. The program runs in a session of its own, so that no signal to the agent's session reaches it, and without
-    the agent's CUDA_ variables. It and the processes of its session are killed after the time limit and at `stop`; a daemon that has left
-    the session stays. Raises MpsTransientError."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
-    given = {**inherited, **environment}
-    deadline = time.monotonic() + limit_seconds
+    the agent's CUDA_ variables. It and the processes of its session are killed after the time limit; a daemon that has left the session
+    stays. Raises MpsTransientError."""
+    given = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")} | {**environment}
     try:
         process = subprocess.Popen(
             argv, env=given, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -144,48 +124,20 @@ def _run(
         raise MpsTransientError(
             f"can't run {argv[0]}: {error.strerror or error}; is NVIDIA's driver installed completely?"
         ) from error
-    assert process.stdin is not None
-    try:
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(text.encode())
-        printed = _read(process.stdout.fileno(), deadline, stop) if process.stdout is not None else b""
-        while process.poll() is None:
-            _check(deadline, stop)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_SLICE_SECONDS)
-    except TimeoutError:
-        command = text.strip() or " ".join(argv[1:])
-        raise MpsTimeoutError(
-            f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
-            "check whether the driver answers (nvidia-smi) and what the kernel's log says"
-        ) from None
-    finally:
-        if process.returncode is None:  # not reaped yet, so no other process has its id, even if only its children run
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    return process.returncode, printed.decode(errors="replace")
-
-
-def _read(descriptor: int, deadline: float, stop: threading.Event) -> bytes:
-    """The output; what exceeds _MAX_BYTES is dropped. Raises TimeoutError."""
-    printed = bytearray()
-    waiting = select.poll()
-    waiting.register(descriptor, select.POLLIN)
-    while True:
-        _check(deadline, stop)
-        if waiting.poll(_SLICE_SECONDS * 1000):
-            if not (more := os.read(descriptor, 1 << 16)):
-                return bytes(printed)
-            printed += more[: _MAX_BYTES - len(printed)]
-
-
-def _check(deadline: float, stop: threading.Event) -> None:
-    """Raises TimeoutError."""
-    if stop.is_set() or time.monotonic() >= deadline:
-        raise TimeoutError
+    with process:
+        try:
+            printed, _ = process.communicate(text.encode(), limit_seconds)
+        except subprocess.TimeoutExpired:
+            command = text.strip() or " ".join(argv[1:])
+            raise MpsTimeoutError(
+                f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
+                "check whether the driver answers (nvidia-smi) and what the kernel's log says"
+            ) from None
+        finally:
+            if process.returncode is None:  # not reaped yet, so no other process has its id, even if only its children run
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, (printed or b"").decode(errors="replace")
 
 
 def shown(output: str) -> str:
@@ -194,22 +146,11 @@ def shown(output: str) -> str:
 
 
 _COMES_WITH: Final = "it comes with the driver (package nvidia-compute-utils); set mps.control_program"
-#: A script that runs on the host, with the program's name and the folder of the daemons. It prints a line for each fact: name, value.
+#: A script that runs on the host, with the program's name. It prints a line for each fact: name, value.
 _PROBE: Final = """
-echo mounts "$(readlink /proc/self/ns/mnt)"
 test -d /run/systemd/system && echo systemd-run "$(command -v systemd-run)"
 echo program "$(command -v "$0")"
-echo folder "$(stat -c %d:%i "$1")"
 """
-
-
-class OwnView(msgspec.Struct, frozen=True, kw_only=True):
-    """How the agent sees the daemons' folder. `mounts`: its mount namespace; `folder`: device and inode of the folder, None if it is
-    missing; `receives_mounts`: later mounts of the host below the folder propagate to the agent."""
-
-    mounts: str
-    folder: str | None
-    receives_mounts: bool
 
 
 async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *, timeout_seconds: float) -> ControlProgram:
@@ -220,66 +161,27 @@ async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *
         if path is None:
             raise MpsError(f"NVIDIA's MPS control program {name!r} was not found; {_COMES_WITH}")
         return ControlProgram(Path(path), timeout_seconds=timeout_seconds)
-    before = host_prefix(method)
-    if await asyncio.to_thread(shutil.which, before[0]) is None:
-        raise MpsError(f"MPS daemons are started on the host by {before[0]}, which this image lacks; add it (package util-linux)")
-    control = ControlProgram(Path(name), timeout_seconds=timeout_seconds, before=before)
-    try:
-        _, output = await control.communicate(["/bin/sh", "-c", _PROBE, name, str(run_dir)], {}, "")
-    except MpsTransientError as error:
-        raise MpsTransientError(
-            f"the host did not answer the agent's pod within {timeout_seconds:g} s; check whether its file systems answer"
-        ) from error
-    own = await asyncio.to_thread(_own_view, run_dir)
-    if (reason := obstacle(output, own, name, run_dir)) is not None:
-        raise MpsError(reason)
-    return ControlProgram(Path(parse_probe(output)["program"]), timeout_seconds=timeout_seconds, before=before)
-
-
-def obstacle(output: str, own: OwnView, name: str, run_dir: Path) -> str | None:
-    """Why daemons can't be started on the host of this pod; None if they can. `output`: what the probe printed on the host."""
-    host = parse_probe(output)
-    if "mounts" not in host:
-        return (
-            f"MPS daemons would end with the agent's pod, and it can't enter the host's mount namespace to start them: {shown(output)}; "
-            "give the pod `privileged: true` (for the capabilities SYS_ADMIN, SYS_CHROOT and SYS_PTRACE) and `hostPID: true`"
-        )
-    if host["mounts"] == own.mounts:
-        return (
-            "MPS daemons would end with the agent's pod, and it does not see the host's processes; give the pod `hostPID: true`"
-        )
+    control = ControlProgram(Path(name), timeout_seconds=timeout_seconds, before=host_prefix(method))
+    _, output = await control.communicate(["/bin/sh", "-c", _PROBE, name], {}, "")
+    host = {fact: value for fact, _, value in (line.partition(" ") for line in output.splitlines())}
     if not host.get("systemd-run"):
-        return (
-            "MPS daemons would end with the agent's pod, and only a host with systemd can start them outside of it; "
-            "run the agent on the host itself, or use another mechanism"
+        raise MpsError(
+            f"MPS daemons would end with the agent's pod, and the host's systemd, which can start them outside of it, was not found: "
+            f"{shown(output)}; give the pod `privileged: true` and `hostPID: true`, or, on a host without systemd, run the agent on the "
+            "host itself"
         )
     if not host.get("program"):
-        return f"NVIDIA's MPS control program {name!r} was not found on the host; {_COMES_WITH}"
-    if own.folder is None or host.get("folder") != own.folder:
-        return f"{run_dir} of the agent's pod is not the host's; mount it by hostPath, at the same path"
-    if not own.receives_mounts:
-        return (
+        raise MpsError(f"NVIDIA's MPS control program {name!r} was not found on the host; {_COMES_WITH}")
+    if not await asyncio.to_thread(_receives_mounts, run_dir):
+        raise MpsError(
             f"shared memory of MPS, which is mounted below {run_dir} on the host, would not be visible in the agent's pod; "
             "set mps.enabled in the chart's values, or `mountPropagation: HostToContainer` for that volume"
         )
-    return None
+    control.program = Path(host["program"])
+    return control
 
 
-def parse_probe(output: str) -> Mapping[str, str]:
-    """The facts of the probe by name; other lines are error messages."""
-    lines = (line.partition(" ") for line in output.splitlines())
-    return {name: value for name, _, value in lines if name in ("mounts", "systemd-run", "program", "folder")}
-
-
-def _own_view(folder: Path) -> OwnView:
-    """Raises OSError."""
-    try:
-        status = folder.stat()
-    except FileNotFoundError:
-        status = None
+def _receives_mounts(folder: Path) -> bool:
+    """Whether later mounts of the host below the folder propagate to the agent. Raises OSError."""
     mount = mount_of(Path("/proc/self/mountinfo").read_text(), folder.resolve())
-    return OwnView(
-        mounts=os.readlink("/proc/self/ns/mnt"),
-        folder=f"{status.st_dev}:{status.st_ino}" if status else None,
-        receives_mounts=mount is not None and mount.receives,
-    )
+    return mount is not None and mount.receives

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gpumgr.common.errors import Refusal
+from gpumgr.enforcement.mps import control
 from gpumgr.enforcement.mps.backend import Mps
 from tests.component.enforcement.mps.place import UUID, Place, program, running, tenant
 from tests.shares import TWO_GPUS, gpu_share
@@ -131,22 +132,26 @@ async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
     assert place.daemon_pid() is None
 
 
+#: In place of nsenter: it enters the agent's own mount namespace, which has no systemd.
 INTO_OURSELVES = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
+SYSTEMD = "echo systemd-run /usr/bin/systemd-run"
 
 
 @pytest.mark.parametrize(
     ("nsenter", "timeout_seconds", "said"),
     [
-        (INTO_OURSELVES, 30.0, "does not see the host's processes; give the pod `hostPID: true`"),
-        ("exec sleep 60", 0.1, "the host did not answer the agent's pod within 0.1 s"),
-        (None, 30.0, "started on the host by nsenter, which this image lacks; add it"),
+        (INTO_OURSELVES, 30.0, "; give the pod `privileged: true` and `hostPID: true`"),
+        ("echo 'Operation not permitted' >&2; exit 1", 30.0, "'Operation not permitted'; give the pod"),
+        (SYSTEMD, 30.0, "was not found on the host; it comes with the driver"),
+        (f"{SYSTEMD}; echo program /bin/true", 30.0, "or `mountPropagation: HostToContainer` for that volume"),
+        ("exec sleep 60", 0.1, "did not end"),
     ],
 )
 async def test_in_a_pod_daemons_must_be_started_on_the_host(
-    place: Place, monkeypatch: pytest.MonkeyPatch, nsenter: str | None, timeout_seconds: float, said: str
+    place: Place, monkeypatch: pytest.MonkeyPatch, nsenter: str, timeout_seconds: float, said: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(place.root) if nsenter is None else f"{place.root}:{os.environ['PATH']}")
-    if nsenter is not None:
-        program(place.root / "nsenter", nsenter)
+    monkeypatch.setenv("PATH", f"{place.root}:{os.environ['PATH']}")
+    monkeypatch.setattr(control, "_receives_mounts", lambda _: False)
+    program(place.root / "nsenter", nsenter)
     backend = await place.agent(method="host", timeout_seconds=timeout_seconds)
     assert said in str(await backend.unavailable())
