@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import NodeChoice
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.index import AskingPod, ClusterIndex, PlacedPod, placed_pod
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PodRequest
@@ -84,7 +84,8 @@ def test_a_kept_answer_equals_a_new_one(
         return quotas.choose("one", node, index.used(name), wanted, "binpack")
 
     def refused(name: str, choice: NodeChoice) -> str | None:
-        return quotas.refusal("one", quotas.choice_holding(choice, wanted, expect(NodeState, index.node(name))))
+        node = expect(NodeState, index.node(name))
+        return quotas.refusal("one", quotas.holding(placed_pod(AskingPod(uid="asks", request=wanted), node, choice), node))
 
     for number, change in enumerate(steps):
         asked = question(kept).examine()

@@ -126,15 +126,13 @@ class _Class:
 
 
 class Denial(NamedTuple):
-    """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `entire`: the quota denies every choice on these nodes.
-    `whole`: the types of GPUs on which the whole pod would exceed the quota. `each`: the types of GPUs that no container of the pod can
-    have."""
+    """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `types`: the types of GPUs on which the pod would exceed
+    the quota; `entire`: the nodes have no others."""
 
     nodes: Set[str]
     reason: str
     entire: bool
-    whole: frozenset[GpuType]
-    each: frozenset[GpuType]
+    types: frozenset[GpuType]
 
 
 class Quotas:
@@ -194,45 +192,33 @@ class Quotas:
 
     def denials(self, namespace: str, request: PodRequest) -> Iterator[Denial]:
         """Yields what the quota denies the pod, for each group of nodes with the same GPUs."""
-        if namespace not in self.limits:
-            return
-        whole, each = self._denied(namespace, chain.from_iterable(found.gpus for found in self._classes.values()), request)
-        for found in self._classes.values():
-            if refused := found.gpus & whole.keys():
-                closed = refused if found.uniform else refused & each
-                entire = len(closed) == len(found.gpus)
-                yield Denial(found.names, min(whole[gpu] for gpu in refused), entire, _types(refused), _types(closed))
+        denied = self._denied(namespace, chain.from_iterable(found.gpus for found in self._classes.values()), request)
+        for found in self._classes.values() if denied else ():
+            if refused := found.gpus & denied.keys():
+                yield Denial(found.names, min(denied[gpu] for gpu in refused), len(refused) == len(found.gpus), _types(refused))
 
     def _denied(
         self, namespace: str, gpus: Iterable[CountedGpu], request: PodRequest, freed: Holding = NO_HOLDING
-    ) -> tuple[Mapping[CountedGpu, str], Set[CountedGpu]]:
-        """The GPUs that can't have the whole pod, with the reason, and the GPUs among them that can have no container of it."""
-
-        def why(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> str | None:
-            return self.refusal(namespace, on_equal_gpus(gpu, containers), freed)
-
-        parts = {replace(each, gpus=1) for each in request.containers}
-        whole = {gpu: text for gpu in set(gpus) if (text := why(gpu, request.containers)) is not None}
-        return whole, {gpu for gpu in whole if all(why(gpu, (part,)) for part in parts)}
+    ) -> Mapping[CountedGpu, str]:
+        """The GPUs on which the pod would exceed the quota, with the reason."""
+        if namespace not in self.limits:
+            return {}
+        reasons = {gpu: self.refusal(namespace, on_equal_gpus(gpu, request.containers), freed) for gpu in set(gpus)}
+        return {gpu: text for gpu, text in reasons.items() if text is not None}
 
     def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
         """Why the namespace may not hold `wanted` besides what it holds, or None."""
-        found = self._refused(namespace, wanted, freed)
-        return found[0] if found is not None else None
-
-    def _refused(self, namespace: str, wanted: Holding, freed: Holding) -> tuple[str, frozenset[GpuKind]] | None:
-        """The reason, as `refusal`, and the kinds of GPUs that the quota forbids, or that count for the exceeded limit."""
         quota = self.limits.get(namespace)
         if quota is None:
             return None
         for kind in wanted:
             if (text := quota.forbidden(kind)) is not None:
-                return f"namespace {namespace} {text}", frozenset({kind})
+                return f"namespace {namespace} {text}"
         used = self._used.get(namespace, {})
         for limit in quota.limits:
             held = _sum(used, limit).plus(_sum(freed, limit), -1)
             if (text := limit.exceeded(held, _sum(wanted, limit))) is not None:
-                return f"namespace {namespace} uses {text}", frozenset(kind for kind in wanted if limit.covers(kind))
+                return f"namespace {namespace} uses {text}"
         return None
 
     def choose(
@@ -244,32 +230,11 @@ class Quotas:
         policy: Policy,
         freed: Holding = NO_HOLDING,
     ) -> NodeChoice | Misfit | Rejection:
-        """The choice on this node among the GPUs that the quota allows; the quota's Rejection if only other GPUs have room for the pod; a
-        Misfit if no GPUs have room.
-
-        It first chooses without the GPUs that can't have the whole pod, as RankWithinQuota does. Then it closes one GPU of each choice that
-        exceeds the quota, and tries the next choice. With several GPUs an allowed choice may be missed: there are too many choices to try
-        all.
-        """
-        gpus, left = gpus_of(node), node
-        whole, each = self._denied(namespace, gpus, request, freed)
-        if whole:
-            choice = choose(node, used, replace(request, denied=_types(whole)), policy)
-            if isinstance(choice, NodeChoice):
-                return choice
-        some = replace(request, denied=_types(each))
-        while isinstance(choice := choose(left, used, some, policy), NodeChoice):
-            found = self._refused(namespace, self.choice_holding(choice, request, node), freed)
-            if found is None:
-                return choice
-            if node.naming == "none":  # the agent chooses
-                break
-            closed = [gpu for shares in choice.shares for gpu, _ in shares if gpus[gpu][0] in found[1]][-1]
-            offered = (replace(gpu, cordoned=gpu.cordoned or place == closed) for place, gpu in enumerate(left.gpus))
-            left = replace(left, gpus=tuple(offered))
-        if each and left is node and isinstance(choice, Misfit):
-            choice = choose(node, used, request, policy)
-        return choice if left is node and isinstance(choice, Misfit) else Rejection(min(whole.values()))
+        """The choice on this node without the GPUs that the quota denies (see `denials`). If none fits, the quota's Rejection, or a Misfit
+        on a node on which the quota denies no GPU."""
+        denied = self._denied(namespace, gpus_of(node), request, freed)
+        choice = choose(node, used, replace(request, denied=_types(denied)) if denied else request, policy)
+        return Rejection(min(denied.values())) if denied and isinstance(choice, Misfit) else choice
 
     def without(self, namespace: str, uid: str) -> "Quotas":
         """A copy of one namespace's quota and use, without what this pod holds. Later changes do not reach the copy."""
@@ -309,10 +274,6 @@ class Quotas:
         if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
             places = [list(range(each.gpus)) for each in pod.request.containers]
         return _holding(gpus_of(node), pod.request.containers, places)
-
-    def choice_holding(self, choice: NodeChoice, request: PodRequest, node: NodeState) -> Holding:
-        """What a pod would hold with this choice."""
-        return _holding(gpus_of(node), request.containers, [[gpu for gpu, _ in each] for each in choice.shares])
 
     def _leave(self, left: _Class, name: str) -> None:
         left.names.discard(name)

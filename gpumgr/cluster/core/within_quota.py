@@ -1,15 +1,14 @@
 """The nodes that fit a pod within the quota of its namespace.
 
-The pod is first placed without the GPUs on which the whole pod would exceed the quota. If no node fits then, a pod with several GPUs may
-get as many of these GPUs as the quota allows.
+The pod is placed without the GPUs on which it would exceed the quota.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import chain, islice
-from operator import itemgetter, or_
+from itertools import chain
+from operator import itemgetter
 from typing import Final
 
 from msgspec.structs import replace
@@ -17,16 +16,12 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import NodeChoice
 from gpumgr.cluster.core.explain import MAX_CHARACTERS
 from gpumgr.cluster.core.index import ClusterIndex, Names, NodeSet
-from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.profiles import Profile
 from gpumgr.cluster.core.quota import Denial, Quotas
 from gpumgr.cluster.core.request import GpuType, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection, Shape
 
 #: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
 _MAX_REJECTIONS: Final = 12_000
-#: The most nodes on which `_divided` looks for a choice that the quota allows; for a pod with n containers, an n-th of it.
-_MOST_NODES: Final = 32
 _Ranked = list[tuple[str, NodeChoice]]
 #: A shape of the request, and the nodes that are ranked with it.
 _Part = tuple[Shape, NodeSet]
@@ -81,17 +76,9 @@ class RankWithinQuota:
         offered = self.index.node_set(self.names)
         if self._known(offered) is not None:
             return
-        denials = self._denials(offered)
-        parts = self._parts(offered, denials, whole=True)
-        for shape, nodes in parts:
+        for shape, nodes in self._parts(offered, self._denials(offered)):
             yield from self.index.examine(shape, nodes, self.most)
             yield
-        if (mixed := _mixed(denials)) and not self._best(parts):
-            for shape, nodes in self._parts(offered, denials, whole=False):
-                yield
-                yield from self.index.examine(shape, nodes, None)
-            yield
-            yield from self.index.examine(self.shape, offered.within(mixed), None)
 
     @property
     def _limited(self) -> bool:
@@ -118,10 +105,9 @@ class RankWithinQuota:
     def _rank(self, offered: NodeSet) -> _Ranked | Rejection:
         if not (denials := self._denials(offered)):
             return self.index.rank(self.shape, offered, self.most) if len(offered) else Rejection("")
-        if found := self._best(self._parts(offered, denials, whole=True)):
-            return found
-        roomy = self.index.order(self.shape, offered.within(_mixed(denials)))
-        return (self._divided(offered, denials) if roomy else None) or self._rejection(offered, denials, roomy)
+        found = chain.from_iterable(self.index.best(*part, self.most) for part in self._parts(offered, denials))
+        best = [(name, choice) for _, name, choice in sorted(found, key=itemgetter(0, 1))[: self.most]]
+        return best or self._rejection(offered, denials)
 
     @cached_property
     def _shapes(self) -> dict[frozenset[GpuType], Shape]:
@@ -134,54 +120,22 @@ class RankWithinQuota:
             self._shapes[denied] = self.index.shape(request, self.policy, keep=self.kept is not None)
         return self._shapes[denied]
 
-    def _parts(self, offered: NodeSet, denials: _Denials, *, whole: bool) -> list[_Part]:
-        """The nodes on which the quota may allow a choice, grouped by the shape for them. With `whole`, the pod gets no GPU in
-        Denial.whole. Otherwise it gets no GPU in Denial.each, and nodes on which both sets are equal are left out."""
-        left, mixed = offered, dict[frozenset[GpuType], int]()
+    def _parts(self, offered: NodeSet, denials: _Denials) -> list[_Part]:
+        """The nodes on which the quota may allow a choice, grouped by the shape for them."""
+        left = reduce(NodeSet.without, (nodes for _, nodes in denials), offered)
+        mixed = defaultdict[frozenset[GpuType], int](int)
         for each, nodes in denials:
-            denied = each.whole if whole else each.each
-            left = left.without(nodes)
-            if not each.entire and (whole or each.whole != each.each):
-                mixed[denied] = mixed.get(denied, 0) | nodes
-        parts = [(self._without(denied), offered.within(nodes)) for denied, nodes in mixed.items()]
-        return [(self.shape, left), *parts] if whole and len(left) else parts
+            if not each.entire:
+                mixed[each.types] |= nodes
+        parts = [(self._without(types), offered.within(nodes)) for types, nodes in mixed.items()]
+        return [(self.shape, left), *parts] if len(left) else parts
 
-    def _best(self, parts: list[_Part]) -> _Ranked:
-        found = chain.from_iterable(self.index.best(*part, self.most) for part in parts)
-        return [(name, choice) for _, name, choice in sorted(found, key=itemgetter(0, 1))[: self.most]]
-
-    def _divided(self, offered: NodeSet, denials: _Denials) -> _Ranked:
-        """Choices with some of the GPUs in Denial.whole, for a pod with several GPUs."""
-        different: dict[tuple[Profile, str, str, str], NodeState] = {}
-        for name in chain.from_iterable(self.index.order(*part) for part in self._parts(offered, denials, whole=False)):
-            node, named = self.index.node(name), name if self.request.constraints.uuids else ""
-            assert node is not None, "a node that fits is in the index"
-            different.setdefault((self.index.profile(name), node.model_label, node.pool, named), node)
-        tried = islice(different.values(), max(1, _MOST_NODES // len(self.request.containers)))
-        choices = (
-            (node.name, self.quotas.choose(self.namespace, node, self.index.used(node.name), self.request, self.policy))
-            for node in tried
-        )
-        allowed = ((name, choice) for name, choice in choices if isinstance(choice, NodeChoice))
-        return list(islice(allowed, self.most))
-
-    def _rejection(self, offered: NodeSet, denials: _Denials, roomy: list[str]) -> Rejection:
-        """The quota is the reason for nodes that it denies entirely, and for the nodes in `roomy`: they have room for the pod, but the
-        quota denies some of their GPUs."""
-        denied, with_room = dict[str, int](), self.index.node_set(roomy).nodes
-        for each, nodes in denials:
-            if nodes := nodes if each.entire else nodes & with_room:
-                denied[each.reason] = denied.get(each.reason, 0) | nodes
-        left = reduce(NodeSet.without, denied.values(), offered)
+    def _rejection(self, offered: NodeSet, denials: _Denials) -> Rejection:
+        """The quota is the reason for all nodes on which it denies GPUs."""
+        left = reduce(NodeSet.without, (nodes for _, nodes in denials), offered)
         others, count = len(left), len(offered) - len(left)
         text = self.index.rejection(self.shape, left).text if others else ""
-        if not denied:
-            return Rejection(text)
         rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
-        whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {'; '.join(sorted(denied))}{rest}"
+        reasons = "; ".join(sorted({each.reason for each, _ in denials}))
+        whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
         return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
-
-
-def _mixed(denials: _Denials) -> int:
-    """The nodes on which the quota denies some GPUs, but not every choice."""
-    return reduce(or_, (nodes for each, nodes in denials if not each.entire), 0)

@@ -124,7 +124,7 @@ async def test_the_last_quotas_that_could_be_read_stay(stage: Stage, capfd: pyte
 async def test_nodes_with_different_gpus_are_examined_in_slices(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """The quota allows the V100s, and these are full."""
+    """The quota allows the V100s, and these have no room."""
     monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
     gpus = tuple(GpuState(model=model, memory_mebibytes=GPU_MEBIBYTES) for model in ("A100", "V100"))
     names = [f"n{number}" for number in range(60)]
@@ -133,12 +133,12 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
         state = replace(node_of_equal_gpus(name, 200, 2), gpus=gpus, reported_shares=used)
         stage.index.set_node(state)
         stage.watches.nodes[name] = WatchedNode(uid=name, state=state)
-    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=40, model="A100"), Limit(cores=20, model="V100")))}
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=40, model="A100"),), labels=frozenset([""]))}
     item = await stage.create(pod("one", ("app", 30, 4), ("app", 30, 4)))
     await until(lambda: "uid-one" in stage.watches.pending)
     if asked == "retry":
         assert (await stage.filter(item, names))["NodeNames"] == []
-        stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=41, model="A100"), Limit(cores=21, model="V100")))}
+        stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=41, model="A100"),), labels=frozenset([""]))}
         shape._number_of.cache_clear()  # as after many other requests
         stage.clock.now += 2
     turns, choices, ended = 0, list[int](), asyncio.Event()
