@@ -1,7 +1,7 @@
 """Makes what a container gets: the responses to the kubelet's calls, and at the container's start its folder, limits and CDI spec. Converts
 allocations to "tenants": a tenant is a container with a share, as a GpuShare, the form that the enforcement backends use."""
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -100,7 +100,8 @@ def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tupl
 
 class ContainerStarts:
     """`make_dir` creates a container's folder below `host.allocation_dir`. `make_room` lowers the memory limits of the other containers
-    on the GPUs of a share, and raises Refusal if the share's memory is not free."""
+    on the GPUs of a share, and raises Refusal if the share's memory is not free. `stored_nodes` returns the names of the GPUs' device nodes
+    in the responses that the kubelet has stored for an allocation."""
 
     def __init__(
         self,
@@ -111,12 +112,18 @@ class ContainerStarts:
         host: HostPaths,
         make_dir: Callable[[str], None],
         make_room: Callable[[Allocation], Awaitable[None]],
+        stored_nodes: Callable[[AllocationId], Awaitable[Collection[str]]],
     ) -> None:
         self.pods, self.enforcement, self.make_room = pods, enforcement, make_room
         self._agent_state, self._host, self._make_dir = agent_state, host, make_dir
+        self._stored_nodes = stored_nodes
+        #: Allocation -> its GPUs' device nodes in the response, or when they were last compared with the response.
+        self._compared: dict[AllocationId, Sequence[str | None]] = {}
 
     def answer(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
         """The response to one of the container's calls. Raises Refusal."""
+        if resource != "memory":
+            self._note_nodes(allocation)
         return self.enforcement.answer(self._base(allocation, resource), resource, allocation, self._tenant(allocation))
 
     def _base(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
@@ -145,6 +152,31 @@ class ContainerStarts:
                 self._make_dir(folder)
             except OSError as error:
                 raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
+
+    async def refuse_renumbered(self, allocation: Allocation) -> None:
+        """The driver may number its GPUs anew when it is loaded, and a container that starts again gets the first response again. Raises
+        Refusal if that names a device node that belongs to another GPU now."""
+        nodes = self._gpu_nodes(allocation)
+        if None in nodes or self._compared.get(allocation.id) == nodes:
+            return
+        if wrong := sorted({*await self._stored_nodes(allocation.id)} - {*nodes}):
+            raise Refusal(
+                "gpu_unhealthy",
+                f"the driver has numbered the GPUs anew: the container would get {', '.join(wrong)}, but its GPUs are "
+                f"{', '.join(filter(None, nodes))} now; delete the pod, so that a new pod gets the right ones",
+            )
+        self._note_nodes(allocation)
+
+    def _note_nodes(self, allocation: Allocation) -> None:
+        known = self._agent_state.ledger.allocations
+        self._compared = {each: nodes for each, nodes in self._compared.items() if each in known}
+        self._compared[allocation.id] = self._gpu_nodes(allocation)
+
+    def _gpu_nodes(self, allocation: Allocation) -> Sequence[str | None]:
+        """The names of the GPUs' device nodes now; None for a GPU without a known one."""
+        granted = self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry)
+        minors = [granted[gpu].minor for gpu in allocation.gpus]
+        return [None if minor is None else f"nvidia{minor}" for minor in minors]
 
     async def start(self, allocation: Allocation) -> None:
         """Puts the limits in place, and writes the CDI spec if the allocation has one. Raises Refusal."""
@@ -255,6 +287,7 @@ class PreStart:
             resource != "memory"
         ):  # every share of `tencent.com` resources has cores, so one of the container's two calls is enough
             for holder in holders:
+                await self._starts.refuse_renumbered(holder)
                 await self._starts.make_room(holder)
                 await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
 

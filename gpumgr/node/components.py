@@ -37,7 +37,7 @@ from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.programs import load_modules, reset_gpu
 from gpumgr.kube.client import ApiServer
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, stored_nodes
 from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
@@ -218,6 +218,7 @@ class Components:
                 host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
                 make_dir=_make_dir,
                 make_room=self._make_room,
+                stored_nodes=partial(stored_nodes, self.settings.kubelet.device_plugin_dir),
             ),
             new_id=_new_id,
             mig_driver=self.nvml,

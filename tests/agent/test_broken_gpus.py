@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from gpumgr.common.units import CORE_RESOURCE
+from gpumgr.sim.kubelet import SimKubeletError
 from tests.background import until
 from tests.component.driver.smi import install_smi
 
@@ -88,6 +89,33 @@ async def test_a_card_that_was_replaced_while_the_node_was_off_is_forgotten(fold
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].capacity == 400)
         await until(lambda: len(events(node, "GpuForgotten")) == 1)
         assert "is at its PCI address 0000:19:00.0" in events(node, "GpuForgotten")[0]
+
+
+async def test_a_container_does_not_start_again_with_the_device_node_of_another_gpu(folder: Path) -> None:
+    """The driver numbers its GPUs anew when it is loaded, and the kubelet keeps the response of the first start."""
+    sim = folder / "node.yaml"
+    sim.write_text(FOUR_GPUS)
+    for name in ("nvidia0", "nvidia1"):
+        (folder / name).touch()
+    async with stage(folder, sim=str(sim), settings={"container": {"device_root": str(folder)}}) as node:
+        await node.start_agent()
+        pods = {number: node.pod(f"p{number}", app(100, 4)) for number in (0, 1)}
+        for pod in pods.values():
+            await node.run(pod)
+        for minors in ((1, 0), (0, 1)):
+            await node.agent.kill()
+            text = FOUR_GPUS
+            for place, minor in zip(("18", "19"), minors, strict=True):
+                text = text.replace(f"bus_id: 0000:{place}:00.0,", f"bus_id: 0000:{place}:00.0, minor: {minor},")
+            sim.write_text(text)
+            await node.start_agent()
+            for number, pod in pods.items():
+                if minors == (1, 0):
+                    wrong = re.escape(f"the container would get nvidia{number}, but its GPUs are nvidia{1 - number} now")
+                    with pytest.raises(SimKubeletError, match=wrong):
+                        await node.kubelet.start_container(pod, "main")
+                else:
+                    assert (await node.kubelet.start_container(pod, "main")).devices[0].host_path == f"{folder}/nvidia{number}"
 
 
 async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_reset(folder: Path) -> None:

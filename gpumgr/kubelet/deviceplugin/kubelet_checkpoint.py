@@ -8,7 +8,9 @@ verified here. The kubelet writes the file after Allocate has returned, so it ca
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +26,7 @@ from gpumgr.common.units import RESOURCE_BY_NAME, inner_name
 from gpumgr.kubelet.deviceplugin.codec import decode_container_response
 from gpumgr.ledger.answer import GRANTED_ANNOTATION, ContainerResponse, Granted, allocation_id_in, mechanisms_in
 from gpumgr.ledger.ids import count
+from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.rebuild import KubeletEntry
 
 FILE_NAME = "kubelet_internal_checkpoint"
@@ -135,6 +138,16 @@ async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str])
     except KubeletError as error:
         log.warning("kubelet_checkpoint_unreadable", error=str(error))
         return None
+
+
+async def stored_nodes(device_plugin_dir: Path, allocation: AllocationId) -> Collection[str]:
+    """The names of the GPU device nodes in the responses for this allocation; empty if the kubelet's checkpoint can't be read."""
+    with suppress(KubeletError):
+        entries = await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
+        responses = [each.response() for each in entries if allocation.encode() in (each.encoded or b"")]
+        names = {Path(node.host_path).name for response in responses for node in response.devices}
+        return {name for name in names if re.fullmatch("nvidia[0-9]+", name)}
+    return ()
 
 
 async def reconcile(

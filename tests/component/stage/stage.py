@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.hami_formats import replica_request
 from gpumgr.kube.pods import parse_quantity, selected
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import stored_nodes
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink, encode_node_devices
 from gpumgr.ledger.answer import HostPaths
@@ -319,6 +321,7 @@ async def stage(
                 host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
                 make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
                 make_room=no_bursts,
+                stored_nodes=partial(stored_nodes, kubelet.plugin_folder),
             ),
             share_mode=lambda: True,
             new_id=lambda: next(ids),

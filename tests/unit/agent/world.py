@@ -25,7 +25,7 @@ from gpumgr.common.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amo
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse, HostPaths
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ledger import Allocation, Change, Ledger
+from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
 from gpumgr.placement.pods import ContainerSpec, Listing, PodKey, PodView
@@ -233,11 +233,15 @@ class World:
                 host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
                 make_dir=self.make_dir,
                 make_room=self.make_room,
+                stored_nodes=self.stored_nodes,
             ),
             new_id=lambda: next(self._ids),
             share_mode=lambda: self._share_mode,
             wall_clock=lambda: self.wall,
         )
+
+    async def stored_nodes(self, _allocation: AllocationId) -> Collection[str]:
+        return ()
 
     async def make_room(self, allocation: Allocation) -> None:
         self.room_for.append(allocation.id)

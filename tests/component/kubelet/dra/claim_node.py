@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from gpumgr.agent.claims import ClaimReader, NodeClaims
@@ -12,6 +13,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import stored_nodes
 from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
@@ -61,6 +63,7 @@ class ClaimNode:
             host=host,
             make_dir=lambda path: os.makedirs(path, exist_ok=True),
             make_room=no_bursts,
+            stored_nodes=partial(stored_nodes, folder),
         )
         self.pods, self.reader = pods, Reader()
         self.claims = NodeClaims(
