@@ -36,9 +36,6 @@ _HOST_FACTOR, _HOST_EXTRA_BYTES = 1.05, 256 << 20
 #: The shortest idle time before a suspension, so that memory is not moved again and again. The first suspension that gpumgr.io/suspend
 #: demands does not wait for it; a suspension after a resume does.
 AGAIN_SECONDS: Final = 60.0
-_RESUMED: Final = f"it was resumed less than {AGAIN_SECONDS:g} s ago; it is suspended after that"
-#: The longest pause after a suspension that failed.
-_MOST_AGAIN_SECONDS: Final = 3600.0
 #: The most containers that a reason names.
 _NAMED: Final = 3
 
@@ -103,6 +100,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SuspensionsById = Mapping[AllocationId, Suspension]
+Verb = Literal["suspend", "resume"]
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,25 +168,7 @@ def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) 
 
 #: What to do with a container: begin its suspension or its resume (or continue it, if an earlier process of the agent began it), or drop a
 #: state that its pod no longer demands.
-Step = Literal["suspend", "resume", "forget"]
-
-
-class Pause(msgspec.Struct, frozen=True):
-    """The time without a new suspension after one that failed, or after a resume. `until`: in monotonic seconds. `seconds`: the pause after
-    the last failure; the next failure doubles it. `resumed_at`: when the resume ended."""
-
-    until: float
-    seconds: float = AGAIN_SECONDS / 2
-    resumed_at: float | None = None
-
-    def failed(self, now: float) -> "Pause":
-        seconds = min(2 * self.seconds, _MOST_AGAIN_SECONDS)
-        return Pause(now + seconds, seconds)
-
-
-def resumed(now: float) -> Pause:
-    """A resume has ended."""
-    return Pause(now + AGAIN_SECONDS, resumed_at=now)
+Step = Verb | Literal["forget"]
 
 
 def next_step(
@@ -196,7 +176,6 @@ def next_step(
     known: Suspension | None,
     uses: Sequence[ContainerUse],
     worked: Activity | None,
-    pause: Pause,
     *,
     now: float,
     default_seconds: float,
@@ -212,15 +191,13 @@ def next_step(
         return None, None
     if known is not None and not view.suspend:
         return "forget", view.suspend_ignored
-    paused, empty = now < pause.until, all(use.memory_bytes == 0 for use in uses)
-    why = view.suspend_ignored
-    if view.suspend and known is None and uses and (empty or (paused and pause.resumed_at is not None)):
-        why = "it has no memory on the GPU" if empty else _RESUMED
+    empty, why = all(use.memory_bytes == 0 for use in uses), view.suspend_ignored
+    if view.suspend and known is None and uses and empty:
+        why = "it has no memory on the GPU"
     after_seconds = idle_seconds_to_suspend(view, known, default_seconds)
-    if after_seconds is None or worked is None or paused or empty:
+    if after_seconds is None or worked is None or empty:
         return None, why
-    idle_seconds = now - max(worked.at, pause.resumed_at or worked.at)
-    return ("suspend" if idle_seconds >= after_seconds else None), why
+    return ("suspend" if now - worked.at >= after_seconds else None), why
 
 
 def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | None:

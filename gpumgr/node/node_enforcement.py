@@ -37,11 +37,11 @@ from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_share import GpuShare, gpu_limits
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import NodeSnapshot
+from gpumgr.runtime import checkpoints
 from gpumgr.runtime.cgroups import Cgroups
-from gpumgr.runtime.checkpoints import Checkpoints
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
-from gpumgr.runtime.suspend_operations import LocalHost, Parts
+from gpumgr.runtime.suspend_operations import Parts, memory_left
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import hami_core_library
 
@@ -155,11 +155,16 @@ class NodeEnforcement:
     def suspend_parts(self, sampling_soon: Callable[[], contextlib.AbstractContextManager[None]]) -> Parts:
         """The parts that suspend containers on this node, for MemoryLimitWatcher."""
         run_dir, root = self._settings.enforcement.run_dir, self._proc_root
-        mover = Checkpoints(
-            library=_libcuda(self._settings.nvml.library_path), proc_root=root, lock_file=run_dir / "suspend.lock"
+        library, lock_file = _libcuda(self._settings.nvml.library_path), run_dir / "suspend.lock"
+        return Parts(
+            machine=platform.machine(),
+            start_times=self._processes.start_times,
+            runs=self._processes.runs,
+            memory_left=partial(memory_left, root, self._cgroups),
+            move=partial(checkpoints.move, library=library, proc_root=root, lock_file=lock_file),
+            pages=self._limiter,
+            sampling_soon=sampling_soon,
         )
-        host = LocalHost(root, self._cgroups, platform.machine())
-        return Parts(host=host, mover=mover, pages=self._limiter, sampling_soon=sampling_soon)
 
     def _make_vcuda(self, driver_files_obstacle: Callable[[], str | None]) -> VcudaBackend:
         return VcudaBackend(

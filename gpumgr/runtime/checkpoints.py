@@ -5,11 +5,11 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.suspension import Moved, Suspension
+from gpumgr.ledger.suspension import Moved, Suspension, Verb
 
 #: The agent does not import the program, which is a process of its own.
 PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
@@ -20,49 +20,45 @@ _LIMIT_SECONDS, _LIMIT_SECONDS_PER_GIB = 60.0, 10.0
 _END_SECONDS: Final = 2.0
 
 
-class Checkpoints:
-    """`library`: name or path of libcuda. `lock_file` is made if it is missing, in a folder that exists while containers run."""
-
-    def __init__(self, *, library: str, proc_root: Path, lock_file: Path) -> None:
-        self._library, self._proc_root, self._lock_file = library, proc_root, lock_file
-
-    async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved:
-        """Moves the container's GPU memory to the host (suspend) or back (resume). If it is not known what the program did, `held` has all
-        processes."""
-        seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (suspension.size_bytes / (1 << 30))
-        all_of_them = [pid for pid, _ in suspension.processes]
-        try:
-            program = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                str(PROGRAM),
-                self._library,
-                str(self._proc_root),
-                verb,
-                str(self._lock_file),
-                allocation,
-                f"{WORK_SECONDS:g}",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        except OSError as error:
-            why = f"the program that moves its memory can't be started: {error}"
-            return Moved(held=all_of_them, error=why, untouched=True)
-        request = json.dumps({"processes": suspension.processes, "required": suspension.required}).encode()
-        try:
-            async with asyncio.timeout(seconds):
-                said, errors = await program.communicate(request)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                program.kill()
-            with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end, even if it is killed
-                async with asyncio.timeout(_END_SECONDS):
-                    await program.wait()
-            return Moved(held=all_of_them, error=f"the driver did not {verb} it within {seconds:g} s")
-        try:
-            return decode_json(said, Moved)
-        except UnreadableText:
-            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            return Moved(held=all_of_them, error=f"the program that moves its memory ended: {last or 'it was killed'}")
+async def move(
+    verb: Verb, allocation: AllocationId, suspension: Suspension, *, library: str, proc_root: Path, lock_file: Path
+) -> Moved:
+    """Moves the container's GPU memory to the host (suspend) or back (resume). If it is not known what the program did, `held` has all
+    processes. `library`: name or path of libcuda. `lock_file` is made if it is missing, in a folder that exists while containers run."""
+    seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (suspension.size_bytes / (1 << 30))
+    all_of_them = [pid for pid, _ in suspension.processes]
+    try:
+        program = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            str(PROGRAM),
+            library,
+            str(proc_root),
+            verb,
+            str(lock_file),
+            allocation,
+            f"{WORK_SECONDS:g}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        why = f"the program that moves its memory can't be started: {error}"
+        return Moved(held=all_of_them, error=why, untouched=True)
+    request = json.dumps({"processes": suspension.processes, "required": suspension.required}).encode()
+    try:
+        async with asyncio.timeout(seconds):
+            said, errors = await program.communicate(request)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            program.kill()
+        with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end, even if it is killed
+            async with asyncio.timeout(_END_SECONDS):
+                await program.wait()
+        return Moved(held=all_of_them, error=f"the driver did not {verb} it within {seconds:g} s")
+    try:
+        return decode_json(said, Moved)
+    except UnreadableText:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return Moved(held=all_of_them, error=f"the program that moves its memory ended: {last or 'it was killed'}")

@@ -2,21 +2,20 @@
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
+from gpumgr.agent.ports import Runs
 from gpumgr.common.errors import CheckpointError
-from gpumgr.common.proc import HostProcesses
-from gpumgr.common.units import GpuName, Process
+from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.suspension import HostMemory, Moved, Pause, Suspension, ahead, resumed, used_by
+from gpumgr.ledger.suspension import AGAIN_SECONDS, HostMemory, Moved, Suspension, Verb, ahead, used_by
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.cgroups import Cgroups
@@ -24,7 +23,6 @@ from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
 
 log = structlog.get_logger(__name__)
 
-_FIGURES: Final = re.compile("[0-9]+ MiB")
 #: Reasons of the pod's events.
 REFUSED: Final = "GpuSuspendRefused"
 WAITS: Final = "GpuResumeWaits"
@@ -37,6 +35,10 @@ _SAMPLES_SECONDS: Final = 15.0
 #: pause before a state is saved again.
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
 _SAVE_AGAIN_SECONDS = 1.0
+#: The pause after a suspension that failed.
+_FAILED_SECONDS: Final = 300.0
+#: How often the reason for which a resume waits is reported, since its figures change with every sample.
+_REPORT_SECONDS: Final = 60.0
 #: How long a resume waits until the limits of other containers are lowered; after that, only the free memory decides.
 _LOWER_SECONDS: Final = 12.0
 #: If a resume has failed this often, not counting lack of memory, the driver can't restore the container.
@@ -47,44 +49,14 @@ _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new o
 Measure = Callable[[Allocation], Awaitable[Mapping[GpuName, int] | str]]
 
 
-Verb = Literal["suspend", "resume"]
-
-
-class Host(Protocol):
-    """The machine, its processes and memory. The methods read small files: call them on a thread."""
-
-    machine: str
-
-    def start_times(self, pids: Collection[int]) -> Mapping[int, int]: ...
-
-    def runs(self, process: Process, /) -> bool: ...
-
-    def memory(self, containers: Sequence[Container]) -> HostMemory:
-        """The host's memory that is left: on the node, and below the limits of these containers' cgroups."""
-        ...
-
-
-class LocalHost:
-    """This machine; implements Host."""
-
-    def __init__(self, proc_root: Path, cgroups: Cgroups, machine: str) -> None:
-        self.machine, self._proc_root, self._cgroups = machine, proc_root, cgroups
-        processes = HostProcesses(proc_root)
-        self.start_times, self.runs = processes.start_times, processes.runs
-
-    def memory(self, containers: Sequence[Container]) -> HostMemory:
-        found = [self._cgroups.memory_left(each.cgroup) for each in containers if each.cgroup is not None]
-        node_bytes = None
-        with contextlib.suppress(OSError, ValueError, StopIteration):
-            lines = (self._proc_root / "meminfo").read_text(encoding="ascii").splitlines()
-            node_bytes = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-        return HostMemory(node_bytes=node_bytes, cgroup_bytes=min((left for left in found if left is not None), default=None))
-
-
-class Mover(Protocol):
-    """Starts the helper process (gpumgr.runtime.checkpoints.Checkpoints)."""
-
-    async def move(self, verb: Verb, allocation: AllocationId, suspension: Suspension) -> Moved: ...
+def memory_left(proc_root: Path, cgroups: Cgroups, containers: Sequence[Container]) -> HostMemory:
+    """The host's memory that is left: on the node, and below the limits of these containers' cgroups."""
+    found = [cgroups.memory_left(each.cgroup) for each in containers if each.cgroup is not None]
+    node_bytes = None
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (proc_root / "meminfo").read_text(encoding="ascii").splitlines()
+        node_bytes = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return HostMemory(node_bytes=node_bytes, cgroup_bytes=min((left for left in found if left is not None), default=None))
 
 
 class Pages(Protocol):
@@ -111,16 +83,21 @@ class SuspendMeter(Protocol):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """`sampling_soon` makes a context manager: while its block runs, the driver is sampled at least once a second."""
+    """`machine`: as platform.machine(). `start_times`: pids -> the start times of these that run. `memory_left`: see the function of this
+    name. These and `runs` read small files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints).
+    `sampling_soon` makes a context manager: while its block runs, the driver is sampled at least once a second."""
 
-    host: Host
-    mover: Mover
+    machine: str
+    start_times: Callable[[Collection[int]], Mapping[int, int]]
+    runs: Runs
+    memory_left: Callable[[Sequence[Container]], HostMemory]
+    move: Callable[[Verb, AllocationId, Suspension], Awaitable[Moved]]
     pages: Pages
     sampling_soon: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 class SuspendOperations:
-    """`clock` is monotonic. `pauses`: when containers may be suspended again."""
+    """`clock` is monotonic, in seconds. `again_at`: when containers may be suspended again."""
 
     def __init__(
         self,
@@ -134,16 +111,19 @@ class SuspendOperations:
         clock: Callable[[], float],
     ) -> None:
         self._records, self._events, self._bursts, self._meter = records, events, bursts, meter
-        self._host, self._mover, self._pages, self._sampling_soon = parts.host, parts.mover, parts.pages, parts.sampling_soon
-        self._measure, self._clock = measure, clock
-        self.pauses: dict[AllocationId, Pause] = {}
+        self._parts, self._pages, self._measure, self._clock = parts, parts.pages, measure, clock
+        self.again_at: dict[AllocationId, float] = {}
+        #: Operation in progress -> when the reason for which it waits was reported last.
+        self._reported_at: dict[AllocationId, float] = {}
         #: Set by each change of a state.
         self.changed = asyncio.Event()
 
     async def run(self, verb: Verb, allocation: Allocation, suspension: Suspension) -> None:
         """Suspends or resumes the container. `suspension`: its state, which is saved first."""
-        with self._sampling_soon():  # the sample period may be an hour
+        self._reported_at[allocation.id] = float("-inf")
+        with self._parts.sampling_soon():  # the sample period may be an hour
             await (self._suspend if verb == "suspend" else self._resume)(allocation, suspension)
+        del self._reported_at[allocation.id]
 
     async def _suspend(self, allocation: Allocation, begun: Suspension) -> None:
         name, since = allocation.id, self._clock()
@@ -161,14 +141,13 @@ class SuspendOperations:
         if sizes != begun.memory_bytes:
             begun = replace(begun, memory_bytes={**begun.memory_bytes, **sizes})
             await self._save(name, begun)
-        moved = await self._mover.move("suspend", name, begun)
+        moved = await self._parts.move("suspend", name, begun)
         if moved.failed:
             await self._fail(allocation, begun, moved)
         elif moved.error is not None:
             await self._give_up(allocation, begun, moved.error, stopped=bool(moved.held) and not (fresh and moved.untouched))
         else:
             await self._save(name, begun.to("suspended", self._records.history.now()))
-            self.pauses.pop(name, None)
             self._meter.moved("suspend", self._clock() - since, begun.size_bytes)
             log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=begun.size_bytes)
             message = f"the container is suspended: {begun.size_bytes >> 20} MiB of its GPU memory are in the host's memory"
@@ -194,7 +173,7 @@ class SuspendOperations:
             await self._save(name, begun.to("resuming", now, reason=why, asked_at=now))
             return
         self._pages.hold_calls(name, hold=False)
-        self.pauses[name] = self.pauses.get(name, Pause(0.0)).failed(self._clock())
+        self.again_at[name] = self._clock() + _FAILED_SECONDS
         await self._save(name, None)
         if await self._runs(begun):
             log.warning("suspend_failed", allocation=name, holder=allocation.describe(), reason=why)
@@ -203,15 +182,15 @@ class SuspendOperations:
     async def _resume(self, allocation: Allocation, known: Suspension) -> None:
         name = allocation.id
         await self._save(name, known)
-        failures, pause, again_at, said = 0, _RESUME_AGAIN_SECONDS, self._clock(), set[str]()
+        failures, pause, again_at = 0, _RESUME_AGAIN_SECONDS, self._clock()
         while True:
-            if not await self._wait(allocation, known, again_at, said):
+            if not await self._wait(allocation, known, again_at):
                 return  # the next evaluation forgets the suspension
             if known.away:
                 known = known.to("resuming", self._records.history.now(), asked_at=known.asked_at)
                 await self._save(name, known)
             since = self._clock()
-            moved = await self._mover.move("resume", name, known)
+            moved = await self._parts.move("resume", name, known)
             now = self._records.history.now()
             failures += moved.error is not None and bool(moved.pids) and not moved.out_of_memory
             if moved.failed or failures == _MOST_FAILURES:
@@ -225,8 +204,8 @@ class SuspendOperations:
                 await self._save(name, known)
             again_at, pause = self._clock() + pause, min(2 * pause, _MOST_RESUME_AGAIN_SECONDS)
             await self._bursts.measured()
-            await self._say_why(allocation, known, self._why_it_failed(allocation, known, moved), said)
-        self.pauses[name] = resumed(self._clock())
+            await self._say_why(allocation, known, self._why_it_failed(allocation, known, moved))
+        self.again_at[name] = self._clock() + AGAIN_SECONDS
         self._pages.hold_calls(name, hold=False)
         await self._save(name, known.to("running", now) if known.demanded else None)
         if not moved.pids:  # the processes that were suspended have ended
@@ -236,7 +215,7 @@ class SuspendOperations:
         log.info("container_resumed", allocation=name, holder=allocation.describe(), memory_bytes=known.size_bytes)
         self._events.add(name, RESUMED, "the container is resumed: its memory is on the GPU again")
 
-    async def _wait(self, allocation: Allocation, known: Suspension, again_at: float, said: set[str]) -> bool:
+    async def _wait(self, allocation: Allocation, known: Suspension, again_at: float) -> bool:
         """Waits until `again_at`, and then until the container is the next one in the queue of resumes, and there is room for its memory on
         the GPU. False: the container has ended."""
         lowered_at = self._clock() + _LOWER_SECONDS
@@ -245,7 +224,7 @@ class SuspendOperations:
                 if (why := self._obstacle(allocation, known, lowers=self._clock() < lowered_at)) is None:
                     return True
                 if why:
-                    await self._say_why(allocation, known, why, said)
+                    await self._say_why(allocation, known, why)
             await self._bursts.measured()
         return False
 
@@ -266,17 +245,14 @@ class SuspendOperations:
 
     async def _runs(self, known: Suspension) -> bool:
         """Whether any of the container's processes still runs."""
-        return await asyncio.to_thread(lambda: any(map(self._host.runs, known.processes)))
+        return await asyncio.to_thread(lambda: any(map(self._parts.runs, known.processes)))
 
-    async def _say_why(self, allocation: Allocation, known: Suspension, why: str, said: set[str]) -> None:
-        """Reports only once each reason for which a resume waits, although figures and the order of names change with every sample. `said`:
-        what was reported."""
-        kind, saved = _kind(why), self._records.suspensions.get(allocation.id)
-        if saved is None or _kind(saved.reason) != kind:
-            await self._save(allocation.id, replace(known, reason=why))
-        if kind in said:
+    async def _say_why(self, allocation: Allocation, known: Suspension, why: str) -> None:
+        """Reports why a resume waits."""
+        if self._clock() - self._reported_at[allocation.id] < _REPORT_SECONDS:
             return
-        said.add(kind)
+        self._reported_at[allocation.id] = self._clock()
+        await self._save(allocation.id, replace(known, reason=why))
         self._events.add_once(allocation.id, WAITS, f"the container asks to be resumed: {why}")
         if allocation.limits:  # its memory is oversubscribed
             text = f"the containers that work on the GPU do not fit at once: {allocation.describe()} waits ({why})"
@@ -305,8 +281,3 @@ class SuspendOperations:
             self.changed.set()
         except CheckpointError as error:
             log.error("suspension_not_saved", allocation=name, error=str(error))
-
-
-def _kind(why: str) -> str:
-    """The words of a reason, without figures and in a fixed order: equal for two reasons that differ in nothing else."""
-    return " ".join(sorted(_FIGURES.sub("", why).replace(",", " ").split()))

@@ -11,12 +11,12 @@ from gpumgr.common.aio import wait_at_most
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.suspension import Activity, Pause, Suspension, activity, next_step, obstacle
+from gpumgr.ledger.suspension import Activity, Suspension, Verb, activity, next_step, obstacle
 from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
 from gpumgr.runtime.process_owners import ProcessOwnership
-from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter, SuspendOperations, Verb
+from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter, SuspendOperations
 
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
@@ -38,7 +38,7 @@ class Suspensions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._records, self._pods, self._events, self._bursts = records, pods, events, bursts
-        self._host, self._pages, self._clock = parts.host, parts.pages, clock
+        self._parts, self._pages, self._clock = parts, parts.pages, clock
         self._operations = SuspendOperations(records, events, bursts, parts, meter, measure=self._measure, clock=clock)
         #: The setting enforcement.suspend_when_idle_seconds.
         self.when_idle_seconds = 0.0
@@ -60,11 +60,13 @@ class Suspensions:
                 task.result()
         await self._forget_ended()
         await self._adopt(shares)
-        pauses = self._operations.pauses
-        for name in pauses.keys() - self._records.ledger.allocations.keys():
-            del pauses[name]
-        now = self._clock()
-        self._activity = {name: activity(self._activity.get(name), uses, now) for name, uses in self._uses.items() if uses}
+        again_at, now = self._operations.again_at, self._clock()
+        for name in again_at.keys() - self._records.ledger.allocations.keys():
+            del again_at[name]
+        moved = {name for name, each in self._records.suspensions.items() if not each.measured}
+        # The idle time of a suspended container begins when it is resumed.
+        before = {name: each for name, each in self._activity.items() if name not in moved}
+        self._activity = {name: activity(before.get(name), uses, now) for name, uses in self._uses.items() if uses}
         refused = dict[AllocationId, str]()
         for name in shares:
             if name in self._tasks or name not in self._records.ledger.allocations:
@@ -83,7 +85,7 @@ class Suspensions:
         for name, share in shares.items():
             if name in self._records.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue
-            if started := await asyncio.to_thread(self._host.start_times, self._ownership.pids.get(name, ())):
+            if started := await asyncio.to_thread(self._parts.start_times, self._ownership.pids.get(name, ())):
                 counted = {
                     each.gpu: sum(each.turns.memory_bytes_by_kind.values()) if each.turns else 0 for each in self._uses[name]
                 }
@@ -119,7 +121,7 @@ class Suspensions:
             return
         over = await asyncio.to_thread(
             lambda: [
-                name for name, each in known.items() if each.state != "running" and not any(map(self._host.runs, each.processes))
+                name for name, each in known.items() if each.state != "running" and not any(map(self._parts.runs, each.processes))
             ]
         )
         for name in {*over, *(known.keys() - self._records.ledger.allocations.keys())} - self._tasks.keys():
@@ -130,12 +132,11 @@ class Suspensions:
         """Begins the next step for the container, if any. Returns why the container is not suspended, if its pod demands a suspension."""
         allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
-        pause = self._operations.pauses.get(name, Pause(0.0))
-        uses, worked = self._uses[name], self._activity.get(name)
-        step, why = next_step(view, known, uses, worked, pause, now=self._clock(), default_seconds=self.when_idle_seconds)
+        uses, worked, now = self._uses[name], self._activity.get(name), self._clock()
+        step, why = next_step(view, known, uses, worked, now=now, default_seconds=self.when_idle_seconds)
         if known is not None and known.state == "suspending":
             self._start("suspend", allocation, known)
-        elif step == "suspend" and not self._one_is_suspended_now():
+        elif step == "suspend" and now >= self._operations.again_at.get(name, now) and not self._one_is_suspended_now():
             assert view is not None
             if (found := await self._begin_suspension(allocation, demanded=bool(view.suspend))) is not None:
                 why = found if view.suspend or view.suspend_when_idle_seconds is not None else why
@@ -156,7 +157,7 @@ class Suspensions:
             return sizes
         if not demanded and "limiter" not in allocation.mechanisms:
             return _NO_LIMITER
-        started = await asyncio.to_thread(self._host.start_times, self._ownership.pids.get(allocation.id, ()))
+        started = await asyncio.to_thread(self._parts.start_times, self._ownership.pids.get(allocation.id, ()))
         if not started:
             return "its processes are not known"
         on_gpus = {pid for use in self._uses[allocation.id] for pid in use.processes}
@@ -179,8 +180,8 @@ class Suspensions:
             allocation,
             uses,
             driver_version=self._records.inventory.snapshot.driver_version,
-            machine=self._host.machine,
-            host=await asyncio.to_thread(self._host.memory, containers),
+            machine=self._parts.machine,
+            host=await asyncio.to_thread(self._parts.memory_left, containers),
             pods=len({container.pod_uid for container in containers}),
         )
         why = why or self._bursts.unknown_memory([use.gpu for use in uses])

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -34,12 +35,12 @@ from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample
-from gpumgr.runtime.checkpoints import Checkpoints
+from gpumgr.runtime import checkpoints
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspend_operations import LocalHost, Parts
+from gpumgr.runtime.suspend_operations import Parts, memory_left
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests import mps_control
@@ -101,8 +102,13 @@ class SharedNode:
             meter=self.metrics,
             over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
             suspending=Parts(
-                host=LocalHost(self.places.proc, self.places.cgroups(), platform.machine()),
-                mover=Checkpoints(library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"),
+                machine=platform.machine(),
+                start_times=self.processes.start_times,
+                runs=self.processes.runs,
+                memory_left=partial(memory_left, self.places.proc, self.places.cgroups()),
+                move=partial(
+                    checkpoints.move, library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"
+                ),
                 pages=Limiter(
                     library_dir=self.folder / "lib",
                     run_dir=self.folder / "run",

@@ -7,7 +7,7 @@ the driver's operations, and the checkpoint, as the text that is on disk. `Agent
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.suspension import HostMemory, Moved, Suspension
+from gpumgr.ledger.suspension import HostMemory, Moved, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
@@ -212,7 +212,7 @@ class Gpu:
     def asks_for_resume(self, allocation: AllocationId) -> bool:
         return allocation in self.tenants and self.tenants[allocation].asks
 
-    async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved:
+    async def move(self, verb: Verb, allocation: AllocationId, suspension: Suspension) -> Moved:
         def begun() -> "asyncio.Future[Moved]":
             if allocation in self.operations:  # of an earlier agent, for which the helper waits
                 self.finish(allocation, works=True)
@@ -224,16 +224,11 @@ class Gpu:
 
     # -- the machine -------------------------------------------------------------------------------------------------------
 
-    machine: str = "x86_64"
-
     def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
         return {pid: pid for pid in pids if self.runs((pid, pid))}
 
     def runs(self, process: Process, /) -> bool:
         return any(each.pid == process[0] and each.limit is not None for each in self.tenants.values())
-
-    def memory(self, containers: Sequence[Container]) -> HostMemory:  # noqa: ARG002
-        return HostMemory()
 
 
 class Agent:
@@ -259,7 +254,14 @@ class Agent:
             evictor=None,
             meter=MemoryMeter(),
             over_limit=OverLimit(samples=1, slack_bytes=0, burst=True, most=Amounts(100, MEMORY)),
-            suspending=Parts(host=gpu, mover=gpu, pages=gpu),
+            suspending=Parts(
+                machine="x86_64",
+                start_times=gpu.start_times,
+                runs=gpu.runs,
+                memory_left=lambda _: HostMemory(),
+                move=gpu.move,
+                pages=gpu,
+            ),
         )
         self._runtime = runtime
 

@@ -5,16 +5,14 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from gpumgr.common.proc import PROC, start_time_ticks
-from gpumgr.ledger.suspension import Moved, Suspension
-from gpumgr.runtime.checkpoints import Checkpoints
+from gpumgr.ledger.suspension import Moved, Suspension, Verb
+from gpumgr.runtime import checkpoints
 
 SOURCE = Path(__file__).parents[2] / "data/suspend/cuda.c"
-Verb = Literal["suspend", "resume"]
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "0", "1", "2", "3"
 
 
@@ -32,12 +30,12 @@ class Container:
 
     async def move(self, verb: Verb, *, more: int = 0) -> Moved:
         """`more`: further processes, which have ended."""
-        checkpoints = Checkpoints(library=str(self.library), proc_root=PROC, lock_file=self.folder / "lock")
         running = [(pid, start_time_ticks(pid) or 0) for pid in self.pids]
         running += [(pid, 1) for pid in range(1 << 30, (1 << 30) + more)]
         required = tuple(self.pids[:2])
         known = Suspension(state="running", processes=tuple(running), required=required, memory_bytes={"gpu": 1 << 30})
-        return await checkpoints.move(verb, "a", known)
+        lock = self.folder / "lock"
+        return await checkpoints.move(verb, "a", known, library=str(self.library), proc_root=PROC, lock_file=lock)
 
     def put(self, *states: str) -> None:
         for pid, state in zip(self.pids, states, strict=False):

@@ -11,7 +11,6 @@ from gpumgr.ledger.suspension import (
     AGAIN_SECONDS,
     Activity,
     HostMemory,
-    Pause,
     State,
     Suspension,
     activity,
@@ -19,7 +18,6 @@ from gpumgr.ledger.suspension import (
     idle_seconds_to_suspend,
     next_step,
     obstacle,
-    resumed,
     waits_for,
 )
 from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
@@ -99,36 +97,25 @@ WORKED = Activity(1, 100.0)
 
 
 @pytest.mark.parametrize(
-    ("fields", "known", "pause", "step", "why"),
+    ("fields", "known", "step", "why"),
     [
-        ({}, Suspension(state="suspending"), Pause(0.0), "suspend", None),
-        ({"suspend": True}, Suspension(state="resuming"), Pause(0.0), "resume", None),
-        ({"suspend": True}, AWAY, Pause(0.0), None, None),
-        ({}, AWAY, Pause(0.0), "resume", None),
-        ({"suspend": True}, AWAY.asked(5.0), Pause(0.0), "resume", None),
-        ({"suspend": True}, Suspension(state="failed"), Pause(0.0), None, None),
-        ({}, RESUMED, Pause(0.0), "forget", None),
-        ({"suspend": True}, None, Pause(0.0), "suspend", None),
-        ({"suspend": True}, None, Pause(201.0), None, None),
-        ({"suspend": True}, None, resumed(199.0), None, "it was resumed less than 60 s ago; it is suspended after that"),
-        ({"suspend_when_idle_seconds": 100.0}, None, Pause(0.0), "suspend", None),
-        ({"suspend_when_idle_seconds": 101.0}, None, Pause(0.0), None, None),
-        ({"suspend_when_idle_seconds": 100.0}, None, Pause(0.0, resumed_at=101.0), None, None),
-        ({"suspend_ignored": "no JSON"}, None, Pause(0.0), None, "no JSON"),
+        ({}, Suspension(state="suspending"), "suspend", None),
+        ({"suspend": True}, Suspension(state="resuming"), "resume", None),
+        ({"suspend": True}, AWAY, None, None),
+        ({}, AWAY, "resume", None),
+        ({"suspend": True}, AWAY.asked(5.0), "resume", None),
+        ({"suspend": True}, Suspension(state="failed"), None, None),
+        ({}, RESUMED, "forget", None),
+        ({"suspend": True}, None, "suspend", None),
+        ({"suspend_when_idle_seconds": 100.0}, None, "suspend", None),
+        ({"suspend_when_idle_seconds": 101.0}, None, None, None),
+        ({"suspend_ignored": "no JSON"}, None, None, "no JSON"),
     ],
 )
 def test_what_is_to_be_done_with_a_container(
-    fields: dict[str, Any], known: Suspension | None, pause: Pause, step: str | None, why: str | None
+    fields: dict[str, Any], known: Suspension | None, step: str | None, why: str | None
 ) -> None:
-    assert next_step(view(**fields), known, [USE], WORKED, pause, now=200.0, default_seconds=0.0) == (step, why)
-
-
-def test_pauses_double_up_to_an_hour() -> None:
-    pause, pauses = Pause(0.0), list[float]()
-    for _ in range(8):
-        pause = pause.failed(7.0)
-        pauses.append(pause.until - 7.0)
-    assert pauses == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
+    assert next_step(view(**fields), known, [USE], WORKED, now=200.0, default_seconds=0.0) == (step, why)
 
 
 def test_launches_and_running_kernels_are_work() -> None:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 from msgspec.structs import replace
 
@@ -15,7 +14,7 @@ from gpumgr.common.errors import CriError
 from gpumgr.common.units import GpuName, Process, Resource
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, SuspensionsById
+from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, SuspensionsById, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import NodeSample
@@ -199,7 +198,6 @@ class MemoryHost:
     """`ended`: processes that are gone. Every process' start time is its pid times 10."""
 
     ended: set[int]
-    machine: str = "x86_64"
     left: HostMemory = field(default_factory=HostMemory)
 
     def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
@@ -208,7 +206,7 @@ class MemoryHost:
     def runs(self, process: Process, /) -> bool:
         return process[0] not in self.ended
 
-    def memory(self, containers: Sequence[Container]) -> HostMemory:  # noqa: ARG002
+    def memory_left(self, containers: Sequence[Container]) -> HostMemory:  # noqa: ARG002
         return self.left
 
 
@@ -222,7 +220,7 @@ class MemoryMover:
     #: What the last operation got.
     last: Suspension = field(default_factory=lambda: Suspension(state="running"))
 
-    async def move(self, verb: Literal["suspend", "resume"], allocation: AllocationId, suspension: Suspension) -> Moved:
+    async def move(self, verb: Verb, allocation: AllocationId, suspension: Suspension) -> Moved:
         self.last = suspension
         self.done.append((verb, allocation))
         success = Moved(pids=[pid for pid, _ in suspension.processes])
@@ -253,7 +251,15 @@ class Node:
             evictor=publisher,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
-            suspending=Parts(host=self.host, mover=self.mover, pages=self.backends, sampling_soon=self.sampling_soon),
+            suspending=Parts(
+                machine="x86_64",
+                start_times=lambda pids: self.host.start_times(pids),
+                runs=lambda process: self.host.runs(process),
+                memory_left=lambda containers: self.host.memory_left(containers),
+                move=self.mover.move,
+                pages=self.backends,
+                sampling_soon=self.sampling_soon,
+            ),
         )
 
     @contextmanager

@@ -453,7 +453,7 @@ async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another_and_ends
     assert (node.agent_state.suspensions, node.backends.held) == ({}, set())
 
 
-async def test_a_reason_is_reported_once_though_figures_and_order_change() -> None:
+async def test_a_reason_is_reported_once_a_minute_though_figures_and_order_change() -> None:
     half = {GPU: Amounts(1, 2048)}
     node = two(a=replace(A, limits=half), t=replace(T, limits=half))
     node.holds(replace(share("b", ("team", "third"), 0b11 << 6), limits=half))
@@ -465,6 +465,9 @@ async def test_a_reason_is_reported_once_though_figures_and_order_change() -> No
     for size in range(10):
         await sampled(node, uses(a=0, t=800 + 20 * (size % 2) + size, b=810 + size))
     assert len(events(node, "GpuResumeWaits")) == 1
+    await sampled(node, uses(a=0, t=900, b=900), after_seconds=60.0)
+    (_, last) = events(node, "GpuResumeWaits")
+    assert last.endswith(node.agent_state.suspensions["a"].reason)
 
 
 async def test_a_failed_suspension_leaves_the_container_running_and_is_tried_again_later() -> None:
@@ -475,17 +478,17 @@ async def test_a_failed_suspension_leaves_the_container_running_and_is_tried_aga
     assert "work did not end; it runs on" in events(node, "GpuSuspendRefused")[0]
     await sampled(node)
     assert len(node.mover.done) == 1
-    await sampled(node, after_seconds=60.0)
+    await sampled(node, after_seconds=300.0)
     assert state(node) == "suspended"
 
 
-async def test_a_suspension_that_can_not_succeed_is_tried_at_growing_intervals() -> None:
+async def test_a_suspension_that_can_not_succeed_is_tried_again_every_five_minutes() -> None:
     node = running(suspend=True)
     node.mover.answers = [Moved(held=[11], error="process 11 can't be suspended", untouched=True)] * 5
     for _ in range(16):
         await sampled(node, after_seconds=60.0)
         assert (state(node), node.backends.held) == (None, set())
-    assert node.mover.done == [("suspend", "a")] * 5, "after 1, 2, 4 and 8 minutes"
+    assert node.mover.done == [("suspend", "a")] * 4
     assert "process 11 can't be suspended" in events(node, "GpuSuspendRefused")[0]
     assert node.mover.last.required == (11,)
     node.frees("a")
@@ -494,7 +497,7 @@ async def test_a_suspension_that_can_not_succeed_is_tried_at_growing_intervals()
     node.frees("t")
     node.holds(share("a", WEB, 0b11))
     await sampled(node)
-    assert len(node.mover.done) == 6, "another container"
+    assert len(node.mover.done) == 5, "another container"
 
 
 @pytest.mark.parametrize("verb", ["suspend", "resume"])
@@ -671,7 +674,5 @@ async def test_a_demand_that_changes_all_the_time_moves_the_memory_once_a_minute
         demanding(node, suspend=True)
         await sampled(node)
     assert node.mover.done == [("suspend", "a"), ("resume", "a")]
-    (why,) = events(node, "GpuSuspendRefused")
-    assert why == "the container is not suspended: it was resumed less than 60 s ago; it is suspended after that"
     await sampled(node, after_seconds=60.0)
     assert state(node) == "suspended"
