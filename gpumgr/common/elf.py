@@ -1,7 +1,7 @@
 """Reads ELF files: the facts that decide which driver files are copied for containers, and the symbols that a library exports. Every
 offset and count is checked.
 
-Sources: System V ABI, chapters 4 and 5 (the layouts); Linux Standard Base, "Note Sections" (the ABI note).
+Source: System V ABI, chapters 4 and 5.
 """
 
 import os
@@ -23,10 +23,9 @@ ET_DYN: Final = 3
 _MAGIC: Final = b"\x7fELF"
 _IDENT_BYTES: Final = 16
 _ET_EXEC = 2
-_PT_LOAD, _PT_DYNAMIC, _PT_NOTE = 1, 2, 4
+_PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 1, 5, 10, 14
 _SHT_DYNSYM = 11
-_NT_GNU_ABI_TAG = 1
 _MAX_ENTRIES: Final = 4096
 _MAX_PART_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 4096
@@ -66,14 +65,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Elf(msgspec.Struct, frozen=True, kw_only=True):
-    """One program or library. `abi`: the oldest kernel on which it runs, from its ABI note, as (major, minor, sub); None: it has no such
-    note."""
+    """One program or library."""
 
     bits: int
     machine: str
     soname: str | None = None
     needed: tuple[str, ...] = ()
-    abi: tuple[int, int, int] | None = None
 
 
 class _Segment(NamedTuple):
@@ -163,7 +160,7 @@ def _parse(read: Read) -> Elf:
         raise ElfError("is an ELF file, but neither a program nor a library")
     segments = list(_segments(read, header))
     soname, needed = _dynamic(read, header, segments)
-    return Elf(bits=header.bits, machine=header.machine, soname=soname, needed=needed, abi=_abi(read, header.order, segments))
+    return Elf(bits=header.bits, machine=header.machine, soname=soname, needed=needed)
 
 
 def _unpack(layout: struct.Struct, read: Read, offset: int) -> tuple[int, ...]:
@@ -236,24 +233,3 @@ def _name(read: Read, start: int, size: int, index: int) -> str:
     if not end or not name.isprintable():
         raise ElfError("has an unterminated or unprintable name")
     return name
-
-
-def _abi(read: Read, order: str, segments: list[_Segment]) -> tuple[int, int, int] | None:
-    """The GNU ABI note; None if there is none. A malformed note ends the search in its segment without an error, since notes do not affect
-    loading."""
-    head = struct.Struct(f"{order}III")
-    for segment in segments:
-        if segment.kind != _PT_NOTE:
-            continue
-        content = _part(read, segment.offset, segment.size)
-        at = 0
-        while at + head.size <= len(content):
-            name_bytes, value_bytes, kind = head.unpack_from(content, at)
-            name_at = at + head.size
-            value_at = name_at + (name_bytes + 3) // 4 * 4
-            at = value_at + (value_bytes + 3) // 4 * 4
-            is_abi = kind == _NT_GNU_ABI_TAG and content[name_at : name_at + name_bytes] == b"GNU\0"
-            if is_abi and value_bytes >= 16 and value_at + 16 <= len(content):
-                _, major, minor, sub = struct.unpack_from(f"{order}IIII", content, value_at)
-                return major, minor, sub
-    return None

@@ -23,15 +23,15 @@ def parsed(content: bytes) -> Elf:
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_reads_machine_names_and_abi(machine: str, order: str) -> None:
-    found = parsed(elf(machine, soname="libcuda.so.1", needed=["libc.so.6", "libm.so.6"], abi=(2, 3, 99), order=order))
+def test_reads_machine_and_names(machine: str, order: str) -> None:
+    found = parsed(elf(machine, soname="libcuda.so.1", needed=["libc.so.6", "libm.so.6"], order=order))
     assert (found.machine, found.bits) == (machine, MACHINES[machine][1])
-    assert (found.soname, found.needed, found.abi) == ("libcuda.so.1", ("libc.so.6", "libm.so.6"), (2, 3, 99))
+    assert (found.soname, found.needed) == ("libcuda.so.1", ("libc.so.6", "libm.so.6"))
 
 
-def test_a_library_may_have_no_names_and_no_note() -> None:
+def test_a_library_may_have_no_names() -> None:
     found = parsed(elf())
-    assert (found.soname, found.needed, found.abi) == (None, (), None)
+    assert (found.soname, found.needed) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_rubbish_raises_nothing_else(rubbish: bytes, start: bytes) -> None:
     st.integers(0, 10_000),
 )
 def test_a_damaged_file_raises_nothing_else(machine: str, damages: list[tuple[int, bytes]], length: int) -> None:
-    content = bytearray(elf(machine, soname="libcuda.so.1", needed=["libc.so.6"], abi=(2, 3, 99)))
+    content = bytearray(elf(machine, soname="libcuda.so.1", needed=["libc.so.6"]))
     for place, damage in damages:
         at = place % len(content)
         content[at : at + len(damage)] = damage

@@ -168,7 +168,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "extender's request": (lambda text: decode_json(text, FilterArgs), (UnreadableText,)),
     "kubelet's checkpoint": (lambda text: parse_kubelet_checkpoint(text.encode()), (GpumgrError,)),
     "kubelet's devices": (lambda text: parse_registered_devices(text.encode()), (GpumgrError,)),
-    "volume.conf": (lambda text: parse_volume_conf(text.encode(), Path("volume.conf"), Path("/base")), (GpumgrError,)),
+    "volume.conf": (lambda text: parse_volume_conf(text.encode(), Path("volume.conf")), (GpumgrError,)),
     "settings": (lambda text: compose(text.encode()[:YAML_BYTES]), (GpumgrError,)),
     "answer of replicas": (lambda text: granted_in({GRANTED_ANNOTATION: text}), ()),
     "cordons": (lambda text: decode_cordons({CORDONS_NOTE: text}), (GpumgrError,)),

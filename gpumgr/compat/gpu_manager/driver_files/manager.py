@@ -18,7 +18,7 @@ from gpumgr.common.errors import DriverFilesError, SettingsError
 from gpumgr.common.proc import mount_tables, mounted_root
 from gpumgr.compat.gpu_manager.driver_files.discovery import DriverInstallation, VolumeSources, find_driver, inspect, sha256_of
 from gpumgr.compat.gpu_manager.driver_files.mirror import VERSIONS, build, prune, switch
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHARE, SHIM, WHOLE, Volume, VolumeConf, load
+from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHARE, SHIM, WHOLE, VolumeConf, load
 from gpumgr.compat.gpu_manager.driver_files.volume_plan import (
     REPLACED_LIBRARIES,
     VERSION_NUMBER,
@@ -66,8 +66,7 @@ class DriverMirror:
     """Concurrent calls run one after another; a call completes even if its caller is cancelled.
 
     In a container vcuda's library runs the program gpu-client: the file that the setting `client_path` names, or else an installed one that
-    volume.conf lists. `share_dir` and `whole_dir`: the links of the volumes `nvidia` and `origin`. The link of any other volume is
-    base/name from volume.conf; without a base it is beside `share_dir`.
+    volume.conf lists. `share_dir` and `whole_dir`: the links of the two volumes.
     """
 
     def __init__(
@@ -83,14 +82,12 @@ class DriverMirror:
         self._links = {SHARE: share_dir, WHOLE: whole_dir}
         self._proc_root = proc_root
         self._wall_clock = wall_clock
-        self._bases = {share_dir.parent, whole_dir.parent}
         self._lock = threading.Lock()
 
     async def ensure(self, driver_version: str | None = None) -> DriverFiles:
         """Updates the mirror; current volumes stay unchanged. `driver_version` None: the version in /proc/driver/nvidia/version.
 
-        Raises SettingsError for a bad volume.conf and for volumes with the same link, DriverFilesError if there is no driver or the
-        mirror can't be made.
+        Raises SettingsError for a bad volume.conf and for equal links, DriverFilesError if there is no driver or the mirror can't be made.
         """
         return await asyncio.to_thread(self._ensure, driver_version)
 
@@ -100,21 +97,22 @@ class DriverMirror:
 
     def _ensure(self, driver_version: str | None) -> DriverFiles:
         with self._lock:
-            conf = load(self._settings.volume_conf, self._links[SHARE].parent)
-            self._check_links(conf)
+            if (same := self._links[SHARE]) == self._links[WHOLE]:  # shares could get a driver without limits
+                raise SettingsError(
+                    f"container.driver_share_dir and container.driver_whole_dir are both {same}: set different folders"
+                )
+            conf = load(self._settings.volume_conf)
             version = driver_version or self._loaded_version()
             try:
                 driver = find_driver(self._settings.driver_roots, conf.volumes, machine=_MACHINE, driver_version=version)
                 wanted, share_error, problems = self._plan_all(conf, driver, version)
             except OSError as error:
                 raise DriverFilesError(f"the driver's files can't be read: {error}; this is retried") from error
-            self._bases |= {self._link_of(volume).parent for volume in conf.volumes}
             self._mirror(wanted, version)
-            # As in gpu-manager, the last volume with a name other than `nvidia` is for whole GPUs.
             return DriverFiles(
                 driver_version=version,
                 share_dir=next((link for link, plan in wanted.items() if plan.volume == SHARE), None),
-                whole_dir=next((link for link, plan in reversed(wanted.items()) if plan.volume != SHARE), None),
+                whole_dir=next((link for link, plan in wanted.items() if plan.volume == WHOLE), None),
                 share_error=share_error,
                 problems=tuple(problems),
             )
@@ -125,27 +123,12 @@ class DriverMirror:
             in_use = versions_in_use(self._proc_root)
             removed = [
                 name
-                for base in sorted(self._bases)
+                for base in sorted({link.parent for link in self._links.values()})
                 for name in prune(base, in_use, grace_seconds=grace_seconds, now_seconds=now_seconds)
             ]
         if removed:
             _log.info("driver_files_removed", versions=removed)
         return tuple(removed)
-
-    def _link_of(self, volume: Volume) -> Path:
-        return self._links.get(volume.name, volume.base / volume.name)
-
-    def _check_links(self, conf: VolumeConf) -> None:
-        """Raises SettingsError if two volumes have the same link: shares could get a driver without limits."""
-        taken: dict[Path, str] = {}
-        for volume in conf.volumes:
-            link = self._link_of(volume)
-            if link in taken:
-                raise SettingsError(
-                    f"the volumes {taken[link]!r} and {volume.name!r} of the driver's files would both be at {link}: give them different "
-                    "folders in container.driver_share_dir, container.driver_whole_dir and vcuda.volume_conf"
-                )
-            taken[link] = volume.name
 
     def _loaded_version(self) -> str:
         path = self._proc_root / "driver" / "nvidia" / "version"
@@ -181,15 +164,13 @@ class DriverMirror:
                 driver_version=version,
                 overlay=overlay,
             )
-            if overlay and (missing := _missing_originals(plan, version)):
-                share_error = missing
+            if overlay and (share_error := _missing_originals(plan, version)):
                 continue
-            link = self._link_of(volume)
-            wanted[link] = plan
-            problems += _problems(volume, plan, sources, conf, driver.root)
-            if volume.base not in (link.parent, self._links[SHARE].parent):
+            wanted[self._links[volume.name]] = plan
+            missing = [name for name in sources.missing if volume.name != SHARE or name not in (CLIENT, SHIM)]
+            if conf.source is not None and missing:
                 problems.append(
-                    f"{conf.source}: volume {volume.name!r}: its base {volume.base} has no effect, containers get {link}"
+                    f"{conf.source}: volume {volume.name!r}: nothing found below {driver.root} for {', '.join(missing)}"
                 )
         return wanted, share_error, problems
 
@@ -217,9 +198,6 @@ class DriverMirror:
         switched = [plan.volume for link, plan in wanted.items() if switch(plan, link, now_seconds=self._wall_clock())]
         if made or switched:
             _log.info("driver_files_mirrored", driver=driver_version, made=made, switched=switched)
-        for plan in wanted.values() if made else ():
-            for what, reason in plan.skipped.items():
-                _log.debug("driver_file_skipped", volume=plan.volume, what=what, reason=reason)
 
 
 def is_supplied(whole_dir: Path) -> bool:
@@ -229,7 +207,7 @@ def is_supplied(whole_dir: Path) -> bool:
 
 def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Path:
     """The first of `roots` that has this driver's files. Raises DriverFilesError, SettingsError, OSError."""
-    volumes = load(volume_conf, _DEFAULT_WHOLE_DIR.parent).volumes
+    volumes = load(volume_conf).volumes
     return find_driver(roots, volumes, machine=_MACHINE, driver_version=driver_version).root
 
 
@@ -254,18 +232,6 @@ def _missing_originals(plan: VolumePlan, driver_version: str) -> str | None:
     if not names:
         return None
     return f"volume {plan.volume!r} has no {' and no '.join(names)}: name them in volume.conf; {SHIM} can't work without them"
-
-
-def _problems(volume: Volume, plan: VolumePlan, sources: VolumeSources, conf: VolumeConf, root: Path) -> list[str]:
-    problems: list[str] = []
-    missing = [name for name in sources.missing if volume.name != SHARE or name not in (CLIENT, SHIM)]
-    if conf.source is not None and missing:
-        problems.append(f"{conf.source}: volume {volume.name!r}: nothing found below {root} for {', '.join(missing)}")
-    problems += [
-        f"volume {volume.name!r}: {file} needs {name}, which matches no entry of the volume's libraries; add it to volume.conf"
-        for name, file in sorted(plan.unmet().items())
-    ]
-    return problems
 
 
 def versions_in(mountinfo: str) -> frozenset[str]:

@@ -1,10 +1,11 @@
-"""gpu-manager's volume.conf: which of the driver's programs and libraries containers get, and below which folders.
+"""gpu-manager's volume.conf: which of the driver's programs and libraries containers get.
 
     {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
                  "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
 
-`libraries` are prefixes of file names. `mode` and unknown keys have no effect, as in gpu-manager. `base` has no effect for the two
-volumes that have folders in the settings (`nvidia` and `origin`). Without a file the built-in lists apply.
+`libraries` are prefixes of file names. The volume `nvidia` is for shares, and the last one with another name for whole GPUs, as in
+gpu-manager. The settings have their folders, so `base` has no effect, nor have `mode` and unknown keys. Without a file the built-in lists
+apply.
 """
 
 from pathlib import Path
@@ -48,8 +49,6 @@ _LIBRARIES: Final = tuple(f"{stem}.so" for stem in _STEMS.split())
 
 
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9._+-]*\Z", max_length=200)]
-#: An absolute path without "..".
-_Base = Annotated[str, Meta(pattern=r"^/(?!(.*/)?\.\.(/|\Z))[^\x00-\x1f\x7f]*\Z")]
 
 
 class _Components(msgspec.Struct):
@@ -59,7 +58,6 @@ class _Components(msgspec.Struct):
 
 class _Volume(msgspec.Struct):
     name: _Name
-    base: _Base | None = None
     components: _Components = msgspec.field(default_factory=_Components)
 
 
@@ -68,61 +66,54 @@ class _File(msgspec.Struct):
 
 
 class Volume(msgspec.Struct, frozen=True, kw_only=True):
-    """One volume, which containers see at /usr/local/nvidia. Its path on the host is `base`/`name`, unless a setting names another.
-    `libraries` are prefixes of names."""
+    """One volume, which containers see at /usr/local/nvidia. `name`: SHARE or WHOLE. `libraries` are prefixes of names."""
 
     name: str
-    base: Path
     binaries: tuple[str, ...]
     libraries: tuple[str, ...]
 
 
 class VolumeConf(msgspec.Struct, frozen=True, kw_only=True):
-    """All volumes. `source` None: the built-in lists. They name files of many drivers, so missing files are not reported."""
+    """At most two volumes. `source` None: the built-in lists. They name files of many drivers, so missing files are not reported."""
 
     volumes: tuple[Volume, ...]
     source: Path | None = None
 
 
-def built_in(base: Path) -> VolumeConf:
-    """The lists without a file."""
-    return VolumeConf(
-        volumes=(
-            Volume(name=SHARE, base=base, binaries=(*_BINARIES, CLIENT), libraries=_LIBRARIES),
-            Volume(name=WHOLE, base=base, binaries=_BINARIES, libraries=_LIBRARIES),
-        )
+#: The lists without a file.
+BUILT_IN: Final = VolumeConf(
+    volumes=(
+        Volume(name=SHARE, binaries=(*_BINARIES, CLIENT), libraries=_LIBRARIES),
+        Volume(name=WHOLE, binaries=_BINARIES, libraries=_LIBRARIES),
     )
+)
 
 
-def load(path: Path, base: Path) -> VolumeConf:
-    """The file's volumes, or the built-in ones if there is no file. `base`: for volumes that name none. Raises SettingsError."""
+def load(path: Path) -> VolumeConf:
+    """The file's volumes, or the built-in ones if there is no file. Raises SettingsError."""
     try:
         content = read_bounded(path, _MAX_FILE_BYTES)
     except FileNotFoundError:
-        return built_in(base)
+        return BUILT_IN
     except OSError as error:
         raise SettingsError(
             f"{path}: can't be read: {error.strerror or error}; make it readable or set vcuda.volume_conf"
         ) from error
-    return parse(content, path, base)
+    return parse(content, path)
 
 
-def parse(content: bytes, path: Path, base: Path) -> VolumeConf:
+def parse(content: bytes, path: Path) -> VolumeConf:
     """The volumes in a file's content. Raises SettingsError with the file and the key of the first mistake."""
     try:
         entries = decode_json(content, _File).volume
     except UnreadableText as error:
         raise SettingsError(f"{path}: {error}; allowed: gpu-manager's volume.conf") from error
-    volumes = tuple(
-        Volume(
-            name=each.name,
-            base=Path(each.base or base),
+    volumes: dict[str, Volume] = {}
+    for each in entries:
+        name = SHARE if each.name == SHARE else WHOLE
+        volumes[name] = Volume(
+            name=name,
             binaries=tuple(dict.fromkeys(each.components.binaries)),
             libraries=tuple(dict.fromkeys(each.components.libraries)),
         )
-        for each in entries
-    )
-    names = [volume.base / volume.name for volume in volumes]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise SettingsError(f"{path}: two volumes have the folder {twice}")
-    return VolumeConf(volumes=volumes, source=path)
+    return VolumeConf(volumes=tuple(volumes.values()), source=path)

@@ -1,4 +1,4 @@
-"""Plans a volume: its files and links, and the files that are left out, with the reasons. Pure.
+"""Plans a volume: its files and links. Pure.
 
     whole volume                                   share volume (`nvidia`)
     lib64/libcuda.so.535.54.03                     lib64/libcuda.so.535.54.03             the real one
@@ -37,8 +37,6 @@ _TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")
 #: Libraries with these names belong to the driver only if they need the driver's other libraries; Mesa has libraries of the same names.
 _SHARED_WITH_MESA: Final = frozenset({"libEGL", "libGLESv1_CM", "libGLESv2", "libGL"})
 _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdispatch.so")
-#: Old drivers have two libnvidia-tls; the one with this ABI note works with today's C library.
-_TLS_ABI: Final = (2, 3, 99)
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,24 +69,13 @@ class Overlay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VolumePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `skipped`: file that
-    matches the lists but is not mirrored, or link that is not made -> the reason. `version` depends only on what the volume contains."""
+    """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `version` depends only
+    on what the volume contains."""
 
     volume: str
     version: str
     files: dict[str, File]
     links: dict[str, str]
-    skipped: dict[str, str]
-
-    def unmet(self) -> dict[str, str]:
-        """Name of a driver's library that the volume lacks but one of its files needs -> the first file that needs it."""
-        there = {target.rpartition("/")[2] for target in (*self.files, *self.links)}
-        return {
-            name: target
-            for target, file in reversed(self.files.items())
-            for name in (file.source.elf.needed if file.source.elf else ())
-            if name.startswith("libnvidia-") and name not in there
-        }
 
 
 def plan_volume(
@@ -110,7 +97,7 @@ def plan_volume(
     for source in binaries:
         builder.binary(source)
     version = _version(volume, driver_version, builder.files, builder.links)
-    return VolumePlan(volume=volume, version=version, files=builder.files, links=builder.links, skipped=builder.skipped)
+    return VolumePlan(volume=volume, version=version, files=builder.files, links=builder.links)
 
 
 @dataclass
@@ -122,7 +109,6 @@ class _PlanBuilder:
     shared: Overlay | None
     files: dict[str, File] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
 
     def overlay(self, overlay: Overlay) -> None:
         self._file(f"lib64/{SHIM}", overlay.shim, copied=True)
@@ -133,9 +119,7 @@ class _PlanBuilder:
 
     def library(self, source: Source) -> None:
         elf = source.elf
-        reason = self._skip_reason(source, elf)
-        if elf is None or reason:
-            self._skip(source, reason)
+        if elf is None or not self._is_of_driver(source, elf):
             return
         folder = self._folder(elf)
         if self.shared and folder == "lib64" and _stem(source.name) in REPLACED_LIBRARIES:
@@ -145,37 +129,24 @@ class _PlanBuilder:
 
     def binary(self, source: Source) -> None:
         """Adds a program, which may be a script."""
-        if self.shared and source.name == CLIENT:
-            return
-        if source.elf and source.elf.machine not in (self.machine, COMPANION.get(self.machine)):
-            self._skip(source, f"is for {source.elf.machine}, this node is {self.machine}")
-            return
-        self._file(f"bin/{source.name}", source)
+        if not (self.shared and source.name == CLIENT) and (source.elf is None or self._runs(source.elf)):
+            self._file(f"bin/{source.name}", source)
 
-    def _skip_reason(self, source: Source, elf: Elf | None) -> str:
+    def _runs(self, elf: Elf) -> bool:
+        return elf.machine in (self.machine, COMPANION.get(self.machine))
+
+    def _is_of_driver(self, source: Source, elf: Elf) -> bool:
         stem = _stem(source.name)
-        if elf is None:
-            return source.not_elf
-        if elf.machine not in (self.machine, COMPANION.get(self.machine)):
-            return f"is for {elf.machine}, this node is {self.machine}"
-        if self.shared and stem == _stem(SHIM):
-            return "the limiting library comes from vcuda.library_path"
         if self.shared and stem in REPLACED_LIBRARIES and version_of(source.name) not in (None, self.driver_version):
-            return f"is not of the loaded driver {self.driver_version}"
-        if stem in _SHARED_WITH_MESA and not any(name.startswith(_DRIVER_NEEDS) for name in elf.needed):
-            return "is not the driver's library: it needs neither libnvidia-glcore, libnvidia-eglcore nor libGLdispatch"
-        if stem == "libnvidia-tls" and elf.abi not in (None, _TLS_ABI):
-            return "its ABI note is not 2.3.99"
-        return ""
+            return False
+        of_mesa = stem in _SHARED_WITH_MESA and not any(name.startswith(_DRIVER_NEEDS) for name in elf.needed)
+        return self._runs(elf) and not of_mesa and not (self.shared and stem == _stem(SHIM))
 
     def _folder(self, elf: Elf) -> str:
         return "lib64" if elf.machine == self.machine else "lib"
 
     def _sonames(self, folder: str, source: Source, soname: str) -> None:
-        if soname == source.name:
-            return
-        if "/" in soname or soname in (".", "..") or len(soname) > _MAX_NAME_LENGTH:
-            self.skipped[f"link {soname!r} to {source.path}"] = "its SONAME is not a file name"
+        if soname == source.name or "/" in soname or soname in (".", "..") or len(soname) > _MAX_NAME_LENGTH:
             return
         names = [soname, _TRAILING_NUMBERS.sub("", soname)]
         if soname.startswith("libGLX_nvidia."):
@@ -186,9 +157,7 @@ class _PlanBuilder:
                 self._link(f"{folder}/{name}", source.name)
 
     def _file(self, target: str, source: Source, *, copied: bool = False) -> bool:
-        holder = self.files.get(target)
-        if holder is not None:
-            self._skip(source, f"{target} is {holder.source.path} already")
+        if target in self.files:
             return False
         self.files[target] = File(source=source, copied=copied)
         self.links.pop(target, None)
@@ -197,9 +166,6 @@ class _PlanBuilder:
     def _link(self, target: str, to: str) -> None:
         if target not in self.files:
             self.links.setdefault(target, to)
-
-    def _skip(self, source: Source, reason: str) -> None:
-        self.skipped[str(source.path)] = reason
 
 
 def version_of(library: str) -> str | None:

@@ -12,17 +12,16 @@ def elf(
     *,
     soname: str | None = None,
     needed: Sequence[str] = (),
-    abi: tuple[int, int, int] | None = None,
     order: str = "<",
     kind: int = 3,
 ) -> bytes:
-    """Header, three program headers (load, dynamic, note), names, dynamic section, note; loaded at address 0x1000."""
+    """Header, two program headers (load, dynamic), names, dynamic section; loaded at address 0x1000."""
     number, bits = MACHINES[machine]
     wide = bits == 64
     word = "Q" if wide else "I"
     header_bytes, segment_bytes = (64, 56) if wide else (52, 32)
     address = 0x1000
-    names_at = header_bytes + 3 * segment_bytes
+    names_at = header_bytes + 2 * segment_bytes
     names, places = b"\0", {}
     for name in (*needed, *([soname] if soname is not None else [])):
         places[name] = len(names)
@@ -31,9 +30,7 @@ def elf(
     entries = [(5, address + names_at), (10, len(names)), *((1, places[name]) for name in needed)]
     entries += [(14, places[soname])] if soname is not None else []
     dynamic = b"".join(struct.pack(f"{order}{word}{word}", *entry) for entry in (*entries, (0, 0)))
-    note = struct.pack(f"{order}III4sIIII", 4, 16, 1, b"GNU\0", 0, *abi) if abi else b""
-    note_at = names_at + len(names) + len(dynamic)
-    total = note_at + len(note)
+    total = names_at + len(names) + len(dynamic)
 
     def segment(segment_kind: int, offset: int, size: int) -> bytes:
         if wide:
@@ -42,7 +39,7 @@ def elf(
 
     ident = b"\x7fELF" + bytes([2 if wide else 1, 1 if order == "<" else 2, 1]) + bytes(9)
     header = struct.pack(
-        f"{order}HHI{word * 3}I6H", kind, number, 1, 0, header_bytes, 0, 0, header_bytes, segment_bytes, 3, 0, 0, 0
+        f"{order}HHI{word * 3}I6H", kind, number, 1, 0, header_bytes, 0, 0, header_bytes, segment_bytes, 2, 0, 0, 0
     )
-    segments = segment(1, 0, total) + segment(2, names_at + len(names), len(dynamic)) + segment(4, note_at, len(note))
-    return ident + header + segments + names + dynamic + note
+    segments = segment(1, 0, total) + segment(2, names_at + len(names), len(dynamic))
+    return ident + header + segments + names + dynamic

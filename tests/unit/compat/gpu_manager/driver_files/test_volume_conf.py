@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from gpumgr.common.errors import SettingsError
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import built_in, load, parse
+from gpumgr.compat.gpu_manager.driver_files.volume_conf import BUILT_IN, load, parse
 
 PATH = Path("/etc/gpu-manager/volume.conf")
-BASE = Path("/somewhere")
 
 
 def document(**more: Any) -> dict[str, Any]:
@@ -24,24 +23,24 @@ def document(**more: Any) -> dict[str, Any]:
 
 
 def test_gpu_managers_own_format() -> None:
-    conf = parse(json.dumps(document()).encode(), PATH, BASE)
+    conf = parse(json.dumps(document()).encode(), PATH)
     (volume,) = conf.volumes
-    assert (volume.name, volume.base) == ("nvidia", Path("/etc/gpu-manager/vdriver"))
+    assert volume.name == "nvidia"
     assert volume.binaries == ("nvidia-smi", "gpu-client")
     assert volume.libraries == ("libcuda.so", "libnvidia-ml.so")
     assert conf.source == PATH
 
 
+def test_the_last_volume_of_another_name_is_for_whole_gpus() -> None:
+    volumes = [*document()["volume"], *document(name="first")["volume"], *document(name="second", components={})["volume"]]
+    found = parse(json.dumps({"volume": volumes}).encode(), PATH).volumes
+    assert [(volume.name, bool(volume.libraries)) for volume in found] == [("nvidia", True), ("origin", False)]
+
+
 def test_unknown_keys_have_no_effect() -> None:
-    content = document(size=3) | {"version": 1}
+    content = document(size=3, base=7) | {"version": 1}
     content["volume"][0]["components"]["fonts"] = []
-    assert parse(json.dumps(content).encode(), PATH, BASE) == parse(json.dumps(document()).encode(), PATH, BASE)
-
-
-def test_a_volume_without_a_base_lies_below_the_default() -> None:
-    content = document()
-    del content["volume"][0]["base"]
-    assert parse(json.dumps(content).encode(), PATH, BASE).volumes[0].base == BASE
+    assert parse(json.dumps(content).encode(), PATH) == parse(json.dumps(document()).encode(), PATH)
 
 
 @pytest.mark.parametrize(
@@ -56,37 +55,27 @@ def test_a_volume_without_a_base_lies_below_the_default() -> None:
         (document(name=".versions"), "at `$.volume[0].name`"),
         (document(name="x\n"), "at `$.volume[0].name`"),
         (document(name="x" * 201), "at `$.volume[0].name`"),
-        (document(base="relative"), "at `$.volume[0].base`"),
-        (document(base="/a/../b"), "at `$.volume[0].base`"),
-        (document(base="/.."), "at `$.volume[0].base`"),
-        (document(base="/a\n"), "at `$.volume[0].base`"),
         (document(components=[]), "at `$.volume[0].components`"),
         (document(components={"binaries": "nvidia-smi"}), "at `$.volume[0].components.binaries`"),
         (document(components={"libraries": ["/lib/libcuda.so"]}), ".components.libraries[0]`"),
-        ({"volume": document()["volume"] * 2}, "two volumes have the folder /etc/gpu-manager/vdriver/nvidia"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(content: object, said: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        parse(json.dumps(content).encode(), PATH, BASE)
+        parse(json.dumps(content).encode(), PATH)
     assert str(caught.value).startswith(f"{PATH}: ")
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("base", ["/", "/a/..b/c", "/a b/é"])
-def test_an_absolute_path_is_a_base(base: str) -> None:
-    assert parse(json.dumps(document(base=base)).encode(), PATH, BASE).volumes[0].base == Path(base)
 
 
 @pytest.mark.parametrize("content", [b'{"volume": [}', b"\xff", b"[" * 200_000, b"1" * 10_000])
 def test_what_is_not_json(content: bytes) -> None:
     with pytest.raises(SettingsError, match=r"allowed: gpu-manager's volume\.conf"):
-        parse(content, PATH, BASE)
+        parse(content, PATH)
 
 
 def test_without_a_file_the_built_in_lists_hold(tmp_path: Path) -> None:
-    conf = load(tmp_path / "none", BASE)
-    assert conf == built_in(BASE)
+    conf = load(tmp_path / "none")
+    assert conf == BUILT_IN
     share, whole = conf.volumes
     assert (share.name, whole.name) == ("nvidia", "origin")
     assert share.libraries == whole.libraries
@@ -98,8 +87,8 @@ def test_without_a_file_the_built_in_lists_hold(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"set vcuda\.volume_conf"):
-        load(tmp_path, BASE)
+        load(tmp_path)
     big = tmp_path / "big"
     big.write_bytes(b" " * (1 << 20) + b"{}")
     with pytest.raises(SettingsError, match="more than 1048576 bytes"):
-        load(big, BASE)
+        load(big)
