@@ -19,7 +19,7 @@ from gpumgr.ledger.callers import next_container
 from gpumgr.ledger.ledger import AllocationId, Ledger
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt, adopt
 from gpumgr.ledger.sweep import sweep
-from gpumgr.placement.pods import Listing, PodKey, PodView
+from gpumgr.placement.pods import Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
@@ -60,8 +60,6 @@ class Reconciler:
         self._quiet_until = float("-inf")
         self._incomplete_until = clock() + INCOMPLETE_SECONDS
         self._wake = asyncio.Event()
-        #: What the last sweep examined, if there was nothing to do; None otherwise.
-        self._settled: tuple[Ledger, Listing, bool, list[PodView]] | None = None
 
     def preferred(self) -> None:
         """GetPreferredAllocation is being answered: no `List` until its Allocate is answered, or UNDER_WAY_SECONDS have passed."""
@@ -118,9 +116,6 @@ class Reconciler:
             if listing is None:
                 return True
             synced = self._pods.synced
-            basis = (agent_state.ledger, listing, synced, [*self._pods.all()])
-            if basis == self._settled:
-                return True
             incomplete = self._clock() < self._incomplete_until
             swept = sweep(
                 agent_state.ledger,
@@ -133,7 +128,6 @@ class Reconciler:
                 kept=await self._kept(listing, incomplete=incomplete),
             )
             self._absent = swept.absent
-            self._settled = None if swept.absent or swept.ledger != agent_state.ledger else basis
             for a in swept.renamed:
                 log.warning("allocation_renamed", allocation=a.id, holder=a.describe(), reason="PodResources names this pod")
             self._meter.drifted("freed", len(swept.freed))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from msgspec.structs import replace
 
@@ -25,9 +24,6 @@ from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_resource, offered, replica_resources
 from gpumgr.settings.schema import KubernetesSettings
 
-#: How long the stop of the agent waits until everything is published.
-FLUSH_SECONDS: Final = 1.0
-
 
 @dataclass
 class ApiSide:
@@ -45,8 +41,8 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """A context manager. Raises SettingsError if the kubeconfig can't be used. At the end of its block it publishes what is due, for
-        FLUSH_SECONDS at most."""
+        """A context manager. Raises SettingsError if the kubeconfig can't be used. The next agent publishes what is not written at its end,
+        except events."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None, delete_failed=False)
             return
@@ -67,7 +63,6 @@ class ApiSide:
                 if side._watch is not None:
                     side._watch.cancel()
                     await asyncio.wait({side._watch})
-            await publisher.flush(FLUSH_SECONDS)
         finally:
             await server.close()
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -32,9 +32,10 @@ from gpumgr.kube.cluster_annotations import (
 )
 from gpumgr.kube.publisher.events import cut
 from gpumgr.kube.publisher.objects import Condition
+from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import NodeSnapshot, score_matrix
+from gpumgr.placement.topology.devices import score_matrix
 from gpumgr.placement.topology.labels import gpu_labels
 
 #: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory lists allocations that are held for
@@ -59,35 +60,21 @@ class InventoryReporter:
         self._enforcement, self._topology_manager = enforcement, topology_manager
         #: Allocation -> the last time at which its pod's placement covered it (`explains`).
         self._explained: dict[AllocationId, float] = {}
-        #: What the last text depends on; None: it depends also on the time.
-        self._basis: Sequence[object] | None = None
-        self._text = ""
 
     def report(self, report: NodeReport) -> None:
-        """Publishes the inventory, once the GPUs and the pods of the node are known. Makes the text again only if what it depends on has
-        changed."""
-        if not report.view.inventory.snapshot.gpus or not self._pods.synced:
-            return
-        view, enforcement, now = report.view, self._enforcement(), self._clock()
-        pods = {a.id: find_pod(self._pods, a.pod, a.uid) for a in view.ledger.allocations.values()}
-        basis = (view, enforcement, pods)
-        if basis == self._basis:
-            self._explained = dict.fromkeys(self._explained, now)
-        else:
-            self._text = encode(self._inventory(view, enforcement, pods, now))
-            pods_end = any(at < now for at in self._explained.values())
-            self._basis = None if pods_end else basis
-        self._annotate(INVENTORY_ANNOTATION, self._text)
+        """Publishes the inventory, once the GPUs and the pods of the node are known."""
+        if report.view.inventory.snapshot.gpus and self._pods.synced:
+            self._annotate(INVENTORY_ANNOTATION, encode(self._inventory(report.view)))
 
-    def _inventory(self, view: AgentView, enforcement: str, pods: Mapping[AllocationId, PodView | None], now: float) -> Inventory:
+    def _inventory(self, view: AgentView) -> Inventory:
         registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
         failed, on_demand = view.inventory.failures(registry), view.node.mig_profiles
         cordoned = view.inventory.unschedulable_reasons(registry).keys() & view.node.out_of_service.keys()
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
-        other = self._other(view, pods, {name: position for position, name in enumerate(names) if name}, now)
+        other = self._other(view, {name: position for position, name in enumerate(names) if name})
         return Inventory(
             driver=(snapshot.driver_version or "")[:_MAX_TEXT],
-            enforcement=enforcement[:_MAX_TEXT],
+            enforcement=self._enforcement()[:_MAX_TEXT],
             topology_manager=self._topology_manager,
             gpus=tuple(
                 InventoryGpu(
@@ -113,16 +100,14 @@ class InventoryReporter:
             scaling=view.inventory.scaling if view.inventory.replicas else UNSET,
         )
 
-    def _other(
-        self, view: AgentView, pods: Mapping[AllocationId, PodView | None], positions: Mapping[GpuName, int], now: float
-    ) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
+    def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
         """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, unless the pod's placement explains all of
         it."""
-        before, self._explained = self._explained, {}
+        now, before, self._explained = self._clock(), self._explained, {}
         held: defaultdict[str, list[Allocation]] = defaultdict(list)
         unexplained: set[str] = set()
         for a in view.ledger.allocations.values():
-            pod = pods[a.id]
+            pod = find_pod(self._pods, a.pod, a.uid)
             uid = (pod.uid if pod else a.uid) or a.id
             held[uid].append(a)
             if pod is not None and not pod.ended and explains(pod, a, view):
@@ -201,14 +186,6 @@ class NodeReports:
             await asyncio.sleep(until_tick(REPORT_SECONDS))
 
 
-class NodeSink(Protocol):
-    """Both calls return at once and may be repeated (gpumgr.kube.publisher.publisher.Publisher)."""
-
-    def label(self, labels: Mapping[str, str]) -> None: ...
-
-    def set_condition(self, condition: Condition | None) -> None: ...
-
-
 class NodeReporter:
     """`describe_node`: publish the condition, and labels that describe the GPUs. The labels `node_labels` are always published.
 
@@ -218,14 +195,13 @@ class NodeReporter:
 
     def __init__(
         self,
-        node: NodeSink,
+        node: Publisher,
         *,
         describe_node: bool = True,
         node_labels: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node, self._clock = node, clock
-        self._labels: tuple[NodeSnapshot, dict[str, str]] | None = None
         self._not_ready_since: float | None = None
         self._was_ready = False
         self.switch(describe_node=describe_node, node_labels=node_labels)
@@ -233,7 +209,7 @@ class NodeReporter:
     def switch(self, *, describe_node: bool, node_labels: tuple[str, ...]) -> None:
         """Sets what is published from now on."""
         self._describe_node, self._node_labels = describe_node, node_labels
-        self._labels, self._removed = None, False
+        self._removed = False
 
     def report(self, report: NodeReport) -> None:
         """To be called once a second."""
@@ -245,14 +221,10 @@ class NodeReporter:
         if not (self._describe_node or self._node_labels):
             return
         if report.nvml_up:  # without the driver, the labels stay as they are
-            self._node.label(self._gpu_labels(report.view.inventory.snapshot))
+            snapshot = report.view.inventory.snapshot
+            self._node.label(gpu_labels(snapshot, describe=self._describe_node, further=self._node_labels))
         if self._describe_node and (condition := self._condition(report)) is not None:
             self._node.set_condition(condition)
-
-    def _gpu_labels(self, snapshot: NodeSnapshot) -> dict[str, str]:
-        if self._labels is None or self._labels[0] is not snapshot:
-            self._labels = snapshot, gpu_labels(snapshot, describe=self._describe_node, further=self._node_labels)
-        return self._labels[1]
 
     def _condition(self, report: NodeReport) -> Condition | None:
         """The condition to publish; None within PATIENCE_SECONDS after the start, unless all is ready earlier."""

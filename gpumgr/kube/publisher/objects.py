@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, Final
 
 import msgspec
@@ -149,11 +148,6 @@ class NodeAnnotations(NodePart):
             return False
         return True
 
-    def keep_removals(self) -> bool:
-        """Gives up annotations that are not written yet, but keeps removals. Returns whether there are any."""
-        self.unwritten = {key: None for key, value in self.unwritten.items() if value is None}
-        return bool(self.unwritten)
-
     async def write(self, server: ApiServer, node: str) -> None:
         taken, self.unwritten = self.unwritten, {}
         try:
@@ -204,8 +198,6 @@ class NodeCondition(NodePart):
     wall: Callable[[], float]
     condition: Condition | None = None
     sent_at: float = -math.inf
-    #: The condition that the API server has, and since when (unix seconds) its status is the same; None until the Node was read.
-    written: tuple[Condition, float] | None = None
 
     def set(self, condition: Condition | None, now: float) -> float | None:
         """Sets the condition; returns when a write is due: at once for a new status, _CONDITION_SECONDS after the last write for a new
@@ -217,31 +209,20 @@ class NodeCondition(NodePart):
         return max(now, self.sent_at + _CONDITION_SECONDS) if same_status else now
 
     async def write(self, server: ApiServer, node: str) -> None:
-        """Writes the condition. The Node is read once before, since an earlier process may have written the same condition."""
-        condition, path, now = self.condition, f"/api/v1/nodes/{node}", self.wall()
+        """Writes the condition. The Node is read before: an earlier process may have written the same status, which then keeps its time."""
+        condition, path, now = self.condition, f"/api/v1/nodes/{node}", timestamp(self.wall())
         self.sent_at = self.clock()
         with self._without_right(removing=condition is None):
-            if condition is None:
-                self.written = None
-                if _find_condition(await server.read("GET", path)) is not None:
-                    await server.send("PATCH", f"{path}/status", _condition_patch({"$patch": "delete"}), patch="strategic")
-                    _log.info("node_description_removed", what="condition")
-                return
-            if self.written is None and (found := _parse_condition(await server.read("GET", path))) is not None:
-                self.written = found[:2]
-                if found[0] == condition and now - found[2] < RESYNC_SECONDS:
-                    return
-            before = self.written
-            since = before[1] if before is not None and before[0].trouble == condition.trouble else now
-            fields = {
-                "status": "True" if condition.trouble else "False",
-                "reason": condition.reason,
-                "message": condition.message,
-                "lastHeartbeatTime": timestamp(now),
-                "lastTransitionTime": timestamp(since),
-            }
-            await server.send("PATCH", f"{path}/status", _condition_patch(fields), patch="strategic")
-            self.written = (condition, since)
+            found = _find_condition(await server.read("GET", path))
+            if condition is not None:
+                status = "True" if condition.trouble else "False"
+                fields = {"status": status, "reason": condition.reason, "message": condition.message, "lastHeartbeatTime": now}
+                if found is None or found.get("status") != status:
+                    fields["lastTransitionTime"] = now
+                await server.send("PATCH", f"{path}/status", _condition_patch(fields), patch="strategic")
+            elif found is not None:
+                await server.send("PATCH", f"{path}/status", _condition_patch({"$patch": "delete"}), patch="strategic")
+                _log.info("node_description_removed", what="condition")
 
 
 def _condition_patch(fields: Mapping[str, str]) -> Body:
@@ -253,19 +234,6 @@ def _condition_patch(fields: Mapping[str, str]) -> Body:
 def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found: Iterator[Mapping[str, Any]] = iter((node.get("status") or {}).get("conditions") or ())
     return next((each for each in found if each.get("type") == CONDITION_TYPE), None)
-
-
-def _parse_condition(node: Mapping[str, Any]) -> tuple[Condition, float, float] | None:
-    """The condition, with the times (unix seconds) of its last transition and heartbeat; None if it is missing or malformed."""
-    found = _find_condition(node)
-    if found is None or found.get("status") not in ("True", "False"):
-        return None
-    try:
-        since, at = (datetime.fromisoformat(found[key]).timestamp() for key in ("lastTransitionTime", "lastHeartbeatTime"))
-    except (KeyError, ValueError, TypeError):
-        return None
-    reason, message = str(found.get("reason") or ""), str(found.get("message") or "")
-    return Condition(trouble=found["status"] == "True", reason=reason, message=message), since, at
 
 
 def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | None:

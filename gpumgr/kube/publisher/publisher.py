@@ -245,22 +245,6 @@ class Publisher:
             await self._sleep(max(wanted, pause * self._spread()))
             pause = min(pause * 2, longest)
 
-    async def flush(self, seconds: float) -> None:
-        """Writes what is due, until a request fails or the time has passed; to be called after `run` has ended. The node's own state is
-        not written: the next agent may have written a newer one already. Annotations to remove are removed, as the next agent does not
-        know them."""
-        try:
-            async with asyncio.timeout(seconds):
-                while (desired := self._queue.next(self._clock())) is not None:
-                    if isinstance(desired, NodePart) and not (desired is self._annotations and desired.keep_removals()):
-                        self._queue.remove(desired)
-                    elif await self._attempt(desired) is not None:
-                        return
-        except TimeoutError:
-            _log.info("announcements_left", waiting=len(self._queue))
-        except Exception as error:  # a bug must not turn an orderly stop into a failure
-            _log.error("daemon_failed", daemon="publisher", error=repr(error), exc_info=error)
-
     async def _next(self) -> Desired:
         """Returns the next write, as soon as it is due and the rate allows its request. The method waits first and then chooses the write,
         because a write can be cancelled during the wait."""

@@ -214,28 +214,6 @@ async def test_an_outage_and_dropped_events_are_logged_once_and_pauses_grow_to_a
     assert (logs[-1]["dropped"], stage.publisher.state().dropped) == (4, 4)
 
 
-async def test_a_stop_writes_what_is_due_within_its_deadline(sim: SimApiServer, resting: Stage) -> None:
-    resting.warn("too much")
-    resting.node.annotate("a", "1")
-    await resting.publisher.flush(10.0)
-    assert sim.requests == ["event"], "the next agent writes the state of the node"
-    sim.delay_seconds = 60.0
-    resting.warn("far too much")
-    await resting.publisher.flush(0.01)
-    await sim.stop()
-    await resting.publisher.flush(10.0)
-    assert (resting.waiting, len(sim.written.events)) == (1, 1)
-
-
-async def test_a_stop_still_removes_what_is_removed_once(sim: SimApiServer, resting: Stage) -> None:
-    """The next agent does not know that HAMi's lock is to be removed."""
-    sim.written.annotations |= {"hami.io/mutex.lock": "2026-01-01T00:00:00Z,team,web", "a": "of the next agent"}
-    resting.node.annotate("a", "1")
-    resting.node.remove_annotation("hami.io/mutex.lock")
-    await resting.publisher.flush(10.0)
-    assert (sim.written.annotations, sim.requests, resting.waiting) == ({"a": "of the next agent"}, ["annotate"], 0)
-
-
 async def test_a_job_with_a_bug_does_not_stop_the_others(sim: SimApiServer, resting: Stage) -> None:
     put_pod(sim, POD, "uid-0")
     resting.publisher.annotate_pod(POD, "uid-0", {"a": object()})  # type: ignore[dict-item]  # no JSON: a bug of the caller

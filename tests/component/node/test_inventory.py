@@ -3,17 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import Mock
 
-import pytest
 from msgspec import UNSET
 from msgspec.structs import astuple, replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import Amounts
-from gpumgr.kube.cluster_annotations import Inventory, InventoryGpu, decode_inventory, encode
-from gpumgr.kube.publisher import node_reporter
+from gpumgr.kube.cluster_annotations import Inventory, InventoryGpu, decode_inventory
 from gpumgr.kube.publisher.node_reporter import ENDING_SECONDS, InventoryReporter
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation, Resize
@@ -146,20 +143,6 @@ def test_an_allocation_that_outlives_its_pod_is_reported() -> None:
     assert node.look(share("a", 0), seconds=ENDING_SECONDS / 2) == 1
     assert node.look(share("a", 0), seconds=ENDING_SECONDS) == 2
     assert node.other == {"uid-a": ((0, 30, 256),)}
-
-
-def test_nothing_is_encoded_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, made = Node(), Mock(wraps=encode)
-    monkeypatch.setattr(node_reporter, "encode", made)
-    put(node, pod("a", named(0)), pod("b"))
-    for _ in range(3):
-        node.look(share("a", 0), share("b", 0), seconds=ENDING_SECONDS)
-    assert made.call_count == len(node.written) == 1
-    node.pods.views.clear()
-    node.look(share("a", 0), share("b", 0))
-    assert set(node.other) == {"uid-b"}  # that of a pod that has just ended may end, too
-    node.look(share("a", 0), share("b", 0), seconds=ENDING_SECONDS)
-    assert set(node.other) == {"uid-a", "uid-b"}
 
 
 def test_what_no_placement_explains_is_reported_by_pod() -> None:
