@@ -107,13 +107,16 @@ def _turn(claim: Allocation, find_uid: Callable[[str], PodView | None]) -> int:
 
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
-    """Registers more replicas of a GPU if containers hold higher numbers than it offers: HAMi's plugin had another setting."""
-    ids = [text for entry in entries if entry.resource == "replica" for text in entry.device_ids]
+    """Registers more replicas of a GPU if containers hold higher numbers than it offers: HAMi's plugin had another setting. On a GPU that
+    offers none, only the replicas that gpumgr itself granted count: others may be ids of another plugin."""
+    entries = [entry for entry in entries if entry.resource == "replica"]
+    own = {text for entry in entries if entry.granted.gpus for text in entry.device_ids}
+    ids = [text for entry in entries for text in entry.device_ids]
     for container in (each for pod in listing.pods for each in listing.containers(pod).values()) if listing else ():
         ids += container.get(REPLICA_RESOURCE, ())
     for match in filter(None, map(_REPLICA.fullmatch, ids)):
         gpu, number = gpu_registry.by_uuid.get(match[1]), int(match[2])
-        if gpu is not None and 0 < gpu.replicas <= number:
+        if gpu is not None and gpu.replicas <= number and (gpu.replicas or match[0] in own):
             gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_mebibytes, number + 1)
     return gpu_registry
 

@@ -141,6 +141,16 @@ def test_replicas_that_hamis_plugin_offered_beyond_ours_are_adopted() -> None:
     assert adopted(ledger, listing=listing).problems == ("team/a (main): team/a (main) was granted no GPU",)
 
 
+def test_replicas_that_gpumgr_granted_are_adopted_although_the_node_offers_none_now() -> None:
+    ledger, (first, _) = with_replicas(0)
+    one = ledger.gpu_registry.by_uuid[first].name
+    granted = Granted(gpus={one: Amounts(20, 1000)})
+    own = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",), granted=granted)
+    other = KubeletEntry(uid="uid-b", container="main", resource="replica", device_ids=(f"{first}-4",))
+    (a,) = adopted(ledger, own, other).added
+    assert (a.uid, a.held("replica"), a.gpus) == ("uid-a", {one: 0b1000}, {one: Amounts(20, 1000)})
+
+
 @pytest.mark.parametrize(
     ("text", "replicas"), [("GPU-gone-3", 10), ("{}-1000", 10), ("{}", 10), ("{}::0", 10), ("{}-03", 10), ("{}-3", 0)]
 )
