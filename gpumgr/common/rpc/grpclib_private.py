@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 from grpclib.client import Channel
 from grpclib.const import Handler as Method
 from grpclib.protocol import Connection, EventsProcessor, H2Protocol
-from grpclib.protocol import Stream as HTTP2Stream
 from grpclib.server import Server, Stream
 from h2.connection import H2Connection
 from h2.events import RequestReceived
@@ -69,11 +68,6 @@ class OpenChannel(Channel):
 def transport_of(stream: ServerStream) -> Transport:
     """The connection of a running call."""
     return stream.peer._transport
-
-
-def http2_of(stream: ServerStream) -> HTTP2Stream:
-    """The HTTP/2 stream of a running call."""
-    return stream._stream
 
 
 def h2_of(connection: Connection) -> H2Connection:

@@ -153,7 +153,7 @@ class GpuDisplay:
 
 def answer_of(message_type: type[Answer], message: Mapping[str, Any]) -> Answer:
     """The generated message from plain data, such as the result of `usage_message`."""
-    answer: Answer = message_type().from_dict(_as_utf8(message))
+    answer: Answer = message_type().from_dict(message)
     return answer
 
 
@@ -163,19 +163,6 @@ def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:
         await stream.send_message(answer())
 
     return serve
-
-
-def _as_utf8(value: Any) -> Any:
-    """The same data with `?` for every character that UTF-8 can't hold: texts of pods may contain lone surrogates."""
-    match value:
-        case str():
-            return value.encode(errors="replace").decode()
-        case Mapping():
-            return {_as_utf8(key): _as_utf8(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_as_utf8(each) for each in value]
-        case _:
-            return value
 
 
 class DisplayServer:

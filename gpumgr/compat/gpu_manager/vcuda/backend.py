@@ -16,7 +16,6 @@ from gpumgr.common.proc import environment
 from gpumgr.common.units import Resource
 from gpumgr.common.unix_socket import path_problem
 from gpumgr.compat.gpu_manager.vcuda import files
-from gpumgr.compat.gpu_manager.vcuda.files import MOST_PIDS
 from gpumgr.compat.gpu_manager.vcuda.registration import ContainerOf, HasMounted, RegistrationService
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, PidsOf
 from gpumgr.enforcement.backend import Backend, BackendName, finding, listed
@@ -202,7 +201,7 @@ class VcudaBackend(Backend):
 
 def _findings(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> list[Finding]:
     """Reads files of processes: call it on a thread."""
-    return [finding for slot, running in known for finding in (_unregistered(slot, running), _too_many(running)) if finding]
+    return [finding for slot, running in known if (finding := _unregistered(slot, running)) is not None]
 
 
 def _unregistered(slot: ContainerSlot, running: RunningContainer) -> Finding | None:
@@ -214,14 +213,3 @@ def _unregistered(slot: ContainerSlot, running: RunningContainer) -> Finding | N
         "its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must contain no libcuda.so.1 of its own"
     )
     return finding(running.tenant, "unregistered", message)
-
-
-def _too_many(running: RunningContainer) -> Finding | None:
-    if (count := len(running.pids)) <= MOST_PIDS:
-        return None
-    message = (
-        f"{running.tenant.describe()} has {count} processes and pids.config holds {MOST_PIDS}: processes that use the GPU come first, then "
-        f"the lowest pids; the memory of the other {count - MOST_PIDS} is not counted if they use the GPU. Run fewer processes in "
-        "one container"
-    )
-    return finding(running.tenant, "broken", message)

@@ -1,10 +1,10 @@
 """The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it when a process is about to use CUDA for the
 first time.
 
-Invariants: the caller is identified by the socket and the kernel; the ids in the message are not trusted. The kernel gives the pid of the
-calling process, and the process's cgroup shows its container, which is compared with the names that the kubelet gave. If a name is
-missing on either side (for example of an init container without an API server), the process must have the allocation's folder among its
-mounts. Bad input gets a gRPC status with a sentence, and the server continues.
+Invariants: the caller is identified by the socket and the kernel; the message is not read. The kernel gives the pid of the calling
+process, and the process's cgroup shows its container, which is compared with the names that the kubelet gave. If a name is missing on
+either side (for example of an init container without an API server), the process must have the allocation's folder among its mounts. A
+refusal is a gRPC status with a sentence. The listener limits the bytes of a connection.
 """
 
 import asyncio
@@ -22,9 +22,8 @@ from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
 
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.rpc import wire
-from gpumgr.common.rpc.grpclib_private import http2_of, transport_of
-from gpumgr.compat.gpu_manager.vcuda.files import BUS_ID_BYTES, CONTAINER_NAME_BYTES, POD_UID_BYTES
+from gpumgr.common.rpc.grpclib_private import transport_of
+from gpumgr.common.rpc.unix_server import receive
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, RegistrationBatches
 from gpumgr.enforcement.container_processes import has_mounted
 from gpumgr.ledger.gpu_share import GpuShare
@@ -34,18 +33,9 @@ from gpumgr.ledger.usage.node_use import Container
 _log = structlog.get_logger(__name__)
 
 ROUTE: Final = "/vcuda.VCUDAService/RegisterVDevice"
-MOST_REQUEST_BYTES: Final = 16 * 1024
 _CONTAINER_TIMEOUT_SECONDS: Final = 5.0
 #: `struct ucred` of unix(7): pid, uid and gid.
 _CREDENTIALS: Final = struct.Struct("3i")
-#: Field number -> name and longest value in bytes. vcuda.config has no container id, so its limit here is that of a name.
-_FIELDS: Final[Mapping[int, tuple[str, int]]] = {
-    1: ("bus_id", BUS_ID_BYTES),
-    2: ("pod_uid", POD_UID_BYTES),
-    3: ("container_name", CONTAINER_NAME_BYTES),
-    4: ("container_id", CONTAINER_NAME_BYTES),
-}
-
 #: The container of a process (host pid); None if it is in no container. The container has no name while the runtime is not available.
 #: Raises GpumgrError if it can't be determined.
 ContainerOf = Callable[[int], Awaitable[Container | None]]
@@ -104,7 +94,7 @@ class RegistrationService:
 
     async def _answer(self, stream: Any) -> None:
         peer = peer_of(stream)
-        check_request(await _receive(stream))
+        await receive(stream)
         slot = self._slots.get(peer.allocation)
         if slot is None:
             raise GRPCError(Status.NOT_FOUND, f"no container has the allocation {peer.allocation}")
@@ -182,36 +172,3 @@ def peer_of(stream: Any) -> Peer:
         raise GRPCError(Status.CANCELLED, "the caller disconnected") from error
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Peer(allocation=path.parent.name, pid=pid, uid=uid)
-
-
-def check_request(request: bytes) -> None:
-    """Checks a VDeviceRequest; its fields are not used otherwise. Raises GRPCError for a malformed request and for long names."""
-    found: dict[int, list[str]] = {number: [""] for number in _FIELDS}
-    try:
-        wire.scan(request, 0, len(request), found)
-    except wire.WireError as error:
-        raise GRPCError(Status.INVALID_ARGUMENT, f"gpumgr can't read this request: {error}") from error
-    for number, (name, most) in _FIELDS.items():
-        if (size := len(found[number][-1].encode())) > most:
-            raise GRPCError(Status.INVALID_ARGUMENT, f"{name} has {size} bytes and may have {most}")
-
-
-async def _receive(stream: Any) -> bytes:
-    """Reads the request; checks the size in the frame before it reads so many bytes. Raises GRPCError.
-
-    grpclib itself would collect any length that a frame announces. A frame begins with one byte for the compression and four bytes for
-    the size.
-    """
-    raw = http2_of(stream)
-    try:
-        head = await raw.recv_data(5) or b"\0\0\0\0\0"
-        if head[0]:
-            raise GRPCError(Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages")
-        if (size := int.from_bytes(head[1:], "big")) > MOST_REQUEST_BYTES:
-            raise GRPCError(Status.RESOURCE_EXHAUSTED, f"a request of {size} bytes is above the limit of {MOST_REQUEST_BYTES}")
-        request: bytes = await raw.recv_data(size)
-        if len(request) < size:
-            raise EOFError
-    except (AssertionError, EOFError) as error:
-        raise GRPCError(Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame") from error
-    return request

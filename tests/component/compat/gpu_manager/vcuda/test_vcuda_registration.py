@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -13,14 +12,12 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import RunningContainer
-from gpumgr.common.rpc import wire
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.ledger.usage.node_use import Container
 from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, register, run, stub
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
 FLAT = {"bus_id": "0000:18:00.0", "pod_uid": TENANT.pod_uid, "container_name": "main"}
 BY_ID = {"bus_id": "", "pod_uid": TENANT.pod_uid, "container_id": CONTAINER.id}
 OTHER = replace(CONTAINER, id="f0" * 32, pod=("demo", "thief"), pod_uid="another", name="main")
@@ -106,29 +103,8 @@ async def test_a_process_in_no_container_is_refused(node: Node, client: Path) ->
 async def test_names_in_the_message_do_not_change_the_registered_container(node: Node, backend: VcudaBackend) -> None:
     async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
         await stub(channel).RegisterVDevice(api.VDeviceRequest(pod_uid="another", container_name="thief"))
-    assert backend.registrations == {"ok": 1}
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(
-    ("data", "code", "sentence"),
-    [
-        (b"\xff\xff\xff", INVALID, "can't read this request"),
-        (wire.field(2, b"\xff\xfe"), INVALID, "not UTF-8"),
-        (wire.field(1, b"b" * 16), INVALID, "bus_id has 16 bytes and may have 15"),
-        (wire.field(2, b"u" * 48), INVALID, "pod_uid has 48 bytes and may have 47"),
-        (wire.field(3, b"c" * 4096), INVALID, "container_name has 4096 bytes and may have 4095"),
-        (b"\x22" + b"x" * 20_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 20001 bytes is above the limit of 16384"),
-        (b"x" * 3_000_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 3000000 bytes"),
-    ],
-)
-async def test_bad_messages_get_a_status(node: Node, client: Path, data: bytes, code: grpc.StatusCode, sentence: str) -> None:
-    async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
-        call: Any = channel.unary_unary("/vcuda.VCUDAService/RegisterVDevice")
-        with pytest.raises(grpc.aio.AioRpcError, match=sentence) as caught:
-            await call(data)
-    assert caught.value.code() is code
-    assert (await register(client, node.socket)).status == 0
+        await channel.unary_unary("/vcuda.VCUDAService/RegisterVDevice")(b"\xff\xff\xff")
+    assert backend.registrations == {"ok": 2}
 
 
 @pytest.mark.usefixtures("backend")
@@ -137,7 +113,7 @@ async def test_bad_messages_get_a_status(node: Node, client: Path, data: bytes, 
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         bytes(range(256)) * 40,
-        PREFACE + b"\xff" * 300_000,  # one frame of 16 MiB
+        PREFACE + b"\xff" * 300_000,  # one frame of 16 MiB, above the limit of a connection
         PREFACE + b"\0\0\x04\x01\x05\0\0\0\x01\x40\x01\xfe\x00",  # a header's name that is no ASCII
         PREFACE + b"\0\0\x01\x01\x05\0\0\0\x01\x83",  # a request without a path
     ],
@@ -210,16 +186,6 @@ async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: Vcuda
         for process in (parent, other):
             process.kill()
             await process.communicate()
-
-
-async def test_too_many_processes_are_reported(node: Node, backend: VcudaBackend) -> None:
-    node.pids = set(range(10, 1510))
-    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)))
-    await backend.adjust([replace(running, gpu_pids=frozenset({1509}))])
-    assert node.listed() == (*range(10, 1033), 1509)
-    (finding,) = await backend.observe([running])
-    assert finding.code == "broken"
-    assert "1500 processes and pids.config holds 1024" in finding.message
 
 
 async def test_an_image_with_a_newer_cuda_is_reported(node: Node, backend: VcudaBackend) -> None:

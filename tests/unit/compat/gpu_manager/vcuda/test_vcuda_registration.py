@@ -77,20 +77,17 @@ class Desk:
 
 
 class Call:
-    """A gRPC call with these bytes, from a process with this pid, as grpclib hands it to a method."""
+    """A gRPC call from a process with this pid, as grpclib hands it to a method."""
 
-    def __init__(self, pid: int, data: bytes = bytes(5), folder: str = TENANT.allocation) -> None:
+    def __init__(self, pid: int, folder: str = TENANT.allocation) -> None:
         credentials = SimpleNamespace(getsockopt=lambda *_: struct.pack("3i", pid, 1000, 1000))
         self.peer = SimpleNamespace(
             _transport=SimpleNamespace(get_extra_info={"socket": credentials, "sockname": f"/x/{folder}/s"}.get)
         )
-        self._stream = self
-        self._data = data
         self.sent: list[bytes] = []
 
-    async def recv_data(self, size: int) -> bytes:
-        data, self._data = self._data[:size], self._data[size:]
-        return data
+    async def recv_message(self) -> bytes:
+        return b""
 
     async def send_message(self, message: bytes) -> None:
         self.sent.append(message)
@@ -165,17 +162,6 @@ async def test_a_bug_is_an_answer_too() -> None:
 
     status, sentence = await status_of(Call(4712), Desk(), breaks)
     assert (status, sentence) == (Status.INTERNAL, "gpumgr failed (KeyError: 'bug'); its log has the details")
-
-
-@pytest.mark.parametrize(
-    ("data", "status", "sentence"),
-    [
-        (b"\1\0\0\0\1x", Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages"),
-        (b"\0\0\0\0\5xy", Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame"),
-    ],
-)
-async def test_frames_are_checked_first(data: bytes, status: Status, sentence: str) -> None:
-    assert await status_of(Call(1, data), Desk()) == (status, sentence)
 
 
 class Slot:
