@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -39,8 +38,6 @@ class PodCache:
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
         self._annotations: dict[str, Mapping[str, str]] = {}
-        #: Pod -> the futures that wait for it, with the UID that each waits for (None: any).
-        self._waiting: defaultdict[PodKey, dict[asyncio.Future[PodView], str | None]] = defaultdict(dict)
         self._listeners: list[OnChange] = []
         self._changed = asyncio.Event()
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
@@ -91,23 +88,12 @@ class PodCache:
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
         """Returns the pod as soon as it is in the cache, or None after the timeout. With `uid`, only the pod with this UID is returned;
         otherwise only a pod that has not ended, since an earlier pod may have had the same name."""
-        known = self.get(pod)
-        if known is not None and not _is_meant(known, uid):
-            known = None
-        if known is not None or timeout_seconds <= 0:
-            return known
-        waiter: asyncio.Future[PodView] = asyncio.get_running_loop().create_future()
-        waiters = self._waiting[pod]
-        waiters[waiter] = uid
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                return await waiter
-        except TimeoutError:
-            return None
-        finally:
-            del waiters[waiter]
-            if not self._waiting[pod]:
-                del self._waiting[pod]
+                while (known := self.get(pod)) is None or (known.ended if uid is None else known.uid != uid):
+                    await self._changed.wait()
+                return known
+        return None
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
         """Returns once these pods have ended or are deleted, or after the timeout."""
@@ -146,17 +132,10 @@ class PodCache:
         if after is not None:
             self._by_uid[after.uid] = after
             self._by_key[after.key] = after
-            for waiter, uid in self._waiting.get(after.key, {}).items():
-                if not waiter.done() and _is_meant(after, uid):
-                    waiter.set_result(after)
         self._changed.set()
         self._changed = asyncio.Event()
         for listener in self._listeners:
             listener(before, after)
-
-
-def _is_meant(view: PodView, uid: str | None) -> bool:
-    return not view.ended if uid is None else view.uid == uid
 
 
 class _Known(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -14,8 +15,8 @@ from gpumgr.enforcement.mps.grace_periods import ClientsOfPods, GracePeriods
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.decisions import DecisionReporter
-from gpumgr.kube.publisher.hami import RegisterReporter
-from gpumgr.kube.publisher.node_reporter import InventoryReporter, NodeReporter, NodeReports
+from gpumgr.kube.publisher.hami import register
+from gpumgr.kube.publisher.node_reporter import InventoryReporter, NodeReporter, report_node
 from gpumgr.kube.publisher.objects import waits_for_deletion
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.node.components import Components
@@ -102,13 +103,11 @@ class ApiSide:
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
         self.node = NodeReporter(self.publisher)
         self.apply(components.settings.kubernetes)
-        reports = NodeReports(
-            components.read_model.report, {"node_reporter": self.node.report, **self._annotation_reporters(components)}
-        )
+        reporters = {"node_reporter": self.node.report, **self._annotation_reporters(components)}
         daemons: dict[str, Callable[[], Awaitable[object]]] = {
             "publisher": self.publisher.run,
             "decision_reporter": self.decisions.run,
-            "node_reports": reports.run,
+            "node_reports": partial(report_node, components.read_model.report, reporters),
             "grace_periods": grace_periods.run,
         }
         tasks: list[asyncio.Task[None]] = [group.create_task(forever("pods", self.watch), name="pods")]
@@ -127,10 +126,9 @@ class ApiSide:
             enforcement=lambda: components.enforcement.limits.described,
             topology_manager=settings.kubelet.topology_manager_policy,
         )
-        reporters = {"inventory_reporter": inventory.report}
+        reporters: dict[str, Callable[[NodeReport], None]] = {"inventory_reporter": inventory.report}
         if "replica" in offered(settings) and settings.hami.scheduler != "none":
-            register = RegisterReporter(annotate, self.pods)
-            reporters["hami_register_reporter"] = register.report
+            reporters["hami_register_reporter"] = partial(register, annotate, self.pods)
         return reporters
 
     def apply(self, kubernetes: KubernetesSettings) -> None:

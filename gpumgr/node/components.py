@@ -3,7 +3,6 @@
 import contextlib
 import os
 import platform
-import re
 import secrets
 import time
 from collections import defaultdict
@@ -144,14 +143,6 @@ class Components:
         self.memory_watcher.apply(_over_limit(settings))
         self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)
         self.metrics.apply(settings.metrics)
-
-    def remove_orphans(self) -> None:
-        """Removes folders of allocations that were freed while no agent ran."""
-        known = self.agent_state.ledger.allocations
-        with contextlib.suppress(OSError):
-            for folder in os.listdir(self.settings.container.allocation_dir):
-                if re.fullmatch("[0-9a-f]{16}", folder) and folder not in known:
-                    self._remove_folder(folder)
 
     async def close(self) -> None:
         if self.display is not None:

@@ -183,7 +183,6 @@ async def _reconcile(components: Components) -> None:
     components.gone_gpus.restore(loaded.notes)
     await _keep_mig_devices(components, complete=complete and entries is not None)
     await components.enforcement.recover()
-    components.remove_orphans()
 
 
 async def _keep_mig_devices(components: Components, *, complete: bool) -> None:

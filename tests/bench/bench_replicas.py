@@ -4,21 +4,22 @@
 commit, from the decoded request to the answer. `vcuda_prefer` and `vcuda_allocate` are the same of vcuda pods, for each resource.
 
 `register` is one pass of the reporter for HAMi's scheduler after an allocation has changed, with all these pods; `inventory` that of the
-reporter for gpumgr's. `register_same` and `inventory_same`: the pass of the next second, when nothing has changed.
+reporter for gpumgr's.
 """
 
 import gc
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.kube.publisher.hami import RegisterReporter
+from gpumgr.kube.publisher.hami import register
 from gpumgr.kube.publisher.node_reporter import InventoryReporter
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.placement.pods import PodView
@@ -55,18 +56,18 @@ def passes(node: Stage) -> Mapping[str, list[float]]:
     def annotate(_key: str, value: str | None) -> None:
         written.append(value or "")
 
-    reporters: Mapping[str, RegisterReporter | InventoryReporter] = {
-        "register": RegisterReporter(annotate, pods),
-        "inventory": InventoryReporter(annotate, pods=pods, enforcement=lambda: "mps", topology_manager="none"),
+    inventory = InventoryReporter(annotate, pods=pods, enforcement=lambda: "mps", topology_manager="none")
+    reporters: Mapping[str, Callable[[NodeReport], None]] = {
+        "register": partial(register, annotate, pods),
+        "inventory": inventory.report,
     }
     assert len(state.ledger.allocations) == VCUDA_PODS + HAMI_PODS
     for each in changed:
         report = NodeReport(view=each)
         for name, reporter in reporters.items():
-            for what in (name, f"{name}_same"):
-                began = time.perf_counter()
-                reporter.report(report)
-                taken.setdefault(what, []).append(time.perf_counter() - began)
+            began = time.perf_counter()
+            reporter(report)
+            taken.setdefault(name, []).append(time.perf_counter() - began)
     return taken
 
 

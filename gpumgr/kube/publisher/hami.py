@@ -40,65 +40,61 @@ from gpumgr.placement.topology.devices import score_matrix
 _FINAL: Final = ("success", "failed")
 
 
-class RegisterReporter:
-    """Registers the node's GPUs for HAMi's scheduler."""
+def register(annotate: Callable[[str, str], None], pods: Pods, report: NodeReport) -> None:
+    """Registers the node's GPUs for HAMi's scheduler, once the GPUs and the pods of the node are known."""
+    snapshot = report.view.inventory.snapshot
+    if not snapshot.gpus or not pods.synced:
+        return
+    annotate(REGISTER, encode_register(_registered(report, pods)))
+    if len(snapshot.gpus) > 1:
+        annotate(SCORES, encode_scores([gpu.uuid for gpu in snapshot.gpus], score_matrix(snapshot.topology)))
 
-    def __init__(self, annotate: Callable[[str, str], None], pods: Pods) -> None:
-        self._annotate, self._pods = annotate, pods
 
-    def report(self, report: NodeReport) -> None:
-        """Publishes nothing before the GPUs and the pods of the node are known."""
-        snapshot = report.view.inventory.snapshot
-        if not snapshot.gpus or not self._pods.synced:
-            return
-        self._annotate(REGISTER, encode_register(self._gpus(report)))
-        if len(snapshot.gpus) > 1:
-            self._annotate(SCORES, encode_scores([gpu.uuid for gpu in snapshot.gpus], score_matrix(snapshot.topology)))
-
-    def _gpus(self, report: NodeReport) -> list[RegisteredGpu]:
-        view, registry = report.view, report.view.ledger.gpu_registry
-        closed, on_demand = view.node.out_of_service, view.node.mig_profiles
-        others = {key: each for key, each in view.ledger.allocations.items() if not self._of_hami(each)}
-        foreign = Ledger(gpu_registry=registry, allocations=others)
-        made = []
-        for name, gpu in view.inventory.gpus(registry).items():
-            # HAMi's scheduler counts what its own pods request, without what resizes have added.
-            growth = (each.grown_on(name) for each in view.ledger.on(name) if each.id not in others)
-            held = sum(growth, foreign.used(name))
-            memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
-            cores = max(0, CORES_PER_GPU - held.cores)
-            taken = sum(name in each.held("replica") for each in others.values())
-            profiles = [without_places(each, held.slices) for each in on_demand.get(name, ())]
-            offered = name not in closed and not (gpu.mig_enabled and not profiles)
-            replicas = view.inventory.replicas
-            count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
-            # Scaling has no meaning for MIG devices.
-            memory_scaling, core_scaling = (1.0, 1.0) if profiles else view.inventory.scaling
-            # HAMi's scheduler gives a GPU exclusively (100 cores) if 100 cores are left; the agent refuses that while another pod is on the
-            # GPU.
-            scaled = int(cores * core_scaling)
-            if any(not each.admin for each in foreign.on(name)):
-                scaled = min(scaled, CORES_PER_GPU - 1)
-            made.append(
-                RegisteredGpu(
-                    uuid=gpu.uuid,
-                    index=gpu.index,
-                    count=count,
-                    memory_mebibytes=int(memory * memory_scaling),
-                    cores=scaled,
-                    model=device_type(gpu.model),
-                    numa=max(0, gpu.numa_node or 0),
-                    mode="mig" if profiles else "hami-core",
-                    mig_profiles=registered_profiles(profiles),
-                    healthy=offered and memory > 0 and cores > 0 and count > 0,
-                )
+def _registered(report: NodeReport, pods: Pods) -> list[RegisteredGpu]:
+    view, registry = report.view, report.view.ledger.gpu_registry
+    closed, on_demand = view.node.out_of_service, view.node.mig_profiles
+    others = {key: each for key, each in view.ledger.allocations.items() if not _is_counted(each, pods)}
+    foreign = Ledger(gpu_registry=registry, allocations=others)
+    made = []
+    for name, gpu in view.inventory.gpus(registry).items():
+        # HAMi's scheduler counts what its own pods request, without what resizes have added.
+        growth = (each.grown_on(name) for each in view.ledger.on(name) if each.id not in others)
+        held = sum(growth, foreign.used(name))
+        memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
+        cores = max(0, CORES_PER_GPU - held.cores)
+        taken = sum(name in each.held("replica") for each in others.values())
+        profiles = [without_places(each, held.slices) for each in on_demand.get(name, ())]
+        offered = name not in closed and not (gpu.mig_enabled and not profiles)
+        replicas = view.inventory.replicas
+        count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
+        # Scaling has no meaning for MIG devices.
+        memory_scaling, core_scaling = (1.0, 1.0) if profiles else view.inventory.scaling
+        # HAMi's scheduler gives a GPU exclusively (100 cores) if 100 cores are left; the agent refuses that while another pod is on the
+        # GPU.
+        scaled = int(cores * core_scaling)
+        if any(not each.admin for each in foreign.on(name)):
+            scaled = min(scaled, CORES_PER_GPU - 1)
+        made.append(
+            RegisteredGpu(
+                uuid=gpu.uuid,
+                index=gpu.index,
+                count=count,
+                memory_mebibytes=int(memory * memory_scaling),
+                cores=scaled,
+                model=device_type(gpu.model),
+                numa=max(0, gpu.numa_node or 0),
+                mode="mig" if profiles else "hami-core",
+                mig_profiles=registered_profiles(profiles),
+                healthy=offered and memory > 0 and cores > 0 and count > 0,
             )
-        return made
+        )
+    return made
 
-    def _of_hami(self, allocation: Allocation) -> bool:
-        """Whether HAMi's scheduler counts the allocation."""
-        pod = find_pod(self._pods, allocation.pod, allocation.uid)
-        return pod is not None and pod.bound_by_hami
+
+def _is_counted(allocation: Allocation, pods: Pods) -> bool:
+    """Whether HAMi's scheduler counts the allocation."""
+    pod = find_pod(pods, allocation.pod, allocation.uid)
+    return pod is not None and pod.bound_by_hami
 
 
 class HamiBindings:

@@ -167,23 +167,17 @@ PATIENCE_SECONDS: Final = 15.0
 _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
-class NodeReports:
-    """The daemon: calls each of the reporters with the current state once a second. A bug of one reporter does not stop the other ones."""
-
-    def __init__(self, report: Callable[[], NodeReport], reporters: Mapping[str, Callable[[NodeReport], None]]) -> None:
-        self._report, self._reporters = report, reporters
-        self._bugs = {name: BugLog(name) for name in reporters}
-
-    async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
-        while True:
-            report = self._report()
-            for name, publish in self._reporters.items():
-                try:
-                    publish(report)
-                except Exception as error:
-                    self._bugs[name].record(error)
-            await asyncio.sleep(until_tick(REPORT_SECONDS))
+async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, Callable[[NodeReport], None]]) -> NoReturn:
+    """A daemon: calls each of the reporters with the current state once a second. A bug of one reporter does not stop the other ones."""
+    bugs = {name: BugLog(name) for name in reporters}
+    while True:
+        state = report()
+        for name, publish in reporters.items():
+            try:
+                publish(state)
+            except Exception as error:
+                bugs[name].record(error)
+        await asyncio.sleep(until_tick(REPORT_SECONDS))
 
 
 class NodeReporter:

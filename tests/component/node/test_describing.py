@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.kube.publisher.node_reporter import PATIENCE_SECONDS, NodeReporter, NodeReports
+from gpumgr.kube.publisher.node_reporter import PATIENCE_SECONDS, NodeReporter, report_node
 from gpumgr.kube.publisher.objects import Condition
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.quarantine import Quarantine
@@ -135,7 +135,7 @@ async def test_a_bug_of_one_reporter_does_not_stop_the_others() -> None:
         raise LookupError("a bug")
 
     with capture_logs() as logs:
-        daemon = asyncio.create_task(NodeReports(up, {"broken": broken, "sound": passed.put_nowait}).run())
+        daemon = asyncio.create_task(report_node(up, {"broken": broken, "sound": passed.put_nowait}))
         for _ in range(2):
             assert (await passed.get()).nvml_up
         daemon.cancel()

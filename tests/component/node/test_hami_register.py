@@ -12,7 +12,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import Amounts
 from gpumgr.kube.hami_formats import REGISTER, SCORES
-from gpumgr.kube.publisher.hami import RegisterReporter
+from gpumgr.kube.publisher.hami import register
 from gpumgr.ledger.ledger import Allocation, Resize
 from gpumgr.placement.pods import ResizeRequest
 from tests.component.stage.mig import MEBIBYTES as MIG_MEBIBYTES
@@ -34,7 +34,6 @@ class Node:
 
     def __post_init__(self) -> None:
         self.report = self.offering(view_of())
-        self.reporter = RegisterReporter(self._annotate, self.pods)
 
     def _annotate(self, key: str, value: str) -> None:
         if dict(self.written).get(key) != value:
@@ -48,7 +47,7 @@ class Node:
         """The keys that are written with this state."""
         self.report = self.offering(view_of(*allocations, **view))
         before = len(self.written)
-        self.reporter.report(self.report)
+        register(self._annotate, self.pods, self.report)
         return [key for key, _ in self.written[before:]]
 
     @property
@@ -127,7 +126,7 @@ def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:
 def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_free_places() -> None:
     node = Node(memory_scaling=2.0)
     node.report = node.offering(mig_view())
-    node.reporter.report(node.report)
+    register(node._annotate, node.pods, node.report)
     gpu = node.gpus[0]
     assert (gpu["mode"], gpu["count"], gpu["devmem"], gpu["devcore"], gpu["health"]) == ("mig", 7, MIG_MEBIBYTES, 100, True)
     profiles = {each["name"]: each for each in gpu["migProfiles"]}
@@ -136,7 +135,7 @@ def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_
         "placements": [{"start": 0, "size": 4}, {"start": 4, "size": 4}],
     }  # fmt: skip
     node.report = node.offering(mig_view(mig_blocked={uuid_of(0): 0b1111_0000}))
-    node.reporter.report(node.report)
+    register(node._annotate, node.pods, node.report)
     profiles = {each["name"]: each["placements"] for each in node.gpus[0]["migProfiles"]}
     assert (profiles["3g.40gb"], "7g.80gb" in profiles) == ([{"start": 0, "size": 4}], False)
     assert node.gpus[0]["count"] == 4
