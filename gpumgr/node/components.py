@@ -187,7 +187,7 @@ class Components:
     def _make_memory_watcher(self) -> MemoryLimitWatcher:
         owners = ProcessOwners(self.enforcement.containers, clock=time.monotonic, timeout_seconds=TIMEOUT_SECONDS)
         return MemoryLimitWatcher(
-            records=self.agent_state,
+            agent_state=self.agent_state,
             pods=self._pods,
             owners=owners,
             backends=self.enforcement.limits,

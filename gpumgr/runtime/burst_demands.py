@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
-import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.pods import find_pod, users
@@ -14,9 +13,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.usage.node_use import AllocationOnGpu
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
-from gpumgr.runtime.container_events import ContainerEvents, User
-
-log = structlog.get_logger(__name__)
+from gpumgr.runtime.container_events import ContainerEvents, Subject
 
 #: The reason in the pod's event if its annotation gpumgr.io/memory-limit is not used.
 IGNORED: Final = "GpuMemoryLimitIgnored"
@@ -33,8 +30,6 @@ class BurstDemands:
         self._pods, self._events, self._obstacle, self.allowed = pods, events, obstacle, False
         #: How much memory a pod may have above its requests, also by resizes (enforcement.max_growth_memory_mebibytes); 0: no maximum.
         self.most_mebibytes = 0
-        #: Allocation and user -> the reported reason.
-        self._ignored: dict[tuple[AllocationId, User], str] = {}
 
     def find(
         self, ledger: Ledger, gpus: Mapping[GpuName, Gpu], shares: Collection[AllocationId]
@@ -44,7 +39,7 @@ class BurstDemands:
         highest limit that one of them demands."""
         sizes = {name: gpu.memory_mebibytes for name, gpu in gpus.items()}
         limits, unknown = dict[AllocationOnGpu, int](), set[AllocationId]()
-        ignored = dict[tuple[AllocationId, User], str]()
+        ignored = dict[Subject, str]()
         for allocation in (ledger.allocations[name] for name in shares):
             found = {gpu: allocation.limits_on(gpu).memory_mebibytes for gpu in allocation.gpus if allocation.lent_on(gpu)}
             by_user = self._by_user(allocation)
@@ -56,16 +51,12 @@ class BurstDemands:
                 try:
                     wanted = self._wanted(ledger, share, view, sizes)
                 except ValueError as error:
-                    ignored[allocation.id, (view.key, view.uid, share.container)] = str(error)
+                    why = f"the annotation {MEMORY_LIMIT_ANNOTATION} is not used, and the request stays the limit: {error}"
+                    ignored[allocation.id, (view.key, view.uid, share.container)] = why
                 else:
                     found |= {gpu: max(mebibytes, found.get(gpu, 0)) for gpu, mebibytes in wanted.items()}
             limits |= {(allocation.id, gpu): mebibytes << 20 for gpu, mebibytes in found.items()}
-        for (name, user), why in ignored.items():
-            if self._ignored.get((name, user)) != why:
-                log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
-                sentence = f"the annotation {MEMORY_LIMIT_ANNOTATION} is not used, and the request stays the limit: {why}"
-                self._events.add_once(name, IGNORED, sentence, user=user)
-        self._ignored = ignored
+        self._events.report(IGNORED, ignored)
         return limits, unknown
 
     def can_burst(self, allocation: Allocation) -> bool:

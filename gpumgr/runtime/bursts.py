@@ -9,6 +9,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import is_share
+from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.burst import ContainerMemory, GpuMemory
@@ -19,7 +20,6 @@ from gpumgr.ledger.suspension import waits_for
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.burst_demands import BurstDemands
-from gpumgr.runtime.container_events import AgentRecords
 
 #: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
@@ -30,8 +30,8 @@ Shares = Mapping[AllocationId, GpuShare]
 class Bursts:
     """`slack_bytes`: a container that holds at most this much above its request prevents no start of another one."""
 
-    def __init__(self, records: AgentRecords, demands: BurstDemands) -> None:
-        self._records, self.demands, self.slack_bytes = records, demands, 0
+    def __init__(self, agent_state: AgentState, demands: BurstDemands) -> None:
+        self._agent_state, self.demands, self.slack_bytes = agent_state, demands, 0
         #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
         self._memories: Mapping[AllocationOnGpu, ContainerMemory] = {}
@@ -64,7 +64,7 @@ class Bursts:
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
         """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
-        gpus = self._records.inventory.gpus(ledger.gpu_registry)
+        gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
         limits, unknown = self.demands.find(ledger, gpus, shares)
         # While a container's pod is unknown, its use is its limit, so that it is not over its limit.
         limits |= {
@@ -72,7 +72,7 @@ class Bursts:
             for place, each in use.containers.items()
             if place[0] in unknown and each.memory_bytes and each.memory_bytes > (each.memory_request_bytes or 0)
         }
-        self._away = {a: each.memory_bytes for a, each in self._records.suspensions.items() if each.away}
+        self._away = {a: each.memory_bytes for a, each in self._agent_state.suspensions.items() if each.away}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
         self._memories = {
             place: ContainerMemory(
@@ -91,7 +91,7 @@ class Bursts:
         held = Counter[GpuName]()
         for place in self._above:
             held[place[1]] += self._memories[place].burst_bytes
-        await self._records.set_burst({gpu: -(-size >> 20) for gpu, size in held.items() if size})
+        await self._agent_state.set_burst({gpu: -(-size >> 20) for gpu, size in held.items() if size})
         if limits:
             uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
             shares, use = self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
@@ -116,7 +116,7 @@ class Bursts:
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container; while it is being
         suspended or resumed, at least what it had before that."""
-        moved = self._records.suspensions.get(allocation.id)
+        moved = self._agent_state.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
         if not (self.in_force.last_number or self.in_force.computed) and self._had_more(allocation, gpu, None):
@@ -133,7 +133,7 @@ class Bursts:
         self.in_force = replace(self.in_force, before_sample=self.in_force.now)
 
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
-        moving = [each.memory_bytes for each in self._records.suspensions.values() if each.needs_room]
+        moving = [each.memory_bytes for each in self._agent_state.suspensions.values() if each.needs_room]
         starting = {gpu for gpus in (*self._starting.values(), self.growing, *moving) for gpu in gpus}
         now = {gpu: self._memory(ledger, gpu).limits(starting=gpu in starting) for gpu in {gpu for _, gpu in self._above}}
         limited = dict(shares)
@@ -184,7 +184,7 @@ class Bursts:
         """Other containers on the GPU -> the bytes that their limits in force let them take beyond the larger of two amounts: what is set
         aside for them, and what they use."""
         reach = {}
-        for other in self._records.ledger.on(gpu):
+        for other in self._agent_state.ledger.on(gpu):
             if other.id != allocation.id and is_share(other):
                 memory = self._memories.get((other.id, gpu))
                 aside = other.held_on(gpu).most(other.guaranteed_on(gpu)).memory_mebibytes << 20
@@ -195,7 +195,7 @@ class Bursts:
 
     def _not_lowered(self, reach: Collection[AllocationId]) -> tuple[str, str] | None:
         """One of these containers, if its limit could not be lowered, and the reason."""
-        known = self._records.ledger.allocations
+        known = self._agent_state.ledger.allocations
         return next(((known[name].describe(), why) for name, why in self.in_force.now.obstacles.items() if name in reach), None)
 
     def _memory(self, ledger: Ledger, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
@@ -210,7 +210,7 @@ class Bursts:
         )
 
     def _others(self, allocation: Allocation, gpu: GpuName) -> GpuMemory:
-        return self._memory(self._records.ledger, gpu, but=allocation)
+        return self._memory(self._agent_state.ledger, gpu, but=allocation)
 
     def _may_lack_memory(self, allocation: Allocation, gpu: GpuName) -> bool:
         """Whether other containers may still take memory that the starting container needs."""
@@ -247,7 +247,7 @@ class Bursts:
 
     def others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
         """What the other containers on the GPU use, by their names, in bytes."""
-        known = self._records.ledger.allocations
+        known = self._agent_state.ledger.allocations
         return {known[name].describe(): each.used_bytes or 0 for name, each in self._others(allocation, gpu).containers.items()}
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
@@ -258,8 +258,8 @@ class Bursts:
             raise Refusal(
                 "conflict",
                 f"GPU {gpu} has {need_bytes - missing >> 20} MiB of memory left for the container, which needs {need_bytes >> 20} MiB: "
-                f"{self._records.ledger.allocations[holder].describe()} holds {burst_bytes >> 20} MiB above its request; the kubelet tries "
-                "again by itself",
+                f"{self._agent_state.ledger.allocations[holder].describe()} holds {burst_bytes >> 20} MiB above its request; the kubelet "
+                "tries again by itself",
             )
 
 

@@ -2,62 +2,37 @@
 enforcement backends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.history import History, about
-from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.history import about
 from gpumgr.agent.ports import Finding, FindingCode
+from gpumgr.agent.state import AgentState
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.suspension import Suspension, SuspensionsById
+from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodKey
 
 #: A pod's name and UID, and one of its containers.
 User = tuple[PodKey, str, str | None]
-
-
-class AgentRecords(Protocol):
-    """The agent's state, which is read, and its history, to which entries are added (gpumgr.agent.state.AgentState)."""
-
-    async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
-        """Sets how many MiB containers hold above their requests on each GPU, as measured."""
-        ...
-
-    async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
-        """Saves and applies a state; None: the container runs. Raises CheckpointError."""
-        ...
-
-    @property
-    def suspensions(self) -> SuspensionsById: ...
-
-    async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
-        """Commits the ledger and the history entries that `decide` returns. Raises CheckpointError; then nothing has changed."""
-        ...
-
-    @property
-    def ledger(self) -> Ledger: ...
-
-    @property
-    def inventory(self) -> Inventory: ...
-
-    @property
-    def history(self) -> History: ...
+#: An allocation, and the user that an event concerns instead of the allocation's first one.
+Subject = tuple[AllocationId, User | None]
 
 
 class ContainerEvents:
     """`containers` returns the containers that run on allocations: `pod_of` uses their pods if the ledger has no pod yet."""
 
-    def __init__(self, records: AgentRecords, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
-        self._records, self._containers = records, containers
+    def __init__(self, agent_state: AgentState, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
+        self._agent_state, self._containers = agent_state, containers
+        #: What `report` got last, by the event's reason.
+        self._reported: dict[str, Mapping[Subject, str]] = {}
 
     def add(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
         """`reason` and `message` are the event's. `gpus` are the GPUs concerned; without them, all GPUs of the allocation."""
-        self._records.history.add(self._entry(allocation, reason, message, gpus))
+        self._agent_state.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
         """As `add`, unless the same entry is among the history's newest. `user`: the container that the event concerns instead of the
@@ -65,11 +40,19 @@ class ContainerEvents:
         entry = self._entry(allocation, reason, message, gpus)
         if user is not None:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])
-        self._records.history.add_unless_repeated(entry)
+        self._agent_state.history.add_unless_repeated(entry)
+
+    def report(self, reason: str, messages: Mapping[Subject, str]) -> None:
+        """Adds events with the messages that differ from those of the last call with this reason."""
+        before = self._reported.get(reason, {})
+        for (allocation, user), message in messages.items():
+            if before.get((allocation, user)) != message:
+                self.add_once(allocation, reason, message, user=user)
+        self._reported[reason] = messages
 
     def pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
         """Name and UID of the allocation's pod, from the ledger, else from the container runtime; None if unknown."""
-        holder, containers = self._records.ledger.allocations.get(allocation), self._containers().get(allocation, ())
+        holder, containers = self._agent_state.ledger.allocations.get(allocation), self._containers().get(allocation, ())
         if holder and holder.claim and containers and holder.uid not in {each.pod_uid for each in containers}:
             holder = None  # the ledger has the claim's first user, which has ended
         container = next(iter(containers), None)
@@ -78,7 +61,7 @@ class ContainerEvents:
         return (pod, uid) if pod and uid else None
 
     def _entry(self, allocation: AllocationId, reason: str, message: str, gpus: tuple[GpuName, ...]) -> HistoryEntry:
-        holder = self._records.ledger.allocations.get(allocation)
+        holder = self._agent_state.ledger.allocations.get(allocation)
         pod, uid = self.pod_of(allocation) or (None, None)
         entry = HistoryEntry(what="event", id=allocation, pod=pod, pod_uid=uid, gpus=gpus, why=message, code=reason)
         return about(holder, entry) if holder else entry

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from gpumgr.agent.container_starts import is_share, tenant_of
 from gpumgr.agent.pods import find_pod, undecided_resize
 from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
+from gpumgr.agent.state import AgentState
 from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
@@ -26,8 +27,7 @@ from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.burst_demands import BurstDemands
 from gpumgr.runtime.bursts import Bursts
-from gpumgr.runtime.container_events import OVER_LIMIT, AgentRecords, ContainerEvents, FindingsReporter
-from gpumgr.runtime.overcommitment import Overcommitment
+from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter
 from gpumgr.runtime.suspensions import Suspensions
@@ -94,7 +94,7 @@ class MemoryLimitWatcher:
     def __init__(
         self,
         *,
-        records: AgentRecords,
+        agent_state: AgentState,
         pods: Pods,
         owners: ProcessOwners,
         backends: Backends,
@@ -103,16 +103,15 @@ class MemoryLimitWatcher:
         over_limit: OverLimit,
         suspending: Parts,
     ) -> None:
-        self._records, self._owners, self._backends, self._clock = records, owners, backends, owners.clock
-        self._events = ContainerEvents(records, containers=lambda: owners.latest.containers)
+        self._agent_state, self._owners, self._backends, self._clock = agent_state, owners, backends, owners.clock
+        self._events = ContainerEvents(agent_state, containers=lambda: owners.latest.containers)
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter = meter
         self._shares, self._pods = _Shares(pods, self._events), pods
         demands = BurstDemands(pods, self._events, obstacle=backends.obstacle_to_burst)
-        self.bursts = Bursts(records, demands)
-        self.suspensions = Suspensions(records, pods, self._events, self.bursts, suspending, meter, clock=owners.clock)
+        self.bursts = Bursts(agent_state, demands)
+        self.suspensions = Suspensions(agent_state, pods, self._events, self.bursts, suspending, meter, clock=owners.clock)
         self.apply(over_limit)
-        self._overcommitment = Overcommitment(records, self._events)
         self._enforce = BackgroundCall("enforce_limits")
         #: Exists while a request for a resize is not decided.
         self._resizes: Resizes | None = None
@@ -132,40 +131,39 @@ class MemoryLimitWatcher:
     @property
     def use(self) -> NodeUse | None:
         """The latest evaluation, without containers that are gone; None before the first."""
-        return self._use.of(self._records.ledger.allocations) if self._use is not None else None
+        return self._use.of(self._agent_state.ledger.allocations) if self._use is not None else None
 
     @property
     def over(self) -> frozenset[AllocationOnGpu]:
         """The allocations, with the GPU, that are over their memory limit."""
-        known = self._records.ledger.allocations
+        known = self._agent_state.ledger.allocations
         return frozenset(place for place in self._limit_state.over if place[0] in known)
 
     def needs_process_utilization(self) -> bool:
         """True while any container shares a GPU: samples should then include the utilization of each process."""
-        return any(map(is_share, self._records.ledger.allocations.values()))
+        return any(map(is_share, self._agent_state.ledger.allocations.values()))
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     async def evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
         """Evaluates a sample that was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot,
         without processes that have ended."""
-        ledger = self._records.ledger
-        shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
+        ledger = self._agent_state.ledger
+        shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin(ledger, use)
         if await self._resize(ledger, use):
-            ledger = self._records.ledger
-            shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
+            ledger = self._agent_state.ledger
+            shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
             use = join(ledger, sample, ownership.owners, index=index)
         use = _with_turns(use, self._backends.turns())
         shares, use = await self.bursts.apply(ledger, shares, use, sample)
         self._use = use
         number = self.bursts.in_force.last_number
         await self.suspensions.evaluate(shares, use, ownership)
-        self._overcommitment.evaluate()
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
@@ -185,7 +183,7 @@ class MemoryLimitWatcher:
             from gpumgr.runtime.resizes import Resizes  # most agents never load the module
 
             obstacle = self._backends.obstacle_to_change
-            self._resizes = Resizes(self._records, self._pods, self.bursts, obstacle=obstacle, clock=self._clock)
+            self._resizes = Resizes(self._agent_state, self._pods, self.bursts, obstacle=obstacle, clock=self._clock)
         return await self._resizes.decide(ledger, use, most=self._rule.most)
 
     async def close(self) -> None:
@@ -195,7 +193,7 @@ class MemoryLimitWatcher:
 
     def _running(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse) -> Iterator[RunningContainer]:
         ownership = self._owners.latest
-        away = {name for name, each in self._records.suspensions.items() if not each.measured}
+        away = {name for name, each in self._agent_state.suspensions.items() if not each.measured}
         for allocation, tenant in shares.items():
             if not (containers := ownership.containers.get(allocation)):
                 continue
@@ -219,7 +217,7 @@ class MemoryLimitWatcher:
     ) -> None:
         """Calls `observe` before `adjust`, which corrects what `observe` must find. `number`: the number of the evaluation.
         `unknown`: allocations with containers that may run although the runtime has not listed them yet."""
-        self._findings.report(await self._backends.observe(running), self._records.ledger.allocations)
+        self._findings.report(await self._backends.observe(running), self._agent_state.ledger.allocations)
         obstacles = {**dict.fromkeys(unknown, _NOT_LISTED), **await self._backends.adjust(running)}
         self.bursts.enforced(Enforced(number=number, obstacles=obstacles, kept_bytes=self._backends.kept_bytes()))
 

@@ -12,6 +12,7 @@ import structlog
 from gpumgr.agent.history import about
 from gpumgr.agent.pods import undecided_resize
 from gpumgr.agent.ports import Pods
+from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts, Resource
 from gpumgr.ledger.history import RESIZED, HistoryEntry
@@ -20,7 +21,6 @@ from gpumgr.ledger.resize import Surroundings, Waits, decide, refused
 from gpumgr.ledger.usage.node_use import NodeUse
 from gpumgr.placement.pods import ResizeRequest
 from gpumgr.runtime.bursts import Bursts
-from gpumgr.runtime.container_events import AgentRecords
 
 log = structlog.get_logger(__name__)
 
@@ -35,22 +35,22 @@ class Resizes:
 
     def __init__(
         self,
-        records: AgentRecords,
+        agent_state: AgentState,
         pods: Pods,
         bursts: Bursts,
         *,
         obstacle: Callable[[tuple[str, ...], Resource], str | None],
         clock: Callable[[], float],
     ) -> None:
-        self._records, self._pods, self._bursts, self._obstacle, self._clock = records, pods, bursts, obstacle, clock
+        self._agent_state, self._pods, self._bursts, self._obstacle, self._clock = agent_state, pods, bursts, obstacle, clock
         #: Requests that wait for lower limits of other containers -> since which evaluation (its number) and since when.
         self._waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
 
     async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts) -> bool:
         """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
         containers of `ledger` use. `most`: how much a pod may have above its requests."""
-        gpus = self._records.inventory.gpus(ledger.gpu_registry)
-        moved = {name for name, each in self._records.suspensions.items() if not each.measured}
+        gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
+        moved = {name for name, each in self._agent_state.suspensions.items() if not each.measured}
         around = Surroundings(
             # For a suspended container the driver's figure is not the container's memory.
             used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
@@ -58,7 +58,7 @@ class Resizes:
             memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
             most=most,
             obstacle=self._obstacle,
-            away={name for name, each in self._records.suspensions.items() if each.away and each.asked_at is None},
+            away={name for name, each in self._agent_state.suspensions.items() if each.away and each.asked_at is None},
         )
         entries: list[HistoryEntry] = []
         waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
@@ -81,7 +81,7 @@ class Resizes:
             return now, entries
 
         try:
-            await self._records.change(decided)
+            await self._agent_state.change(decided)
         except CheckpointError as error:
             log.error(
                 "resize_not_saved",

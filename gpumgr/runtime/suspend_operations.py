@@ -11,6 +11,7 @@ import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Runs
+from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import RESUMED, SUSPENDED, HistoryEntry
@@ -19,7 +20,7 @@ from gpumgr.ledger.suspension import AGAIN_SECONDS, HostMemory, Moved, Suspensio
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.cgroups import Cgroups
-from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
+from gpumgr.runtime.container_events import ContainerEvents
 
 log = structlog.get_logger(__name__)
 
@@ -101,7 +102,7 @@ class SuspendOperations:
 
     def __init__(
         self,
-        records: AgentRecords,
+        agent_state: AgentState,
         events: ContainerEvents,
         bursts: Bursts,
         parts: Parts,
@@ -110,7 +111,7 @@ class SuspendOperations:
         measure: Measure,
         clock: Callable[[], float],
     ) -> None:
-        self._records, self._events, self._bursts, self._meter = records, events, bursts, meter
+        self._agent_state, self._events, self._bursts, self._meter = agent_state, events, bursts, meter
         self._parts, self._pages, self._measure, self._clock = parts, parts.pages, measure, clock
         self.again_at: dict[AllocationId, float] = {}
         #: Operation in progress -> when the reason for which it waits was reported last.
@@ -128,7 +129,7 @@ class SuspendOperations:
     async def _suspend(self, allocation: Allocation, begun: Suspension) -> None:
         name, since = allocation.id, self._clock()
         # If an earlier process of the agent began the suspension, processes may be stopped already.
-        fresh = self._records.suspensions.get(name) is not begun
+        fresh = self._agent_state.suspensions.get(name) is not begun
         await self._save(name, begun)
         if self._pages.hold_calls(name, hold=True):
             await asyncio.sleep(HOLD_SECONDS)
@@ -147,7 +148,7 @@ class SuspendOperations:
         elif moved.error is not None:
             await self._give_up(allocation, begun, moved.error, stopped=bool(moved.held) and not (fresh and moved.untouched))
         else:
-            await self._save(name, begun.to("suspended", self._records.history.now()))
+            await self._save(name, begun.to("suspended", self._agent_state.history.now()))
             self._meter.moved("suspend", self._clock() - since, begun.size_bytes)
             log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=begun.size_bytes)
             message = f"the container is suspended: {begun.size_bytes >> 20} MiB of its GPU memory are in the host's memory"
@@ -169,7 +170,7 @@ class SuspendOperations:
         """Ends a suspension. `stopped`: some processes may be stopped, so the container is resumed. Otherwise it runs on."""
         name = allocation.id
         if stopped:
-            now = self._records.history.now()
+            now = self._agent_state.history.now()
             await self._save(name, begun.to("resuming", now, reason=why, asked_at=now))
             return
         self._pages.hold_calls(name, hold=False)
@@ -187,11 +188,11 @@ class SuspendOperations:
             if not await self._wait(allocation, known, again_at):
                 return  # the next evaluation forgets the suspension
             if known.away:
-                known = known.to("resuming", self._records.history.now(), asked_at=known.asked_at)
+                known = known.to("resuming", self._agent_state.history.now(), asked_at=known.asked_at)
                 await self._save(name, known)
             since = self._clock()
             moved = await self._parts.move("resume", name, known)
-            now = self._records.history.now()
+            now = self._agent_state.history.now()
             failures += moved.error is not None and bool(moved.pids) and not moved.out_of_memory
             if moved.failed or failures == _MOST_FAILURES:
                 await self._fail(allocation, known, moved)
@@ -219,7 +220,7 @@ class SuspendOperations:
         """Waits until `again_at`, and then until the container is the next one in the queue of resumes, and there is room for its memory on
         the GPU. False: the container has ended."""
         lowered_at = self._clock() + _LOWER_SECONDS
-        while await self._runs(known) and allocation.id in self._records.ledger.allocations:
+        while await self._runs(known) and allocation.id in self._agent_state.ledger.allocations:
             if self._clock() >= again_at:
                 if (why := self._obstacle(allocation, known, lowers=self._clock() < lowered_at)) is None:
                     return True
@@ -232,8 +233,8 @@ class SuspendOperations:
         """What the resume waits for; None: nothing. `lowers`: see Bursts.obstacle_to_resume."""
         if not known.away:  # its processes may have their memory on the GPU already, so they can't wait for room
             return None
-        if (before := ahead(self._records.suspensions, allocation.id)) is not None:
-            holder = self._records.ledger.allocations.get(before)
+        if (before := ahead(self._agent_state.suspensions, allocation.id)) is not None:
+            holder = self._agent_state.ledger.allocations.get(before)
             return f"it waits for {holder.describe() if holder else before}, which is before it"
         return self._bursts.obstacle_to_resume(allocation, known.memory_bytes, lowers=lowers)
 
@@ -257,11 +258,11 @@ class SuspendOperations:
         if allocation.limits:  # its memory is oversubscribed
             text = f"the containers that work on the GPU do not fit at once: {allocation.describe()} waits ({why})"
             entry = HistoryEntry(what="gpu", code="overcommitted", gpus=tuple(known.memory_bytes), why=text)
-            self._records.history.add_unless_repeated(entry)
+            self._agent_state.history.add_unless_repeated(entry)
 
     async def _fail(self, allocation: Allocation, begun: Suspension, moved: Moved) -> None:
         reason = f"{moved.error or 'the driver reports a failed state'}; {_HOPELESS}"
-        await self._save(allocation.id, begun.to("failed", self._records.history.now(), reason=reason))
+        await self._save(allocation.id, begun.to("failed", self._agent_state.history.now(), reason=reason))
         self._pages.hold_calls(allocation.id, hold=False)
         log.error("suspension_failed", allocation=allocation.id, holder=allocation.describe(), reason=reason)
         self._events.add(allocation.id, FAILED, reason)
@@ -270,14 +271,14 @@ class SuspendOperations:
         """Saves a state, and tries again until the disk accepts it: the agent's next process must be able to repeat the following step."""
         while True:
             await self.save_once(name, suspension)
-            if self._records.suspensions.get(name) == suspension:
+            if self._agent_state.suspensions.get(name) == suspension:
                 return
             await asyncio.sleep(_SAVE_AGAIN_SECONDS)
 
     async def save_once(self, name: AllocationId, suspension: Suspension | None) -> None:
         """Saves a state. An error is only logged, since a later call saves the state again."""
         try:
-            await self._records.set_suspension(name, suspension)
+            await self._agent_state.set_suspension(name, suspension)
             self.changed.set()
         except CheckpointError as error:
             log.error("suspension_not_saved", allocation=name, error=str(error))

@@ -7,19 +7,23 @@ from typing import Final
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
+from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import wait_at_most
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.suspension import Activity, Suspension, Verb, activity, next_step, obstacle
+from gpumgr.ledger.suspension import Activity, Suspension, Verb, activity, next_step, obstacle, overcommitted, used_by
 from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
-from gpumgr.runtime.container_events import AgentRecords, ContainerEvents
+from gpumgr.runtime.container_events import ContainerEvents, Subject
 from gpumgr.runtime.process_owners import ProcessOwnership
 from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter, SuspendOperations
 
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
+#: Reason of the event of a pod with a container on a GPU with too little memory for its active containers.
+OVERCOMMITTED: Final = "GpuOvercommitted"
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
 
 
@@ -28,7 +32,7 @@ class Suspensions:
 
     def __init__(
         self,
-        records: AgentRecords,
+        agent_state: AgentState,
         pods: Pods,
         events: ContainerEvents,
         bursts: Bursts,
@@ -37,13 +41,12 @@ class Suspensions:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._records, self._pods, self._events, self._bursts = records, pods, events, bursts
+        self._agent_state, self._pods, self._events, self._bursts = agent_state, pods, events, bursts
         self._parts, self._pages, self._clock = parts, parts.pages, clock
-        self._operations = SuspendOperations(records, events, bursts, parts, meter, measure=self._measure, clock=clock)
+        self._operations = SuspendOperations(agent_state, events, bursts, parts, meter, measure=self._measure, clock=clock)
         #: The setting enforcement.suspend_when_idle_seconds.
         self.when_idle_seconds = 0.0
         self._activity: dict[AllocationId, Activity] = {}
-        self._refused: dict[AllocationId, str] = {}
         self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
         #: What containers use, and their processes, by the last sample.
         self._uses: Mapping[AllocationId, Sequence[ContainerUse]] = {}
@@ -61,29 +64,27 @@ class Suspensions:
         await self._forget_ended()
         await self._adopt(shares)
         again_at, now = self._operations.again_at, self._clock()
-        for name in again_at.keys() - self._records.ledger.allocations.keys():
+        for name in again_at.keys() - self._agent_state.ledger.allocations.keys():
             del again_at[name]
-        moved = {name for name, each in self._records.suspensions.items() if not each.measured}
+        moved = {name for name, each in self._agent_state.suspensions.items() if not each.measured}
         # The idle time of a suspended container begins when it is resumed.
         before = {name: each for name, each in self._activity.items() if name not in moved}
         self._activity = {name: activity(before.get(name), uses, now) for name, uses in self._uses.items() if uses}
-        refused = dict[AllocationId, str]()
+        refused = dict[Subject, str]()
         for name in shares:
-            if name in self._tasks or name not in self._records.ledger.allocations:
+            if name in self._tasks or name not in self._agent_state.ledger.allocations:
                 continue
             if (why := await self._decide(name)) and name in ownership.containers:  # it runs
-                refused[name] = why
-        for name, why in refused.items():
-            if self._refused.get(name) != why:
-                self._events.add_once(name, REFUSED, f"the container is not suspended: {why}")
-        self._refused = refused
+                refused[name, None] = f"the container is not suspended: {why}"
+        self._events.report(REFUSED, refused)
+        report_overcommitted(self._agent_state, self._events)
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare]) -> None:
         """Resumes containers that have no saved state although their pages hold their calls: the checkpoint was lost. Each may need the
         memory that its library counts or, without such a count, what it was granted. A container that has memory on the GPU does not wait
         for free memory."""
         for name, share in shares.items():
-            if name in self._records.suspensions or name in self._tasks or not self._pages.holds_calls(name):
+            if name in self._agent_state.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue
             if started := await asyncio.to_thread(self._parts.start_times, self._ownership.pids.get(name, ())):
                 counted = {
@@ -93,7 +94,7 @@ class Suspensions:
                     state="resuming" if any(each.memory_bytes for each in self._uses[name]) else "suspended",
                     processes=tuple(started.items()),
                     memory_bytes={gpu.name: counted.get(gpu.name) or gpu.memory_bytes or 0 for gpu in share.gpus},
-                    since=self._records.history.now(),
+                    since=self._agent_state.history.now(),
                 )
                 await self._operations.save_once(name, lost.asked(lost.since))
 
@@ -101,9 +102,9 @@ class Suspensions:
         """Resumes suspended containers that ask for it, until cancelled."""
         while True:
             self._operations.changed.clear()
-            away = [(name, known) for name, known in self._records.suspensions.items() if known.away]
+            away = [(name, known) for name, known in self._agent_state.suspensions.items() if known.away]
             for name, known in away:
-                allocation = self._records.ledger.allocations.get(name)
+                allocation = self._agent_state.ledger.allocations.get(name)
                 if allocation and name not in self._tasks and self._pages.asks_for_resume(name):
                     self._begin_resume(allocation, known)
             await wait_at_most(self._operations.changed, POLL_SECONDS if away else None)
@@ -116,7 +117,7 @@ class Suspensions:
 
     async def _forget_ended(self) -> None:
         """Drops the states of containers that have ended, or were started again."""
-        known = {name: each for name, each in self._records.suspensions.items() if name not in self._tasks}
+        known = {name: each for name, each in self._agent_state.suspensions.items() if name not in self._tasks}
         if not known:
             return
         over = await asyncio.to_thread(
@@ -124,13 +125,13 @@ class Suspensions:
                 name for name, each in known.items() if each.state != "running" and not any(map(self._parts.runs, each.processes))
             ]
         )
-        for name in {*over, *(known.keys() - self._records.ledger.allocations.keys())} - self._tasks.keys():
+        for name in {*over, *(known.keys() - self._agent_state.ledger.allocations.keys())} - self._tasks.keys():
             self._pages.hold_calls(name, hold=False)  # a container that was started again can have the same page
             await self._operations.save_once(name, None)
 
     async def _decide(self, name: AllocationId) -> str | None:
         """Begins the next step for the container, if any. Returns why the container is not suspended, if its pod demands a suspension."""
-        allocation, known = self._records.ledger.allocations[name], self._records.suspensions.get(name)
+        allocation, known = self._agent_state.ledger.allocations[name], self._agent_state.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         uses, worked, now = self._uses[name], self._activity.get(name), self._clock()
         step, why = next_step(view, known, uses, worked, now=now, default_seconds=self.when_idle_seconds)
@@ -148,7 +149,7 @@ class Suspensions:
 
     def _one_is_suspended_now(self) -> bool:
         """Whether a suspension is in progress. Only one runs at a time, since each changes what the host has left for the next one."""
-        suspending = any(each.state == "suspending" for each in self._records.suspensions.values())
+        suspending = any(each.state == "suspending" for each in self._agent_state.suspensions.values())
         return suspending or any(task.get_name() == "suspend" for task in self._tasks.values())
 
     async def _begin_suspension(self, allocation: Allocation, *, demanded: bool) -> str | None:
@@ -167,7 +168,7 @@ class Suspensions:
             processes=tuple(started.items()),
             required=tuple(sorted(on_gpus & started.keys())),
             memory_bytes=sizes,
-            since=self._records.history.now(),
+            since=self._agent_state.history.now(),
         )
         self._start("suspend", allocation, begun)
         return None
@@ -179,7 +180,7 @@ class Suspensions:
         why = obstacle(
             allocation,
             uses,
-            driver_version=self._records.inventory.snapshot.driver_version,
+            driver_version=self._agent_state.inventory.snapshot.driver_version,
             machine=self._parts.machine,
             host=await asyncio.to_thread(self._parts.memory_left, containers),
             pods=len({container.pod_uid for container in containers}),
@@ -188,7 +189,7 @@ class Suspensions:
         return why or {use.gpu: use.memory_bytes for use in uses if use.memory_bytes is not None}
 
     def _begin_resume(self, allocation: Allocation, known: Suspension) -> None:
-        self._start("resume", allocation, known.asked(self._records.history.now()))
+        self._start("resume", allocation, known.asked(self._agent_state.history.now()))
 
     def _start(self, verb: Verb, allocation: Allocation, suspension: Suspension) -> None:
         work = self._operations.run(verb, allocation, suspension)
@@ -198,3 +199,25 @@ class Suspensions:
 def _uses(share: GpuShare, use: NodeUse) -> Sequence[ContainerUse]:
     places = ((share.allocation, gpu.name) for gpu in share.gpus)
     return [use.containers[place] for place in places if place in use.containers]
+
+
+def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> None:
+    """Reports GPUs with too little memory for their active containers, because it is granted more than once (hami.device_memory_scaling).
+
+    A container is active unless it is suspended. What counts is how much the active containers may use, not how much they use: beyond the
+    GPU's memory, an allocation of any of them can fail although it is within the container's limit."""
+    ledger, messages = agent_state.ledger, dict[Subject, str]()
+    for name, gpu in agent_state.inventory.gpus(ledger.gpu_registry).items():
+        active = overcommitted(ledger.on(name), agent_state.suspensions, name, gpu.memory_mebibytes)
+        limits = {each.id: each.limits_on(name).memory_mebibytes for each in active}
+        if active:
+            text = (
+                f"the containers that are not suspended may use {sum(limits.values())} MiB of memory together, and the GPU has "
+                f"{gpu.memory_mebibytes}: allocations can fail until idle ones are suspended (annotation gpumgr.io/suspend-when-idle)"
+            )
+            agent_state.history.add_unless_repeated(HistoryEntry(what="gpu", code="overcommitted", gpus=(name,), why=text))
+        for each in active:
+            others = used_by({a.describe(): limits[a.id] << 20 for a in active if a is not each})
+            why = f"allocations within the container's limit can fail: GPU {name} has too little memory for it and for {others}"
+            messages[each.id, None] = why
+    events.report(OVERCOMMITTED, messages)

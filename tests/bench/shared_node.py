@@ -94,7 +94,7 @@ class SharedNode:
         )
         owners = ProcessOwners(self.containers, clock=self.clock, timeout_seconds=TIMEOUT_SECONDS)
         self.memory_watcher = MemoryLimitWatcher(
-            records=self.agent_state,
+            agent_state=self.agent_state,
             pods=self.pods,
             owners=owners,
             backends=self.limits,

@@ -247,7 +247,7 @@ class Agent:
         self.state.restore_suspensions(gpu.notes)
         runtime = MemoryRuntime()
         self.watcher = MemoryLimitWatcher(
-            records=self.state,
+            agent_state=self.state,
             pods=gpu.pods,
             owners=ProcessOwners(runtime, clock=clock, timeout_seconds=0.5),
             backends=gpu,

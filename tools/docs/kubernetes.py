@@ -33,10 +33,10 @@ from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.burst_demands import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT
 from gpumgr.runtime.memory_limit_watcher import EVICTED
-from gpumgr.runtime.overcommitment import OVERCOMMITTED
 from gpumgr.runtime.resizes import REFUSED
 from gpumgr.runtime.suspend_operations import FAILED, WAITS
 from gpumgr.runtime.suspend_operations import REFUSED as SUSPEND_REFUSED
+from gpumgr.runtime.suspensions import OVERCOMMITTED
 from tools.docs.markdown import code, table
 
 #: What has the annotation and who writes it -> the keys of a row, its meaning.

@@ -36,7 +36,6 @@ _ROWS: Final = {
     "allocation_not_adopted": "Kubelet and ledger contradict each other (`problem`). Delete that pod.",
     "allocation_renamed": "Ledger and kubelet named different containers for the allocation; the ledger now has the kubelet's.",
     "placement_ignored": "A pod's annotation `gpumgr.io/placement` is invalid or about another node; the agent chose its GPUs.",
-    "memory_limit_ignored": "A pod's annotation `gpumgr.io/memory-limit` is not used (`reason`). Its request is enforced.",
     "container_suspended": "The GPU memory of a container was moved to the host's memory.",
     "container_resumed": "The memory of a suspended container is on its GPU again.",
     "suspend_failed": (

@@ -1,20 +1,22 @@
 """MemoryLimitWatcher and in-memory implementations of its ports."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Eviction, Finding, RunningContainer
+from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CriError
-from gpumgr.common.units import GpuName, Process, Resource
+from gpumgr.common.units import Process, Resource
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, SuspensionsById, Verb
+from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import NodeSample
@@ -25,32 +27,20 @@ from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.web.metrics.pictures import view_of
 
 
-@dataclass
-class MemoryState:
-    ledger: Ledger
-    inventory: Inventory
-    history: History = field(default_factory=lambda: History(MemoryCheckpoint(), wall_clock=lambda: 7.0))
-    before_change: Callable[[], None] = lambda: None
+class RecordingState(AgentState):
+    """`saved`: all states of suspensions that were saved, in order."""
 
-    suspensions: SuspensionsById = field(default_factory=dict)
-    #: All states that were saved, in order.
-    saved: list[tuple[AllocationId, State | None]] = field(default_factory=list)
+    def __init__(self, ledger: Ledger, inventory: Inventory, clock: Clock) -> None:
+        self.checkpoint, self.saved = MemoryCheckpoint(), list[tuple[AllocationId, State | None]]()
+        lists = DeviceListPublisher(lambda _: None, clock=clock)
+        super().__init__(
+            ledger, checkpoint=self.checkpoint, device_lists=lists, runs=lambda _: False, clock=clock, inventory=inventory
+        )
+        self.history = History(self.checkpoint, wall_clock=lambda: 7.0)
 
     async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
-        others = {name: each for name, each in self.suspensions.items() if name != allocation}
-        self.suspensions = others if suspension is None else {**others, allocation: suspension}
+        await super().set_suspension(allocation, suspension)
         self.saved.append((allocation, None if suspension is None else suspension.state))
-
-    async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
-        self.inventory = replace(self.inventory, burst_mebibytes=mebibytes)
-
-    async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
-        """`before_change` may raise, as a checkpoint does."""
-        ledger, entries = decide(self.ledger)
-        self.before_change()
-        self.ledger = ledger.check()
-        for entry in entries:
-            self.history.add(entry)
 
 
 @dataclass
@@ -235,16 +225,17 @@ class Node:
 
     def __init__(self, *allocations: Allocation, evict: bool = False, standalone: bool = False, samples: int = 3) -> None:
         view = view_of(*allocations)
-        self.agent_state = MemoryState(view.ledger, view.inventory)
+        self.clock = Clock()
+        self.agent_state = RecordingState(view.ledger, view.inventory, self.clock)
         self.pods, self.runtime, self.backends = MemoryPods(), MemoryRuntime(), MemoryBackends()
-        self.publisher, self.meter, self.clock = MemoryEvictor(), MemoryMeter(), Clock()
+        self.publisher, self.meter = MemoryEvictor(), MemoryMeter()
         publisher = None if standalone else self.publisher
         self.host, self.mover = MemoryHost(self.runtime.ended), MemoryMover()
         self.owners = ProcessOwners(self.runtime, clock=self.clock, timeout_seconds=60.0)
         #: How many operations need samples soon.
         self.awaited = 0
         self.memory_watcher = MemoryLimitWatcher(
-            records=self.agent_state,
+            agent_state=self.agent_state,
             pods=self.pods,
             owners=self.owners,
             backends=self.backends,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.common.errors import CheckpointError, Refusal
+from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.kube.pod_annotations import _resize_answers
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
@@ -176,15 +176,11 @@ async def test_after_the_ledger_was_lost_the_annotation_is_decided_again_before_
 
 async def test_a_decision_that_is_not_saved_changes_no_limit() -> None:
     node = node_with(A)
-
-    def full() -> None:
-        raise CheckpointError("the disk is full")
-
-    node.agent_state.before_change = full
+    node.agent_state.checkpoint.full = True
     ask(node, "a", WEB, wants(20))
     await node.sampled(uses(a=1))
     assert (limits(node), told(node)) == ({"a": (50, 512)}, [])
-    node.agent_state.before_change = lambda: None
+    node.agent_state.checkpoint.full = False
     await node.sampled(uses(a=1))
     assert limits(node) == {"a": (20, 512)}
 
