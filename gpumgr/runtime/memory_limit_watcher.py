@@ -5,14 +5,14 @@ container was granted. What containers and the libraries in them report about th
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import is_share, tenant_of
-from gpumgr.agent.pods import find_pod, undecided_resize
+from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
 from gpumgr.agent.state import AgentState
 from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
@@ -29,11 +29,9 @@ from gpumgr.runtime.burst_demands import BurstDemands
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.runtime.resizes import decide_resizes
 from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter
 from gpumgr.runtime.suspensions import Suspensions
-
-if TYPE_CHECKING:
-    from gpumgr.runtime.resizes import Resizes
 
 log = structlog.get_logger(__name__)
 
@@ -113,8 +111,6 @@ class MemoryLimitWatcher:
         self.suspensions = Suspensions(agent_state, pods, self._events, self.bursts, suspending, meter, clock=owners.clock)
         self.apply(over_limit)
         self._enforce = BackgroundCall("enforce_limits")
-        #: Exists while a request for a resize is not decided.
-        self._resizes: Resizes | None = None
         self._use: NodeUse | None = None
         self._limit_state = OverLimitState()
         self._unattributed: KnownProcesses = {}
@@ -155,7 +151,8 @@ class MemoryLimitWatcher:
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin(ledger, use)
-        if await self._resize(ledger, use):
+        obstacle = self._backends.obstacle_to_change
+        if await decide_resizes(self._agent_state, self._pods, self.bursts, use, most=self._rule.most, obstacle=obstacle):
             ledger = self._agent_state.ledger
             shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
             use = join(ledger, sample, ownership.owners, index=index)
@@ -173,18 +170,6 @@ class MemoryLimitWatcher:
             lambda: self._observe_and_adjust(running, number, unknown), timeout_seconds=self._owners.timeout_seconds
         )
         self.bursts.evaluated()
-
-    async def _resize(self, ledger: Ledger, use: NodeUse) -> bool:
-        """Decides requests for a resize; returns whether the ledger has changed."""
-        if not any(undecided_resize(a, self._pods) for a in ledger.allocations.values()):
-            self._resizes = None  # a request that waited was withdrawn
-            return False
-        if self._resizes is None:
-            from gpumgr.runtime.resizes import Resizes  # most agents never load the module
-
-            obstacle = self._backends.obstacle_to_change
-            self._resizes = Resizes(self._agent_state, self._pods, self.bursts, obstacle=obstacle, clock=self._clock)
-        return await self._resizes.decide(ledger, use, most=self._rule.most)
 
     async def close(self) -> None:
         await self.suspensions.close()

@@ -16,93 +16,73 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts, Resource
 from gpumgr.ledger.history import RESIZED, HistoryEntry
-from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.resize import Surroundings, Waits, decide, refused
 from gpumgr.ledger.usage.node_use import NodeUse
-from gpumgr.placement.pods import ResizeRequest
 from gpumgr.runtime.bursts import Bursts
 
 log = structlog.get_logger(__name__)
 
 #: The reason in the pod's event if the resize of one of its containers is refused.
 REFUSED: Final = "GpuResizeRefused"
-#: How long the growth of a container waits for a lower limit of another container to take effect; then the growth is refused.
-_LOWERED_SECONDS: Final = 15.0
 
 
-class Resizes:
-    """`obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `clock` is monotonic."""
+async def decide_resizes(
+    agent_state: AgentState,
+    pods: Pods,
+    bursts: Bursts,
+    use: NodeUse,
+    *,
+    most: Amounts,
+    obstacle: Callable[[tuple[str, ...], Resource], str | None],
+) -> bool:
+    """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
+    containers use. `most`: how much a pod may have above its requests. `obstacle` returns why these mechanisms can't change a container's
+    limit of a resource; None: they can."""
+    known = agent_state.ledger.allocations
+    if not any(undecided_resize(a, pods) for a in known.values()):
+        return False
+    gpus = agent_state.inventory.gpus(agent_state.ledger.gpu_registry)
+    moved = {name for name, each in agent_state.suspensions.items() if not each.measured}
+    around = Surroundings(
+        # For a suspended container the driver's figure is not the container's memory.
+        used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
+        most_bytes=bursts.most_bytes,
+        memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
+        most=most,
+        obstacle=obstacle,
+        away={name for name, each in agent_state.suspensions.items() if each.away and each.asked_at is None},
+    )
+    entries: list[HistoryEntry] = []
 
-    def __init__(
-        self,
-        agent_state: AgentState,
-        pods: Pods,
-        bursts: Bursts,
-        *,
-        obstacle: Callable[[tuple[str, ...], Resource], str | None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._agent_state, self._pods, self._bursts, self._obstacle, self._clock = agent_state, pods, bursts, obstacle, clock
-        #: Requests that wait for lower limits of other containers -> since which evaluation (its number) and since when.
-        self._waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
-
-    async def decide(self, ledger: Ledger, use: NodeUse, *, most: Amounts) -> bool:
-        """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
-        containers of `ledger` use. `most`: how much a pod may have above its requests."""
-        gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
-        moved = {name for name, each in self._agent_state.suspensions.items() if not each.measured}
-        around = Surroundings(
-            # For a suspended container the driver's figure is not the container's memory.
-            used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
-            most_bytes=self._bursts.most_bytes,
-            memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
-            most=most,
-            obstacle=self._obstacle,
-            away={name for name, each in self._agent_state.suspensions.items() if each.away and each.asked_at is None},
-        )
-        entries: list[HistoryEntry] = []
-        waiting: dict[tuple[AllocationId, ResizeRequest], tuple[int, float]] = {}
-
-        def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
-            for a in [each for name, each in now.allocations.items() if name in ledger.allocations]:
-                if (request := undecided_resize(a, self._pods)) is None:
+    def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
+        for a in [each for name, each in now.allocations.items() if name in known]:
+            if (request := undecided_resize(a, pods)) is None:
+                continue
+            after = decide(now, a, request, around)
+            if isinstance(after, Waits):
+                if (why := bursts.in_force.now.obstacles.get(after.holder.id)) is None:
+                    bursts.growing = {*bursts.growing, after.gpu}
                     continue
-                after = decide(now, a, request, around)
-                if isinstance(after, Waits):
-                    since = waiting[a.id, request] = self._waiting.get(
-                        (a.id, request), (self._bursts.in_force.last_number, self._clock())
-                    )
-                    if not self._too_long(*since):
-                        self._bursts.growing = {*self._bursts.growing, after.gpu}
-                        continue
-                    after = refused(a, request, self._why(after))
-                entries.append(about(a, _entry(a, after)))
-                now = now.occupy(after)
-            return now, entries
+                why = f"the lower memory limit of {after.holder.describe()} on GPU {after.gpu} is not in force: {why}"
+                after = refused(a, request, why)
+            entries.append(about(a, _entry(a, after)))
+            now = now.occupy(after)
+        return now, entries
 
-        try:
-            await self._agent_state.change(decided)
-        except CheckpointError as error:
-            log.error(
-                "resize_not_saved",
-                error=str(error),
-                consequence="the limits stay; the resize is tried again with the next sample",
-            )
-            return False
-        self._waiting = waiting
-        for entry in entries:
-            write = log.info if entry.code == RESIZED else log.warning
-            write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)
-        return bool(entries)
-
-    def _too_long(self, evaluation: int, at: float) -> bool:
-        """Growth is refused only after a whole evaluation and _LOWERED_SECONDS, so that a backend has time to act even if samples are
-        rare."""
-        return self._bursts.in_force.last_number > evaluation and self._clock() - at >= _LOWERED_SECONDS
-
-    def _why(self, waits: Waits) -> str:
-        why = self._bursts.in_force.now.obstacles.get(waits.holder.id, "its backend has not changed it yet")
-        return f"the lower memory limit of {waits.holder.describe()} on GPU {waits.gpu} is not in force: {why}"
+    try:
+        await agent_state.change(decided)
+    except CheckpointError as error:
+        log.error(
+            "resize_not_saved",
+            error=str(error),
+            consequence="the limits stay; the resize is tried again with the next sample",
+        )
+        return False
+    for entry in entries:
+        write = log.info if entry.code == RESIZED else log.warning
+        write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)
+    return bool(entries)
 
 
 def _entry(before: Allocation, after: Allocation) -> HistoryEntry:
