@@ -71,7 +71,6 @@ def tenant_of(
         runtime_uid=view.runtime_uid if view else None,
         priority=spec.priority if spec else USUAL_PRIORITY,
         claim=allocation.claim is not None,
-        resized=allocation.resize is not None and not allocation.resize.refused,
     )
 
 

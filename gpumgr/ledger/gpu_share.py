@@ -161,9 +161,6 @@ class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = USUAL_PRIORITY
     #: Whether the share belongs to a ResourceClaim, which several containers may use.
     claim: bool = False
-    #: Whether a resize was granted. If so, the limits in force may be old: the agent may have been restarted after it saved the decision
-    #: and before it changed the limits.
-    resized: bool = False
 
     def only_gpu(self, mechanism: str) -> SharedGpu:
         """The container's only GPU, for a mechanism that limits on one GPU only. Raises Refusal if the container has several GPUs."""

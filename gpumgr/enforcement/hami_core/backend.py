@@ -140,7 +140,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         wanted = content.limits(tenant.gpus)
         self._install(library)
         region = RegionFile.create_in(self._new_folder(tenant.allocation), content.seed(wanted))
-        self._monitors[tenant.allocation] = self._monitor(region)
+        self._monitors[tenant.allocation] = self._monitor(region, wanted)
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
         return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
@@ -153,7 +153,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
         """Returns the container's monitor. After a restart of the agent, opens the region that an earlier process of the agent made."""
         known = self._monitors.get(tenant.allocation)
-        return known or self._monitors.setdefault(tenant.allocation, self._monitor(self._opened(tenant)))
+        return known or self._monitors.setdefault(tenant.allocation, self._monitor(self._opened(tenant), None))
 
     def _opened(self, tenant: GpuShare) -> RegionFile | str:
         try:
@@ -161,5 +161,5 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         except OSError as error:
             return f"its file can't be opened: {error.strerror or error}"
 
-    def _monitor(self, region: RegionFile | str) -> RegionMonitor:
-        return RegionMonitor(region, pid_in_container_of=self._pid_in_container_of, clock=self._clock)
+    def _monitor(self, region: RegionFile | str, written: content.RegionLimits | None) -> RegionMonitor:
+        return RegionMonitor(region, written, pid_in_container_of=self._pid_in_container_of, clock=self._clock)

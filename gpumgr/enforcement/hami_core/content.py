@@ -4,10 +4,9 @@
 reads a region. The container may have written any of its bytes, so every value is bounded or left out.
 """
 
-import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -74,12 +73,6 @@ def seed(wanted: RegionLimits) -> bytes:
     return bytes(content)
 
 
-_UUID: Final = re.compile(rb"(GPU|MIG)-[0-9A-Fa-f-]{36}")
-ProblemCode = Literal["header", "process_count", "uuid"]
-#: (kind, message) of a value that the library never writes, so the container wrote it. The message names the value.
-RegionProblem = tuple[ProblemCode, str]
-
-
 class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
     """One process. `pid`: its id in the container; `hostpid`: its id on the host (0: unknown). `seqlock` is odd while the slot is
     written."""
@@ -103,7 +96,7 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
 class RegionView(msgspec.Struct, frozen=True, kw_only=True):
     """One region at one time. `slots` has the live and the stuck slots. `postinit`: a semaphore; 0 while a process looks for its host pid.
     `postinit_waiters`: the processes that wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below 0
-    while launches must wait.
+    while launches must wait. `problem`: a value that the library never writes, so the container wrote it.
     """
 
     limits_bytes: tuple[int, ...]
@@ -114,7 +107,7 @@ class RegionView(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     postinit: int
     postinit_waiters: int
-    problems: tuple[RegionProblem, ...] = ()
+    problem: str | None = None
 
 
 def decode(read: Callable[[int, int], bytes]) -> RegionView:
@@ -135,23 +128,17 @@ def decode(read: Callable[[int, int], bytes]) -> RegionView:
         priority=priority,
         postinit=postinit,
         postinit_waiters=waiters,
-        problems=tuple(_problems(header, count)),
+        problem=_problem(header, count),
     )
 
 
-def _problems(header: bytes, count: int) -> Iterator[RegionProblem]:
+def _problem(header: bytes, count: int) -> str | None:
     magic, *version = layout.HEAD.unpack_from(header)
     if magic != layout.MAGIC:
-        yield "header", f"it begins with {magic} instead of {layout.MAGIC}"
-    elif tuple(version) != layout.VERSION:
-        yield "header", f"it has version {version[0]}.{version[1]} instead of v1.2"
-    if not 0 <= count <= layout.SLOTS:
-        yield "process_count", f"it counts {count} processes of at most {layout.SLOTS}"
-    for device in range(layout.DEVICES):
-        start = layout.UUIDS + device * layout.UUID_BYTES
-        cell = header[start : start + layout.UUID_BYTES].partition(b"\0")[0]
-        if cell and not _UUID.fullmatch(cell):
-            yield "uuid", f"the name of device {device} is not a GPU's UUID"
+        return f"it begins with {magic} instead of {layout.MAGIC}"
+    if tuple(version) != layout.VERSION:
+        return f"it has version {version[0]}.{version[1]} instead of v1.2"
+    return None if 0 <= count <= layout.SLOTS else f"it counts {count} processes of at most {layout.SLOTS}"
 
 
 def _slot(index: int, slots: bytes) -> ProcessSlot:

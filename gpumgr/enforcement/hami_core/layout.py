@@ -19,8 +19,6 @@ HEAD: Final = struct.Struct("<iII")
 SEM: Final = 24
 #: Held by a process in cuInit while it looks for its pid on the host. glibc's sem_t: value and number of waiters (u32 each).
 SEM_POSTINIT: Final = 2_008_920
-UUIDS: Final = 64
-UUID_BYTES: Final = 96
 #: For each device the limits of memory in bytes and of cores in percent (u64).
 LIMIT: Final = 1600
 SM_LIMIT: Final = 1728

@@ -10,17 +10,16 @@ from contextlib import suppress
 from typing import Final
 
 import structlog
-from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.backend import finding, listed
 from gpumgr.enforcement.container_processes import PidInContainerOf, PidMap
 from gpumgr.enforcement.hami_core import content, layout, repairs
-from gpumgr.enforcement.hami_core.content import ProblemCode, RegionLimits, RegionView
+from gpumgr.enforcement.hami_core.content import RegionLimits, RegionView
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import Repair
 from gpumgr.enforcement.preloaded import Monitor
-from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
+from gpumgr.ledger.gpu_share import GpuShare
 
 #: The library takes a slot shortly after a process's first context appears, so a process without a slot is reported only after this number
 #: of consecutive checks.
@@ -37,16 +36,22 @@ log = structlog.get_logger(__name__)
 
 
 class RegionMonitor(Monitor):
-    """`region` may be a text: the reason why the region can't be used."""
+    """`region` may be a text: the reason why the region can't be used. `written`: the limits in it; None: an earlier process of the agent
+    wrote them, and the first repair restores them without a finding."""
 
-    def __init__(self, region: RegionFile | str, *, pid_in_container_of: PidInContainerOf, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        region: RegionFile | str,
+        written: RegionLimits | None,
+        *,
+        pid_in_container_of: PidInContainerOf,
+        clock: Callable[[], float],
+    ) -> None:
         super().__init__("HAMi-core's region", "a new region")
         self._region, self._clock = region, clock
         self._pids = PidMap(pid_in_container_of)
-        self._reported_problems: frozenset[ProblemCode] = frozenset()
-        self._reported_drift: frozenset[int] = frozenset()
-        #: The limits that the region had after the last repair; None: an earlier process of the agent wrote the region.
-        self._written: RegionLimits | None = None
+        #: The limits that the region had after the last repair.
+        self._written = written
         self._pending: list[Finding] = []
         #: Host pid -> the number of checks at which the region had another host pid for the process.
         self._wrong_hosts: Counter[int] = Counter()
@@ -76,8 +81,8 @@ class RegionMonitor(Monitor):
             region.write(layout.RECENT_KERNEL, struct.pack("<i", word))
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
-        """Returns the new findings: a lasting problem once, a changed limit each time that the container changes it. Changes nothing in
-        the region but its length."""
+        """Returns the new findings: a lasting problem once, a changed limit each time that `repair` restored it. Changes nothing in the
+        region but its length."""
         with self._lock:
             if self._closed:
                 return ()
@@ -86,11 +91,7 @@ class RegionMonitor(Monitor):
             except OSError as error:
                 new = [*self._broken(running.tenant, error.strerror or str(error))]
             else:
-                new = [
-                    *self._report_changed(running.tenant, seen),
-                    *self._problems(running.tenant, seen),
-                    *self._unregistered(running, seen),
-                ]
+                new = [*self._damaged(running.tenant, seen), *self._unregistered(running, seen)]
             pending, self._pending = self._pending, []
             return (*pending, *new)
 
@@ -103,7 +104,7 @@ class RegionMonitor(Monitor):
             self.obstacle = None
             try:
                 region, seen = self._read(running)
-                changed = self._changed(running.tenant, seen)
+                self._report_changed(running.tenant, seen)
                 due = [*self._differing(running.tenant, seen), *self._processes(running, seen)]
                 for each in due:
                     region.write(each.offset, each.data)
@@ -113,10 +114,6 @@ class RegionMonitor(Monitor):
             if any(each.code == "postinit" for each in due):
                 region.wake(layout.SEM_POSTINIT)
                 self._pending.append(finding(running.tenant, "broken", _RELEASED.format(running.tenant.describe())))
-            fresh = [each.message for each in changed if each.offset not in self._reported_drift]
-            self._reported_drift = frozenset()
-            if fresh:
-                self._pending.append(self._tampered(running.tenant, fresh))
             if due:
                 log.debug("region_repaired", allocation=running.tenant.allocation, found=listed([each.message for each in due]))
             return seen.recent_kernel
@@ -130,32 +127,14 @@ class RegionMonitor(Monitor):
         self._pids.forget_all_but({*running.pids, *running.gpu_pids})
         return self._region, self._region.read()
 
-    def _report_changed(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
-        drift = self._changed(tenant, seen)
-        self._reported_drift = frozenset(each.offset for each in drift)
-        if drift:
-            yield self._tampered(tenant, [each.message for each in drift])
-
-    def _changed(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """The repairs of what the container changed. Empty if the right limits can't be determined (see `content.limits`), so that wrong
-        limits are never written."""
-        expected = self._written
-        try:
-            if expected is None:
-                expected = content.limits(tenant.gpus)
-                memory_bytes = [
-                    found if index < len(tenant.gpus) and (tenant.resized or _possible(tenant.gpus[index], found)) else limit
-                    for index, (found, limit) in enumerate(zip(seen.limits_bytes, expected.memory_bytes, strict=True))
-                ]
-                expected = replace(expected, memory_bytes=tuple(memory_bytes))
-                if tenant.resized:
-                    expected = replace(expected, core_percent=seen.core_limits_percent)
-        except ValueError:
-            return []
-        return [each for each in repairs.drifted(seen, expected) if each.code in repairs.TAMPERING]
+    def _report_changed(self, tenant: GpuShare, seen: RegionView) -> None:
+        drift = repairs.drifted(seen, self._written) if self._written is not None else ()
+        if changed := [each.message for each in drift if each.code in repairs.TAMPERING]:
+            self._pending.append(self._tampered(tenant, changed))
 
     def _differing(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """The repairs of all differences from the limits that apply now; empty in the same case as `_changed`."""
+        """The repairs of all differences from the limits that apply now. Empty if these can't be determined (see `content.limits`), so that
+        wrong limits are never written."""
         try:
             self._written = content.limits(tenant.gpus)
         except ValueError as error:
@@ -163,12 +142,10 @@ class RegionMonitor(Monitor):
             return []
         return list(repairs.drifted(seen, self._written))
 
-    def _problems(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
-        fresh = [message for code, message in seen.problems if code not in self._reported_problems]
-        self._reported_problems = frozenset(code for code, _ in seen.problems)
-        if fresh:
+    def _damaged(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
+        if seen.problem is not None and self._first("damaged"):
             message = (
-                f"{tenant.describe()} damaged HAMi-core's region ({listed(fresh)}); its limits still apply, "
+                f"{tenant.describe()} damaged HAMi-core's region ({seen.problem}); its limits still apply, "
                 "but its own processes may fail: restart the container"
             )
             yield finding(tenant, "tampered", message)
@@ -210,8 +187,3 @@ class RegionMonitor(Monitor):
                 self._pending.append(self._tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
             if late or not later:
                 yield repair
-
-
-def _possible(gpu: SharedGpu, limit_bytes: int) -> bool:
-    """Whether an earlier process of the agent may have set this limit, for a burst that it allowed then."""
-    return not gpu.whole and gpu.memory_bytes <= limit_bytes <= (gpu.total_bytes or 0)

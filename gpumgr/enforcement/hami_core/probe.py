@@ -76,8 +76,8 @@ def _judge(folder: Path) -> str | None:
         return f"its region can't be used ({error.strerror or error})"
     if longer:
         return f"its region has another layout: it is {longer} bytes longer"
-    if seen.problems:
-        return f"its region has another layout: {seen.problems[0][1]}"
+    if seen.problem is not None:
+        return f"its region has another layout: {seen.problem}"
     if (seen.limits_bytes[0], seen.core_limits_percent[0]) != (_MEMORY_MIB * MEBIBYTE, _CORES_PERCENT):
         return "its region has the limits at another place"
     return None

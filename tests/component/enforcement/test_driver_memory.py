@@ -201,7 +201,7 @@ async def test_bursts_and_resizes_change_the_limit_at_once(world: DriverNode) ->
     await world.backend.start(world.tenant)
     for base, more in ((2 * GIB, GIB), (2 * GIB, GIB // 2), (2 * GIB, 0), (3 * GIB, 0), (GIB, 0)):
         now = replace(gpu, memory_bytes=base, burst_bytes=more)
-        world.tenant = replace(world.tenant, gpus=(now,), resized=base != 2 * GIB)
+        world.tenant = replace(world.tenant, gpus=(now,))
         assert await world.backend.adjust(world.running) == {}
         assert world.limit == MemoryLimit(soft_bytes=0, hard_bytes=base + more)
     assert await world.findings() == []

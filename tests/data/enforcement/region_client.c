@@ -19,7 +19,6 @@
  * What only a hostile one does:
  *   raise BYTES PERCENT    change its own limits
  *   priority N, switch N, count N, version MAJOR MINOR, magic N
- *   uuid                   call device 0 something with line breaks
  *   overflow               a charge of 2^63 bytes
  *   lock                   begin to write the slot, and never end
  *   grow BYTES             write behind the file's end
@@ -231,10 +230,6 @@ static int hostile_side(const char *command) {
     region->minor = (uint32_t)number();
   } else if (!strcmp(command, "magic")) {
     region->magic = (int32_t)number();
-  } else if (!strcmp(command, "uuid")) {
-    region->device_num = ~0ull;
-    memset(region->uuids[0], '\n', sizeof region->uuids[0]);
-    memcpy(region->uuids[0], "GPU-\n} evil", 11);
   } else if (!strcmp(command, "overflow")) {
     charge(1ull << 63);
   } else if (!strcmp(command, "lock")) {

@@ -38,8 +38,6 @@ int main(void) {
   printf("SIZEOF %zu\n", sizeof(region));
   OFFSET("SEM", region, sem)
   OFFSET("SEM_POSTINIT", region, sem_postinit)
-  OFFSET("UUIDS", region, uuids)
-  printf("UUID_BYTES %zu\n", sizeof(((region *)0)->uuids[0]));
   OFFSET("LIMIT", region, limit)
   OFFSET("SM_LIMIT", region, sm_limit)
   OFFSET("PROCS", region, procs)

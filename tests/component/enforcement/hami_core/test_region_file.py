@@ -93,7 +93,7 @@ def test_what_was_appended_is_removed_and_stops_neither_reading_nor_writing(
 ) -> None:
     path = tmp_path / FILE_NAME
     os.truncate(path, size_bytes)
-    assert region.read().problems == ()
+    assert region.read().problem is None
     region.write(layout.LIMIT, CONTENT[layout.LIMIT : layout.LIMIT + 8])
     assert region.cut() == size_bytes - layout.FILE_BYTES
     assert path.read_bytes() == CONTENT

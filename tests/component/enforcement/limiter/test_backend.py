@@ -623,7 +623,7 @@ async def test_a_resize_changes_cores_and_memory_while_the_container_runs(place:
     await place.start()
     with place.tenant() as tenant:
         for cores, mebibytes in ((60, 6144), (10, 1024)):
-            share = replace(SHARE, gpus=(replace(GPU, cores=cores, memory_bytes=mebibytes * MIB),), resized=True)
+            share = replace(SHARE, gpus=(replace(GPU, cores=cores, memory_bytes=mebibytes * MIB),))
             assert await place.check(share) == []
             assert tenant.ask("info")[2] == mebibytes * MIB
             (limits,) = decode_limits(place.page("limits").read_bytes())
