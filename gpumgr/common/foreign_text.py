@@ -24,7 +24,7 @@ _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: length, for any text.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 #: An object of the API server with more bytes is parsed on a thread: parsing this many takes up to 20 ms.
-_LONG_BYTES: Final = 1 << 16
+LONG_BYTES: Final = 1 << 16
 #: Limits the colons of a value without quotes: PyYAML needs quadratic time for numbers to base 60, such as 1:30:00.
 _MAX_SEXAGESIMAL: Final = 100
 
@@ -133,10 +133,10 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
         return decode_json(mended, kind)
 
 
-async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw) -> T:
-    """Returns what `parse` returns, or raises its error. A long text is parsed on a thread, since it would block the event loop for up to
-    half a second."""
-    return await asyncio.to_thread(parse, text) if memoryview(text).nbytes > _LONG_BYTES else parse(text)
+async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw, long_bytes: int = LONG_BYTES) -> T:
+    """Returns what `parse` returns, or raises its error. A text with more than `long_bytes` is parsed on a thread, since it would block the
+    event loop for up to half a second."""
+    return await asyncio.to_thread(parse, text) if memoryview(text).nbytes > long_bytes else parse(text)
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:

@@ -25,7 +25,7 @@ import msgspec
 import structlog
 
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.foreign_text import UnreadableText, decode_answer, decode_stored, on_thread_if_long
+from gpumgr.common.foreign_text import LONG_BYTES, UnreadableText, decode_answer, decode_stored, on_thread_if_long
 from gpumgr.kube.client import (
     API_FAILURES,
     MAX_RETRY_AFTER_SECONDS,
@@ -150,14 +150,15 @@ class ExpiredError(GpumgrError):
 class Watched(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """The objects of a path that the query selects, and what is kept of each.
 
-    `decode` takes the JSON of an object, and `parse` takes its result. If `decode` returns None, nothing is kept of the object. For long
-    objects both run on a thread. `write_events`: whether an object that can't be read gets an event now.
+    `decode` takes the JSON of an object, and `parse` takes its result. If `decode` returns None, nothing is kept of the object. For objects
+    with more than `thread_bytes` both run on a thread. `write_events`: whether an object that can't be read gets an event now.
     """
 
     path: str
     query: Mapping[str, str] = msgspec.field(default_factory=dict)
     parse: Callable[[Any], T]
     decode: Callable[[msgspec.Raw], Any] = decode_stored
+    thread_bytes: int = LONG_BYTES
     write_events: Callable[[], bool] = lambda: True
 
 
@@ -383,7 +384,7 @@ class Reflector(Generic[T]):
             self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
             return None, False
         try:
-            return await on_thread_if_long(self._decoded, item), True
+            return await on_thread_if_long(self._decoded, item, self._watched.thread_bytes), True
         except UNREADABLE as error:
             self._unreadable.add(metadata.uid, metadata.namespace, metadata.name, error)
             return self._objects.get(metadata.uid), False

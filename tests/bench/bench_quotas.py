@@ -7,7 +7,7 @@ import asyncio
 from typing import NoReturn
 
 from gpumgr.cluster.core.quota import Quotas
-from gpumgr.cluster.scheduler.quota_sources import QuotaSources, QuotaTexts, parse_resource_quota
+from gpumgr.cluster.scheduler.quota_sources import QuotaSources, parse_quotas, parse_resource_quota
 from gpumgr.cluster.simulation.tables import read_pods
 from gpumgr.settings.hami_resources import ReplicaResources
 from tests.background import background
@@ -36,7 +36,7 @@ async def _sources(held: HeldTimes) -> dict[str, float]:
         {"metadata": {"uid": f"u{number}", "namespace": f"ns-{number}"}, "spec": {"hard": hard}}
         for number in range(RESOURCE_QUOTAS)
     ]
-    async with background(sources.run()), background(_others()):
+    async with background(_others()):
         await asyncio.sleep(0)
         held.take()
         parsed = []
@@ -49,8 +49,8 @@ async def _sources(held: HeldTimes) -> dict[str, float]:
         listed = max(held.take())
         text = "".join(map(_ENTRY.format, range(NAMESPACES)))
         with Stopwatch() as watch:
-            sources.configmap_changed(None, QuotaTexts(uid="u", data={"quota.yaml": text}))
-            await sources.read.wait()
+            item = {"metadata": {"uid": "u"}, "data": {"quota.yaml": text}}
+            sources.configmap_changed(None, await asyncio.to_thread(parse_quotas, item))  # as the watch does
         held_ms = 1000 * max(held.take())
         assert len(quotas.limits) == NAMESPACES + RESOURCE_QUOTAS
     return {

@@ -1,14 +1,12 @@
-"""Collects the limits of namespaces from ResourceQuotas and the ConfigMap. A thread decodes the ConfigMap, since the longest one takes
-seconds.
+"""Collects the limits of namespaces from ResourceQuotas and the ConfigMap.
 
 The ConfigMap has the key `gpu_quota` in gpu-admission's format and the key `quota.yaml` in gpumgr's (docs/scheduler.md). The limits of
 both keys apply together.
 """
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, NoReturn
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 import msgspec
 import structlog
@@ -23,10 +21,8 @@ from gpumgr.settings.hami_resources import ReplicaResources
 
 _log = structlog.get_logger(__name__)
 
-_NO_QUOTA: Final = NamespaceQuota()
 GPU_ADMISSION_KEY: Final = "gpu_quota"
 PLAIN_KEY: Final = "quota.yaml"
-KEYS: Final = (GPU_ADMISSION_KEY, PLAIN_KEY)
 #: The API server stores no larger ConfigMap.
 _MAX_BYTES: Final = 1 << 20
 _MEBIBYTE: Final = 1 << 20
@@ -35,9 +31,10 @@ _Text = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
 class WatchedQuotas(msgspec.Struct, frozen=True, kw_only=True):
-    """`problem`: why `limits` can't be used."""
+    """What the ConfigMap says. `problem`: why `limits` can't be used."""
 
-    limits: Mapping[str, NamespaceQuota]
+    uid: str
+    limits: Mapping[str, NamespaceQuota] = {}
     problem: str | None = None
 
 
@@ -74,12 +71,12 @@ class _PlainLimit(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
-    """Parses the ConfigMap."""
-    data = item.get("data") or {}
+    """Parses the ConfigMap. Raises KeyError, TypeError or AttributeError for an object that is no ConfigMap."""
+    uid, data = str(item["metadata"]["uid"]), item.get("data") or {}
     found: dict[str, NamespaceQuota] = {}
     key = ""
     try:
-        if not data.keys() & {*KEYS}:
+        if not data.keys() & {GPU_ADMISSION_KEY, PLAIN_KEY}:
             raise ValueError(f"it has neither the key {GPU_ADMISSION_KEY} nor the key {PLAIN_KEY}")
         if (text := data.get(key := GPU_ADMISSION_KEY)) is not None:
             entries = decode_json(text, dict[str, _GpuAdmission | None])
@@ -92,8 +89,8 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
                 found[namespace] = replace(quota, limits=(*quota.limits, *(each.limit() for each in limits)))
     except (ValueError, TypeError) as error:
         where = f"key {key}: " if key in data else ""
-        return WatchedQuotas(limits={}, problem=f"{where}{' '.join(str(error).split())}")
-    return WatchedQuotas(limits=found)
+        return WatchedQuotas(uid=uid, problem=f"{where}{' '.join(str(error).split())}")
+    return WatchedQuotas(uid=uid, limits=found)
 
 
 class WatchedResourceQuota(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,100 +118,45 @@ def parse_resource_quota(item: Mapping[str, Any], hami: ReplicaResources) -> Wat
     )
 
 
-class QuotaTexts(msgspec.Struct, frozen=True, kw_only=True):
-    """The ConfigMap, not decoded."""
-
-    uid: str
-    data: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, item: Mapping[str, Any]) -> "QuotaTexts":
-        """Raises KeyError, TypeError or ValueError for an object that is not a ConfigMap."""
-        data = dict(item.get("data") or {})
-        return cls(uid=str(item["metadata"]["uid"]), data={key: data[key] for key in KEYS if key in data})
-
-
-class _Limits(Mapping[str, NamespaceQuota]):
-    """The limits of each namespace from both sources; all of them apply. They are joined when a namespace is looked up. Each change makes
-    a new object, so objects are compared by identity."""
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    def __init__(self, configured: Mapping[str, NamespaceQuota], hard: Mapping[str, Mapping[str, Limit]]) -> None:
-        self._configured, self._hard = configured, hard
-        self._joined: dict[str, NamespaceQuota] = {}
-
-    def __getitem__(self, namespace: str) -> NamespaceQuota:
-        if namespace not in self:
-            raise KeyError(namespace)
-        if (quota := self._joined.get(namespace)) is None:
-            quota = self._configured.get(namespace, _NO_QUOTA)
-            hard = dict.fromkeys(self._hard.get(namespace, {}).values())
-            quota = self._joined[namespace] = replace(quota, limits=(*quota.limits, *hard))
-        return quota
-
-    def __contains__(self, namespace: object) -> bool:
-        return namespace in self._configured or namespace in self._hard
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._configured, **self._hard})
-
-    def __len__(self) -> int:
-        return len(self._configured.keys() | self._hard.keys())
-
-
 class QuotaSources:
-    """Sets the limits of `quotas`. `configmap` is NAMESPACE/NAME, for messages. `read` is set while no ConfigMap waits to be decoded by
-    `run`."""
+    """Sets the limits of `quotas` from both sources; all of them apply. `configmap` is NAMESPACE/NAME, for messages."""
 
     def __init__(self, quotas: Quotas, configmap: str) -> None:
         self._quotas, self._configmap = quotas, configmap
-        self._configured: Mapping[str, NamespaceQuota] = {}
+        self._limits = quotas.limits = dict[str, NamespaceQuota]()
+        #: None: no usable ConfigMap has been read.
+        self._configured: Mapping[str, NamespaceQuota] | None = None
         #: Namespace -> UID of a ResourceQuota -> its limit.
         self._hard: defaultdict[str, dict[str, Limit]] = defaultdict(dict)
-        self._known = False
-        self._texts: QuotaTexts | None = None
-        self._given, self.read = asyncio.Event(), asyncio.Event()
-        self.read.set()
 
-    def configmap_changed(self, _before: QuotaTexts | None, after: QuotaTexts | None) -> None:
-        self._texts = after
-        self._given.set()
-        self.read.clear()
-
-    async def run(self) -> NoReturn:
-        """Decodes each new ConfigMap. Runs as a daemon."""
-        while True:
-            await self._given.wait()
-            texts = self._texts
-            found = await asyncio.to_thread(parse_quotas, {"data": texts.data}) if texts is not None else None
-            if texts is self._texts:
-                self._use_configmap(found)
-                self._given.clear()
-                self.read.set()
-
-    def _use_configmap(self, found: WatchedQuotas | None) -> None:
-        """A ConfigMap that can't be read changes nothing; if none has been read before, no pod can be placed."""
-        if found is None or found.problem is None:
-            self._configured, self._known = ({}, False) if found is None else (found.limits, True)
-            self._quotas.problem = None
-            self._join()
-            _log.info("quotas_changed", configmap=self._configmap, namespaces=len(self._configured))
+    def configmap_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
+        """A ConfigMap that can't be used changes nothing; if none has been read before, no pod can be placed."""
+        if after is None or after.problem is None:
+            self._configured, self._quotas.problem = None if after is None else after.limits, None
+            self._limits = self._quotas.limits = dict(self._configured or {})
+            for namespace in self._hard:
+                self._join(namespace)
+            _log.info("quotas_changed", configmap=self._configmap, namespaces=len(self._configured or {}))
             return
-        if not self._known:
+        known = self._configured is not None
+        if not known:
             where = f"ConfigMap {self._configmap} can't be used, so the quotas are not known"
-            self._quotas.problem = f"{where}: {found.problem}; correct it or delete it"
-        used = "the earlier quotas" if self._known else "nothing; no pod is placed"
-        _log.error("quotas_unusable", configmap=self._configmap, reason=found.problem, used_instead=used)
+            self._quotas.problem = f"{where}: {after.problem}; correct it or delete it"
+        used = "the earlier quotas" if known else "nothing; no pod is placed"
+        _log.error("quotas_unusable", configmap=self._configmap, reason=after.problem, used_instead=used)
 
     def resource_quota_changed(self, before: WatchedResourceQuota | None, after: WatchedResourceQuota | None) -> None:
-        if before is not None and before.namespace in self._hard:
+        if before is not None:
             self._hard[before.namespace].pop(before.uid, None)
-            if not self._hard[before.namespace]:
-                del self._hard[before.namespace]
+            self._join(before.namespace)
         if after is not None and after.limit is not None:
             self._hard[after.namespace][after.uid] = after.limit
-        self._join()
+            self._join(after.namespace)
 
-    def _join(self) -> None:
-        self._quotas.limits = _Limits(self._configured, self._hard)
+    def _join(self, namespace: str) -> None:
+        configured, hard = (self._configured or {}).get(namespace), self._hard[namespace].values()
+        if configured is None and not hard:
+            self._limits.pop(namespace, None)
+            return
+        quota = configured or NamespaceQuota()
+        self._limits[namespace] = replace(quota, limits=(*quota.limits, *hard))

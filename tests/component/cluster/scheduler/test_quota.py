@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +13,18 @@ from gpumgr.cluster.core import shape
 from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.node import GpuState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
-from gpumgr.cluster.scheduler import reasons
+from gpumgr.cluster.scheduler import reasons, watches
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.cluster.scheduler.quota_sources import WatchedQuotas, parse_quotas
 from gpumgr.common import aio
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu
+from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
 
-from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
 
 UID = "uid-gpuquota"
 
@@ -101,6 +105,21 @@ async def test_filter_and_bind_know_the_gpus_that_the_quota_allows(stage: Stage)
     await until(lambda: stage.cores("mixed") == [0, 100])
     item = await stage.create(pod("too-much", ("app", 50, 4)))
     assert "of 0 cores on A100; the pod needs 50" in await stage.bind(item, "mixed")
+
+
+async def test_the_configmap_is_parsed_on_a_thread(sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[int]()
+
+    def noted(item: Json) -> WatchedQuotas:
+        threads.add(threading.get_ident())
+        return parse_quotas(item)
+
+    monkeypatch.setattr(watches, "parse_quotas", noted)
+    sim.put_configmap(admission(100))
+    async with running(sim, tmp_path, SchedulerSettings()) as stage:
+        assert "team" in stage.quotas.limits, "synced includes the quotas"
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_the_last_quotas_that_could_be_read_stay(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
