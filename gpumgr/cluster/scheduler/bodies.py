@@ -7,14 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import msgspec
-import structlog
 from aiohttp import web
-
-_log = structlog.get_logger(__name__)
 
 #: How long a body may take to arrive. A request with whole Node objects can have more than 100 MiB.
 BODY_SECONDS: Final = 30.0
-_LOG_SECONDS: Final = 60.0
 #: Added to the age of a body, so that the size decides among bodies that have just begun to arrive.
 _YOUNG_SECONDS: Final = 0.01
 
@@ -39,7 +35,6 @@ class Bodies:
         #: The unfinished bodies, the oldest first.
         self._arriving = dict[_Body, None]()
         self._total = 0
-        self._cut, self._logged_at = 0, float("-inf")
 
     @asynccontextmanager
     async def of(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
@@ -88,8 +83,3 @@ class Bodies:
         body.chunks.clear()
         if body.request.transport is not None:
             body.request.transport.abort()
-        self._cut += 1
-        if (now := self._clock()) >= self._logged_at + _LOG_SECONDS:
-            limit = f"bodies of requests take more than {self._total_bytes >> 20} MiB"
-            _log.warning("requests_cut", path=body.request.path, last_peer=body.request.remote, count=self._cut, reason=limit)
-            self._cut, self._logged_at = 0, now

@@ -4,9 +4,8 @@ A refresh runs in slices, so that a verb never waits for all nodes.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import takewhile
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -14,21 +13,18 @@ import msgspec
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import NOTHING
-from gpumgr.cluster.core.summary import Totals, frontier, summarize
+from gpumgr.cluster.core.summary import Totals, covers, summarize
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.common.units import Amounts
 
 #: The number of nodes that are computed before the event loop serves other tasks.
 _SLICE: Final = 100
-#: Removed nodes that are remembered; a page that missed more of them gets all nodes again.
-_REMEMBERED: Final = 4096
 _CLOSED: Final = {(True, False): 0, (True, True): 1, (False, False): 2, (False, True): 2}
 
 
 class _Node(msgspec.Struct, frozen=True):
     """`row` is the node's row of the page, as JSON."""
 
-    version: int
     row: msgspec.Raw
     totals: Totals
     sums: Amounts
@@ -41,12 +37,8 @@ class ClusterOverview:
 
     def __init__(self, index: ClusterIndex, nodes: Mapping[str, WatchedNode]) -> None:
         self._index, self._watched = index, nodes
-        #: In the order of their versions.
         self._nodes: dict[str, _Node] = {}
-        self._removed: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self._lock = asyncio.Lock()
-        self._frontier: tuple[int, tuple[Amounts, ...]] = (-1, ())
-        self.version = 0
         self.totals = Totals()
         self.inventories: Counter[str] = Counter()
 
@@ -59,20 +51,14 @@ class ClusterOverview:
                 await asyncio.sleep(0)
 
     def _update(self, name: str) -> None:
-        before = self._nodes.pop(name, None)
-        if before is not None:
+        if (before := self._nodes.pop(name, None)) is not None:
             self._count(before, -1)
-        self.version += 1
         state, watched = self._index.node(name), self._watched.get(name)
         if state is None or watched is None or not (state.gpus or watched.inventory != "none"):
-            if before is not None:
-                self._removed.append((self.version, name))
             return
         used = self._index.used(name)
-        after = _Node(
-            self.version, msgspec.Raw(msgspec.json.encode(_row(state, used, watched))), *summarize(state, used), watched.inventory
-        )
-        self._nodes[name] = after
+        row = msgspec.Raw(msgspec.json.encode(_row(state, used, watched)))
+        self._nodes[name] = after = _Node(row, *summarize(state, used), watched.inventory)
         self._count(after, 1)
 
     def _count(self, node: _Node, sign: int) -> None:
@@ -94,25 +80,13 @@ class ClusterOverview:
         node = self._nodes.get(name)
         return node.sums if node is not None else NOTHING
 
-    @property
-    def largest_sums(self) -> tuple[Amounts, ...]:
-        """The free sums of single nodes. A request that none of them covers is too large for every node."""
-        if self._frontier[0] != self.version:
-            self._frontier = self.version, frontier(node.sums for node in self._nodes.values())
-        return self._frontier[1]
+    def covering(self, wanted: Amounts) -> list[str]:
+        """Nodes that have `wanted` in total."""
+        return [name for name, node in self._nodes.items() if covers(node.sums, wanted)]
 
-    def since(self, version: int) -> dict[str, Any]:
-        """Rows of the nodes that have changed since that version, and names of nodes that were removed; all rows if the changes since
-        then are not known."""
-        remembered = self._removed[0][0] - 1 if len(self._removed) == _REMEMBERED else 0
-        full = not remembered <= version <= self.version or version == 0
-        rows: Iterator[_Node] = takewhile(lambda node: full or node.version > version, reversed(self._nodes.values()))
-        return {
-            "version": self.version,
-            "full": full,
-            "nodes": [node.row for node in rows],
-            "removed": [] if full else [name for at, name in self._removed if at > version and name not in self._nodes],
-        }
+    @property
+    def rows(self) -> list[msgspec.Raw]:
+        return [node.row for node in self._nodes.values()]
 
 
 def _row(state: NodeState, used: Used, watched: WatchedNode) -> dict[str, Any]:

@@ -4,9 +4,7 @@ Every replica serves them, from its own index. The access rules are the same as 
 """
 
 import asyncio
-import gzip
 import math
-import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,7 +33,6 @@ from gpumgr.web.responses import (
     MAX_BODY_BYTES,
     IndexPage,
     OriginOf,
-    accepts_gzip,
     failure,
     json_response,
     make_middleware,
@@ -49,10 +46,8 @@ PAGE: Final = Path(__file__).with_name("page") / "index.html"
 MAX_PENDING: Final = 1000
 #: The kinds of reasons of all waiting pods are computed at most once in this time.
 _KEPT_SECONDS: Final = 1.0
-#: The most questions about single pods that are answered at a time: each examines all nodes.
+#: At most this many questions about single pods are answered at a time, since each examines all nodes; further ones wait.
 _MAX_QUESTIONS: Final = 4
-#: Shorter answers are not compressed.
-_LONG_BYTES: Final = 4096
 #: Path -> who may read it, and its handler.
 Routes = Mapping[str, tuple[Scope, Handler]]
 
@@ -71,10 +66,7 @@ class ClusterPages:
         self._server, self._watches, self._overview = server, watches, overview
         self._reasons, self._metrics, self._leader = reasons, metrics, leader
         self._page = IndexPage(PAGE)
-        #: Identifies this run: versions of the overview are valid only within it.
-        self._run = secrets.token_hex(4)
-        self._questions = 0
-        self._computing = asyncio.Lock()
+        self._computing, self._answering = asyncio.Lock(), asyncio.Semaphore(_MAX_QUESTIONS)
         self._kinds: tuple[float, list[tuple[WatchedPod, Kind | None, str]]] = (-math.inf, [])
 
     def routes(self) -> Routes:
@@ -101,32 +93,23 @@ class ClusterPages:
     async def _index(self, request: web.Request) -> web.Response:
         return self._page.response(request)
 
-    async def _scrape(self, request: web.Request) -> web.Response:
+    async def _scrape(self, _: web.Request) -> web.Response:
         waiting = await self._waiting()
         body = self._metrics.page(Counter(kind for _, kind, _ in waiting))
-        return await _packed(
-            request, web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-        )
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def _cluster(self, request: web.Request) -> web.Response:
-        """The cluster. With `?run=RUN&since=VERSION` of an earlier answer, only the nodes that have changed since."""
-        since = request.query.get("since", "0")
-        known = request.query.get("run") == self._run and since.isascii() and since.isdigit() and len(since) < 16
+    async def _cluster(self, _: web.Request) -> web.Response:
         waiting = await self._waiting()
         shown = sorted(waiting, key=lambda each: (each[0].namespace, each[0].name))[:MAX_PENDING]
-        return await _packed(
-            request,
-            json_response(
-                {
-                    "run": self._run,
-                    "gpumgr": gpumgr.__version__,
-                    "leader": self._leader(),
-                    "synced": self._watches.synced,
-                    "waiting": len(waiting),
-                    "pods": [_row(*each) for each in shown],
-                    **self._overview.since(int(since) if known else 0),
-                }
-            ),
+        return _compressed(
+            {
+                "gpumgr": gpumgr.__version__,
+                "leader": self._leader(),
+                "synced": self._watches.synced,
+                "waiting": len(waiting),
+                "pods": [_row(*each) for each in shown],
+                "nodes": self._overview.rows,
+            }
         )
 
     async def _why(self, request: web.Request) -> web.Response:
@@ -136,13 +119,8 @@ class ClusterPages:
             return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")
         if (problem := self._watches.problem) is not None:
             return failure(503, problem)
-        if self._questions >= _MAX_QUESTIONS:
-            return failure(503, "the scheduler answers too many questions at present; try again", headers={"Retry-After": "1"})
-        self._questions += 1
-        try:
+        async with self._answering:
             return await self._answer(request, namespace, name)
-        finally:
-            self._questions -= 1
 
     async def _answer(self, request: web.Request, namespace: str, name: str) -> web.Response:
         try:
@@ -167,23 +145,17 @@ class ClusterPages:
             why.waiting = await self._reasons.of(pod, each_node=request.query.get("nodes") == "1")
         elif why.phase == "Pending":
             why.problem = "it requests no GPU, so gpumgr does not place it"
-        return await _packed(request, json_response(why))
+        return _compressed(why)
 
 
 def _row(pod: WatchedPod, kind: str | None, limit: str) -> dict[str, Any]:
     return {"namespace": pod.namespace, "name": pod.name, "request": request_text(pod.request), "kind": kind, "limit": limit}
 
 
-async def _packed(request: web.Request, response: web.Response) -> web.Response:
-    body = response.body
-    response.headers["Vary"] = "Accept-Encoding"
-    if (
-        isinstance(body, bytes)
-        and len(body) >= _LONG_BYTES
-        and accepts_gzip(",".join(request.headers.getall("Accept-Encoding", ())))
-    ):
-        response.body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
-        response.headers["Content-Encoding"] = "gzip"
+def _compressed(content: Any) -> web.Response:
+    """Compressed if the client accepts that."""
+    response = json_response(content)
+    response.enable_compression()
     return response
 
 

@@ -58,30 +58,26 @@ class Reasons:
     async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
         """The kind of reason without the quota. The index examines only a request that may fit by its sums: most waiting pods lack
         resources in total, and kube-scheduler never passes them to the verbs."""
-        await asyncio.sleep(0)
-        wanted = request.in_total
-        if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
+        if not await self._enough_in_total(request):
             return "resources"
         # Results that the index keeps for the verbs are not displaced.
         names, shape = list(self._overview.names), self._index.shape(request, policy, keep=False)
         await in_slices(self._index.examine(shape, names, reasons=False))
-        if self._index.any_fits(shape, names):
-            return "elsewhere"
-        return "fragmentation" if await self._allowed_in_total(request) else "resources"
+        return "elsewhere" if self._index.any_fits(shape, names) else "fragmentation"
 
-    async def _allowed_in_total(self, request: PodRequest) -> bool:
+    async def _enough_in_total(self, request: PodRequest) -> bool:
         """Whether a node has enough in total on the GPUs that the constraints allow."""
-        if request.constraints == UNCONSTRAINED:
-            return True
+        await asyncio.sleep(0)
         wanted = request.in_total
-        for number, name in enumerate(list(self._overview.names)):
+        names = self._overview.covering(wanted)
+        if request.constraints == UNCONSTRAINED:
+            return bool(names)
+        for number, name in enumerate(names):
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
-            state = self._index.node(name)
-            if state is not None and covers(self._overview.sums(name), wanted):
-                used, allowed = self._index.used(name), state.allowed(request)
-                gpus = [each for each in zip(state.gpus, used, allowed, strict=True) if each[2]]
-                if covers(free_sum((gpu, held) for gpu, held, _ in gpus), wanted):
+            if (state := self._index.node(name)) is not None:
+                gpus = zip(state.gpus, self._index.used(name), state.allowed(request), strict=True)
+                if covers(free_sum((gpu, held) for gpu, held, allowed in gpus if allowed), wanted):
                     return True
         return False
 
