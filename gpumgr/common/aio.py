@@ -31,15 +31,13 @@ _log = structlog.get_logger(__name__)
 _shielded: set[asyncio.Task[Any]] = set()
 
 
-async def in_slices(steps: Iterable[object], gone: Callable[[], bool] | None = None) -> None:
+async def in_slices(steps: Iterable[object]) -> None:
     """Runs all steps. During a step no other task runs; between two steps other tasks run if SLICE_SECONDS have passed since they last
-    could. `gone` is called after that; if it returns True, the client has disconnected, and ConnectionResetError is raised."""
+    could."""
     began = time.perf_counter()
     for _ in steps:
         if time.perf_counter() > began + SLICE_SECONDS:
             await asyncio.sleep(0)
-            if gone is not None and gone():
-                raise ConnectionResetError
             began = time.perf_counter()
 
 

@@ -108,9 +108,8 @@ class Extender:
     def ready(self) -> bool:
         return self.problem is None
 
-    async def answer_filter(self, args: FilterArgs, gone: Callable[[], bool] | None = None) -> FilterResult:
-        """Decodes the request, computes what the index has no results for, in short slices of the event loop, and calls `filter`.
-        Raises ConnectionResetError if the client is `gone` in the meantime."""
+    async def answer_filter(self, args: FilterArgs) -> FilterResult:
+        """Decodes the request, computes what the index has no results for, in short slices of the event loop, and calls `filter`."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE as error:
@@ -121,7 +120,7 @@ class Extender:
             await self._preemption.keep_nominated()
             if pod.wants_gpu and pod.refusal is None:
                 # This may take a second at thousands of nodes. No `await` follows before `filter`.
-                await in_slices(self._question(pod, offered).examine(), gone)
+                await in_slices(self._question(pod, offered).examine())
         if not self.answers:
             return FilterResult(error=NOT_LEADING)
         if self._index.node_set(offered).numbering != offered.numbering:  # the nodes were numbered again
@@ -195,15 +194,15 @@ class Extender:
             await self._preemption.keep_nominated()
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         written = bound or pod.uid in self._sending | self._unsettled
-        if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
+        if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None:
             return PreemptResult()
         if pod.uid not in self._preemption.kept:
             self._forget(pod.uid)
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
-    async def prioritize(self, args: FilterArgs, gone: Callable[[], bool] | None = None) -> list[HostPriority]:
+    async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node gets MAX_SCORE; the other fitting nodes get lower scores, by their rank. If none fits, or for a pod without GPUs,
-        all get 0. A request that can't be read gets an empty list. `gone` as for `answer_filter`."""
+        all get 0. A request that can't be read gets an empty list."""
         try:
             pod, names = await self._parsed(args.pod), args.names()
         except UNREADABLE:
@@ -212,7 +211,7 @@ class Extender:
         if self.ready and names and pod.request.containers:
             shape = self._index.shape(pod.request, pod.policy or self._settings.policy)
             await in_slices(self._index.settling())
-            await in_slices(self._index.examine(shape, names, None, reasons=False), gone)
+            await in_slices(self._index.examine(shape, names, None, reasons=False))
             ordered = self._index.order(shape, names)
             count = len(ordered)
             scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))

@@ -142,7 +142,7 @@ async def run_scheduler(
         extender,
         max_request_mebibytes=wanted.max_request_mebibytes,
         client_names=wanted.client_names,
-        middlewares=[metrics.middleware],
+        answered=metrics.answered,
     )
     verbs = verb_server(application, listen, tls, stop_seconds=settings.process.stop_grace_seconds)
     running: list[Coroutine[Any, Any, object]] = [watches.run(), persistently("assumed pods", extender.run)]

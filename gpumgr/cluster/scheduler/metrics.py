@@ -1,16 +1,13 @@
 """The scheduler's metrics: calls of the extender (verbs) are counted when they end; all other values are read at each scrape.
 
-Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are the cluster's, up to MAX_MODELS.
+Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are the cluster's.
 """
 
 import platform
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, get_args
 
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
 import gpumgr
@@ -26,10 +23,6 @@ from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, r
 VERBS: Final = ("filter", "prioritize", "bind", "preempt")
 #: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
 OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
-#: How many models have series of their own: the models with the most GPUs. All other models share the label "other".
-MAX_MODELS: Final = 32
-#: The key under which the server stores the outcome in a response.
-OUTCOME: Final = web.ResponseKey("outcome", str)
 #: Upper bounds in seconds, up to 2 s, which is httpTimeout in config/scheduler/kube-scheduler.yaml.
 _BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0)
 
@@ -118,20 +111,6 @@ class SchedulerMetrics:
         self._seconds = {(verb, outcome): seconds.labels(verb, outcome) for verb in VERBS for outcome in OUTCOMES}
         ProcessCollector(registry=self._registry)
 
-    @property
-    def middleware(self) -> Middleware:
-        """Counts the calls of the verbs by the last part of their path."""
-
-        @web.middleware
-        async def measured(request: web.Request, handler: Handler) -> web.StreamResponse:
-            start = time.perf_counter()
-            response = await handler(request)
-            outcome = response.get(OUTCOME, "unavailable" if response.status == 503 else "error")
-            self.answered(request.path.rpartition("/")[2], outcome, time.perf_counter() - start)
-            return response
-
-        return measured
-
     def answered(self, verb: str, outcome: str, seconds: float) -> None:
         """Counts an answer. A verb outside VERBS is ignored."""
         if (verb, outcome) in self._seconds:
@@ -144,19 +123,15 @@ class SchedulerMetrics:
 
     def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
         totals = self._overview.totals
-        sizes = Counter[str]()
-        for (what, model, _), count in totals.items():
-            sizes[model] += count if what == "gpus" else 0
-        shown = {model for model, _ in sizes.most_common(MAX_MODELS)}
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
             **process_values(_PROCESS, self._watches, leads=self._leader()),
             _NODES: {(kind,): self._overview.inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
             _ASSUMED: {(): self._index.assumed_pods},
             _WAITING: {(kind or "unexamined",): waiting[kind] for kind in (*KINDS, None)},
-            _GPUS: _by_model(totals, "gpus", GPU_PARTS, shown, 1),
-            _CORES: _by_model(totals, "cores", PARTS, shown, 0.01),
-            _MEMORY: _by_model(totals, "memory", PARTS, shown, 1 << 20),
+            _GPUS: _by_model(totals, "gpus", GPU_PARTS, 1),
+            _CORES: _by_model(totals, "cores", PARTS, 0.01),
+            _MEMORY: _by_model(totals, "memory", PARTS, 1 << 20),
         }
         return render_all(families)
 
@@ -175,11 +150,7 @@ def outcome_of(result: object) -> str:
     return "ok" if found else "rejected"
 
 
-def _by_model(totals: Totals, what: str, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[tuple[str, ...], float]:
+def _by_model(totals: Totals, what: str, parts: tuple[str, ...], unit: float) -> dict[tuple[str, ...], float]:
     """(Model, part) -> amount. Each model has all parts, also parts that are 0, so that the first amount of a part shows as an increase."""
-    series: Counter[tuple[str, ...]] = Counter()
-    for counted, model, part in totals:
-        if counted == what:
-            name = (model or "unknown") if model in shown else "other"
-            series.update({(name, each): totals[what, model, each] if each == part else 0 for each in parts})
-    return {key: round(amount * unit, 2) for key, amount in series.items()}
+    models = {model for counted, model, _ in totals if counted == what}
+    return {(model or "unknown", part): round(totals[what, model, part] * unit, 2) for model in models for part in parts}

@@ -169,8 +169,8 @@ class WatchedPod(AskingPod, frozen=True, kw_only=True):
     """`containers` are the names of the containers that want GPUs, in the request's order; `places` their index in spec.containers (None:
     an init container). `every_container`: the names of all containers of a pod with HAMi's resources, otherwise empty. `policy` None: the
     setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size
-    of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node
-    that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
+    of its annotations. `problem`: why an annotation is not used. `nominated`: the node that kube-scheduler frees for it by preemption.
+    `ending`: it is being deleted.
     """
 
     name: str
@@ -184,7 +184,6 @@ class WatchedPod(AskingPod, frozen=True, kw_only=True):
     shares: tuple[NamedShares, ...] | None = None
     annotation_bytes: int = 0
     problem: str | None = None
-    preempts: bool = True
     nominated: str | None = None
     ending: bool = False
 
@@ -335,7 +334,6 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         refusal=refusal,
         annotation_bytes=sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
         priority=int(spec.get("priority") or 0),
-        preempts=spec.get("preemptionPolicy") != "Never",
         nominated=None if node is not None else status.get("nominatedNodeName") or None,
         ending=item["metadata"].get("deletionTimestamp") is not None,
     )

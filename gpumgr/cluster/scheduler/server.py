@@ -1,4 +1,4 @@
-"""The HTTP server of the extender: the verbs under /scheduler, and probes.
+"""The HTTP server of the extender: the verbs under /scheduler, and /readyz.
 
 The response to a verb has status 200 even for an error: `filter` and `bind` report it in the field `Error`, which kube-scheduler shows in
 the pod's events. A replica that does not lead answers 503 and closes the connection, so that the client's next connection reaches the
@@ -6,8 +6,8 @@ leader.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -15,10 +15,9 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from gpumgr import __version__
 from gpumgr.cluster.scheduler.bodies import Bodies
 from gpumgr.cluster.scheduler.extender import NOT_LEADING, Extender
-from gpumgr.cluster.scheduler.metrics import OUTCOME, outcome_of
+from gpumgr.cluster.scheduler.metrics import outcome_of
 from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.common.foreign_text import UnreadableText, decode_answer
 
@@ -40,34 +39,40 @@ def make_application(
     *,
     max_request_mebibytes: int,
     client_names: Collection[str] = (),
-    middlewares: Sequence[Middleware] = (),
+    answered: Callable[[str, str, float], None] = lambda _verb, _outcome, _seconds: None,
 ) -> web.Application:
-    """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all."""
+    """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all. `answered` is called with
+    the verb, the outcome and the seconds of each answer."""
+    bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
 
     async def readyz(_: web.Request) -> web.Response:
         problem = extender.problem
         return web.Response(text="ok\n") if problem is None else web.Response(status=503, text=f"{problem}\n")
 
-    application = web.Application(middlewares=[*middlewares, _guard(extender, frozenset(client_names))])
-    bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
+    def answering(
+        name: str, kind: type[_Args], verb: Callable[[_Args], Awaitable[_Result]], failed: Callable[[str], _Result]
+    ) -> Handler:
+        async def answer(request: web.Request) -> web.Response:
+            began = time.perf_counter()
+            result = await _answer(bodies, kind, verb, failed, request)
+            answered(name, outcome_of(result), time.perf_counter() - began)
+            return web.Response(body=msgspec.json.encode(result), content_type="application/json")
+
+        return answer
+
     verbs: Mapping[str, Handler] = {
-        "filter": partial(_answer, bodies, FilterArgs, extender.answer_filter, lambda error: FilterResult(error=error)),
-        "prioritize": partial(_answer, bodies, FilterArgs, extender.prioritize, lambda _: []),
-        "preempt": partial(_answer, bodies, PreemptArgs, lambda args, _: extender.preempt(args), _no_victims),
-        "bind": partial(_answer, bodies, BindArgs, lambda args, _: extender.bind(args), BindResult),
+        "filter": answering("filter", FilterArgs, extender.answer_filter, lambda error: FilterResult(error=error)),
+        "prioritize": answering("prioritize", FilterArgs, extender.prioritize, lambda _: []),
+        "preempt": answering("preempt", PreemptArgs, extender.preempt, _no_victims),
+        "bind": answering("bind", BindArgs, extender.bind, BindResult),
     }
+    application = web.Application(middlewares=[_guard(extender, frozenset(client_names), answered)])
     application.add_routes([web.post(f"{PREFIX}/{verb}", handler) for verb, handler in verbs.items()])
-    application.add_routes(
-        [
-            web.get("/version", partial(_text, __version__)),
-            web.get("/healthz", partial(_text, "ok\n")),
-            web.get("/readyz", readyz),
-        ]
-    )
+    application.add_routes([web.get("/readyz", readyz)])
     return application
 
 
-def _guard(extender: Extender, names: frozenset[str]) -> Middleware:
+def _guard(extender: Extender, names: frozenset[str], answered: Callable[[str, str, float], None]) -> Middleware:
     """Checks, before a verb is read, whether this client may call it and whether this replica answers."""
 
     @web.middleware
@@ -77,6 +82,7 @@ def _guard(extender: Extender, names: frozenset[str]) -> Middleware:
         if names and not names & names_of(request.get_extra_info("peercert")):
             return web.Response(status=403, text="the client certificate has none of scheduler.client_names\n")
         if not extender.answers:
+            answered(request.path.rpartition("/")[2], "unavailable", 0.0)
             refusal = web.Response(status=503, text=f"{NOT_LEADING}\n")
             refusal.force_close()
             return refusal
@@ -94,27 +100,22 @@ def names_of(certificate: Mapping[str, Any] | None) -> set[str]:
     return common | {value for key, value in found.get("subjectAltName", ()) if key == "DNS"}
 
 
-async def _text(text: str, _: web.Request) -> web.Response:
-    return web.Response(text=text)
-
-
 async def _answer(
     bodies: Bodies,
     kind: type[_Args],
-    verb: Callable[[_Args, Callable[[], bool]], Awaitable[_Result]],
+    verb: Callable[[_Args], Awaitable[_Result]],
     failed: Callable[[str], _Result],
     request: web.Request,
-) -> web.Response:
-    """The second argument of `verb` is a function that returns whether the client has disconnected."""
+) -> _Result:
     try:
-        return _json(await verb(await _read(bodies, request, kind), lambda: request.transport is None))
+        return await verb(await _read(bodies, request, kind))
     except _RequestError as error:
-        return _json(failed(str(error)))
+        return failed(str(error))
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
         _log.error("verb_failed", path=request.path, error=repr(error), exc_info=error)
-        return _json(failed("gpumgr scheduler failed to answer; see its log"))
+        return failed("gpumgr scheduler failed to answer; see its log")
 
 
 async def _read(bodies: Bodies, request: web.Request, kind: type[_Args]) -> _Args:
@@ -135,9 +136,3 @@ def _no_victims(error: str) -> PreemptResult:
     """The response to `preempt` has no field `Error`, so the error is logged."""
     _log.warning("preemption_refused", reason=error)
     return PreemptResult()
-
-
-def _json(result: _Result) -> web.Response:
-    response = web.Response(body=msgspec.json.encode(result), content_type="application/json")
-    response[OUTCOME] = outcome_of(result)
-    return response

@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NoReturn, TypedDict
+from typing import Any, Final, NoReturn
 
 import msgspec
 import structlog
@@ -30,7 +30,6 @@ from gpumgr.cluster.scheduler.quota_sources import (
     parse_resource_quota,
 )
 from gpumgr.common.aio import in_slices, run_until
-from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import Keyed, Reflector, Watched, WatchTimes, prompt_watches
@@ -42,26 +41,6 @@ _log = structlog.get_logger(__name__)
 NOT_SYNCED: Final = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
 #: Ended pods hold nothing. With this selector the watch reports them as deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
-
-
-class _NodeMetadata(TypedDict, total=False):
-    name: str
-    uid: str
-    labels: dict[str, Any] | None
-    annotations: dict[str, Any] | None
-
-
-class _NodeStatus(TypedDict, total=False):
-    capacity: dict[str, Any] | None
-    allocatable: dict[str, Any] | None
-    conditions: Any
-
-
-class _Node(TypedDict, total=False):
-    """The parts of a node that are used. Its images and managed fields, which are the largest, are not decoded."""
-
-    metadata: _NodeMetadata
-    status: _NodeStatus | None
 
 
 class ClusterWatches:
@@ -94,12 +73,7 @@ class ClusterWatches:
         watch = partial(Reflector, server, watch_times=times, clock=clock)
         self.nodes: dict[str, WatchedNode] = {}
         nodes: Reflector[WatchedNode] = watch(
-            Watched(
-                path="/api/v1/nodes",
-                parse=lambda item: parse_node(item, labels, hami),
-                decode=lambda item: decode_stored(item, _Node),
-            ),
-            on_change=self._node_changed,
+            Watched(path="/api/v1/nodes", parse=lambda item: parse_node(item, labels, hami)), on_change=self._node_changed
         )
         pods: Reflector[Any] = watch(
             Watched(path="/api/v1/pods", query={"fieldSelector": _RUNNING}, decode=self._decode_pod, parse=self._parse_pod),

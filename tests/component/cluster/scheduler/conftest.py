@@ -156,9 +156,7 @@ async def running(
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
     pages, metrics = make_pages(server, index, watches, quotas, Settings(scheduler=settings))
-    application = make_application(
-        extender, max_request_mebibytes=settings.max_request_mebibytes, middlewares=[metrics.middleware]
-    )
+    application = make_application(extender, max_request_mebibytes=settings.max_request_mebibytes, answered=metrics.answered)
     listener = HttpServer(application, host="127.0.0.1", port=0)
     await listener.start()
     tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]

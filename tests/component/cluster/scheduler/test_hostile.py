@@ -3,24 +3,15 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from gpumgr.cluster.core import shape
-from gpumgr.cluster.core.choose import choose
-from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
-from gpumgr.cluster.scheduler import extender
 from gpumgr.cluster.scheduler.objects import parse_node
-from gpumgr.common import aio
-from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
-from tests.cluster_states import node_state
 
 from .conftest import Json, Stage, inventory, node, pod
 
@@ -110,39 +101,6 @@ async def test_a_pod_with_too_many_containers_that_is_on_a_node_holds_its_gpus(s
     apps: list[tuple[ContainerKind, int | str, int | str]] = [("app", 1, 1)] * 65
     stage.sim.put_document(pod("placed", *apps, on="b", annotations={PLACEMENT_ANNOTATION: text}))
     await until(lambda: stage.cores("b") == [0, 65, 0, 0])
-
-
-async def test_nothing_is_computed_for_a_client_that_has_gone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kube-scheduler ends a request that takes too long, and tries the pod again."""
-    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
-    names = [f"n{number:02}" for number in range(90)]
-    for number, name in enumerate(names):
-        stage.index.set_node(node_state(name, 1, reported_shares={"held": ((0, Amounts(1 + number, 256)),)}))
-    examined, ended = list[str](), asyncio.Event()
-    url = urlsplit(stage.url)
-    _, writer = await asyncio.open_connection(url.hostname, url.port)
-
-    def choose_and_go(node: NodeState, *rest: Any) -> object:
-        examined.append(node.name)
-        writer.transport.abort()
-        return choose(node, *rest)
-
-    async def watched(*arguments: Any) -> None:
-        try:
-            await aio.in_slices(*arguments)
-        finally:
-            if examined:
-                ended.set()
-
-    monkeypatch.setattr(shape, "choose", choose_and_go)
-    monkeypatch.setattr(extender, "in_slices", watched)
-    item = pod("one", ("app", 4, 1), ("app", 3, 1))
-    body = json.dumps({"Pod": item, "Nodes": None, "NodeNames": names}).encode()
-    writer.write(b"POST /scheduler/filter HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-    async with asyncio.timeout(30):
-        await ended.wait()
-    assert len(examined) < 10
-    assert stage.index.placement("uid-one") is None
 
 
 @pytest.mark.parametrize(

@@ -162,14 +162,11 @@ async def test_the_loop_serves_others_meanwhile_and_a_node_that_changes_is_not_t
     assert await preempt(stage, item, {"a": ["low-0"]}) == {"a": ["uid-low-0"]}
 
 
-async def test_pods_that_do_not_preempt_get_no_victims(stage: Stage) -> None:
+async def test_pods_that_preemption_does_not_help_get_no_victims(stage: Stage) -> None:
     await full(stage, priority=10)
-    never = important("never", priority=20)
-    never["spec"]["preemptionPolicy"] = "Never"
     placed = important("low-0", priority=20)
     for item in (
         important("equal"),
-        never,
         placed,
         important("odd", ("app", 150, 0), priority=20),
         important("none", ("app", 0, 0)),
