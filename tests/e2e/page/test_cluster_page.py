@@ -198,8 +198,8 @@ async def test_changes_are_shown(browser: Browser, many: ClusterStage) -> None:
         await page.get_by_label("State").select_option("partial")
         await expect(page.locator("#count")).to_contain_text("1 of")
         many.wait("late", SHARE)
-        many.put(8, used=0)
-        many.index.remove("uid-8-0")
+        for gpu in range(0, GPUS, 2):
+            many.index.remove(f"uid-8-{gpu}")
         await expect(page.locator("#pods tr")).to_have_count(4)
         await expect(page.locator("#count")).to_contain_text("0 of")
         del many.watched.pending["late"]
