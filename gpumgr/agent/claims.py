@@ -12,7 +12,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -30,7 +30,7 @@ from gpumgr.ledger.claims import AllocatedClaim, ClaimPod, Share, grant_claim, r
 from gpumgr.ledger.gpu_share import EnforcementTerms
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, Ledger
-from gpumgr.placement.pods import Listing, PodKey, PodView
+from gpumgr.placement.pods import ClaimKey, Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 
@@ -78,8 +78,6 @@ class NodeClaims:
         self._not_restored: dict[AllocationId, str] = {}
         #: UIDs of the claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
-        #: UIDs of the claims that this process has prepared.
-        self._answered: set[str] = set()
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
         """Returns the claim's allocations once they are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the
@@ -96,13 +94,11 @@ class NodeClaims:
         except Refusal as refusal:
             self._record_refusal(claim, refusal)
             raise
-        self._answered.add(claim.uid)
         return held
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Frees the claim, without the API server. An unknown claim is no error. Raises Refusal."""
         self._preparing = {call: uid for call, uid in self._preparing.items() if uid != claim.uid}
-        self._answered.discard(claim.uid)
         self._note_unprepared(claim)
         await self._batch.add(lambda ledger: (ledger.free(a.id for a in ledger.of_claim(claim.uid)), (), None))
 
@@ -147,12 +143,9 @@ class NodeClaims:
                     log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=reason)
         self._not_restored = failed
 
-    def held(self) -> Mapping[tuple[str, str], bool]:
-        """(Namespace, name) of each claim that holds GPUs -> whether this process has prepared it. An earlier process may have prepared it
-        without an answer to the kubelet."""
-        names = {claim.uid: (claim.namespace, claim.name) for claim in self._agent_state.ledger.claims.values()}
-        answered = {name for uid, name in names.items() if uid in self._answered}
-        return {name: name in answered for name in names.values()}  # two claims may have the same name, one after the other
+    def held(self) -> Collection[ClaimKey]:
+        """(Namespace, name) of each claim that holds GPUs."""
+        return {(claim.namespace, claim.name) for claim in self._agent_state.ledger.claims.values()}
 
     async def _start(self, allocation: Allocation) -> bool:
         """Puts the limits in place. False: the allocation was freed in the meantime. Raises Refusal."""

@@ -86,14 +86,14 @@ def remove_leftovers(folder: Path, pattern: str) -> list[Path]:
     nothing."""
     removed = []
     for path in folder.glob(pattern):
-        if is_leftover(path):
+        if _is_leftover(path):
             with suppress(OSError):
                 path.unlink()
                 removed.append(path)
     return removed
 
 
-def is_leftover(path: Path) -> bool:
+def _is_leftover(path: Path) -> bool:
     """Whether the file is certainly a socket without a listener."""
     with suppress(OSError):
         return path.is_socket() and not is_served(path)

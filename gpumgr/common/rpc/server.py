@@ -52,8 +52,6 @@ class DrainingServer(OpenServer):
         super().__init__(services, codec=WireCodec(), config=config)
         self.end_streams, self._flush_seconds = end_streams, flush_seconds
         self.connections: set[ServedConnection] = set()
-        #: The number of connections so far.
-        self.accepted = 0
         self._none_connected = asyncio.Event()
         self._none_connected.set()
         self._unary_calls: set[asyncio.Task[Any]] = set()
@@ -142,7 +140,6 @@ class DrainingServer(OpenServer):
 
     def connected(self, connection: "ServedConnection") -> None:
         self.connections.add(connection)
-        self.accepted += 1
         self._none_connected.clear()
 
     def disconnected(self, connection: "ServedConnection") -> None:

@@ -10,13 +10,11 @@ refuses to show it the claim because the authorizer has not processed the bindin
 this object", seen with 40 pods at once). So a pod that still has no prepared claim some seconds after its binding gets an annotation, which
 changes the pod. This is repeated with growing pauses.
 
-A claim that the ledger holds, but that this process has not prepared, is ambiguous: the kubelet may have got no answer before the agent was
-restarted, or the pod's image is being pulled. Such a claim causes only a few retries after each registration.
+A claim that the ledger holds causes no retry: the kubelet may have the answer, and the pod's image is being pulled.
 """
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NoReturn, get_args
 
@@ -30,7 +28,7 @@ from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer,
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.placement.pods import TERMINAL_PHASES, PodKey, PodView
+from gpumgr.placement.pods import TERMINAL_PHASES, ClaimKey, PodKey, PodView
 from gpumgr.settings.schema import BackendName
 
 _MEBIBYTE: Final = 1 << 20
@@ -220,32 +218,25 @@ RETRY_ANNOTATION: Final = "gpumgr.io/claims-retried"
 _FIRST_SECONDS: Final = 2.0
 _LONGEST_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
-#: Retries of a pod for a claim that the ledger holds, after each registration.
-_HELD_RETRIES: Final = 3
 
 
 class _Wait(msgspec.Struct):
-    """A pod, and the claims that it waits for. `ours` is None until it is known whether one of them is for this driver. `tried`: claim
-    that the ledger holds -> retries of the pod since the last registration."""
+    """When a waiting pod is due, and the pause after that."""
 
     due_at: float
-    pause_seconds: float
-    retries: int = 0
-    missing: Collection[str] = ()
-    ours: bool | None = None
-    tried: Counter[str] = msgspec.field(default_factory=Counter)
+    pause_seconds: float = _FIRST_SECONDS
 
 
 class WaitingPods:
-    """`run` it as a daemon. `pods`: the pods that are bound to this node. `pool`: the node's pool of devices. `held` returns the claims
-    in the ledger: (namespace, name) -> whether this process has prepared the claim. `clock` is monotonic, in seconds."""
+    """`run` it as a daemon. `pods`: the pods that are bound to this node. `pool`: the node's pool of devices. `held` returns (namespace,
+    name) of the claims in the ledger. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
         server: ApiServer,
         pods: Callable[[], Iterable[PodView]],
         pool: str,
-        held: Callable[[], Mapping[tuple[str, str], bool]],
+        held: Callable[[], Collection[ClaimKey]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -255,9 +246,8 @@ class WaitingPods:
 
     def retry_now(self) -> None:
         """Call it when the kubelet has registered the driver: every waiting pod becomes due."""
-        for wait in self._waiting.values():
-            wait.due_at, wait.pause_seconds = self._clock(), _FIRST_SECONDS
-            wait.tried.clear()
+        for uid in self._waiting:
+            self._waiting[uid] = _Wait(self._clock())
 
     async def run(self) -> NoReturn:
         while True:
@@ -266,47 +256,36 @@ class WaitingPods:
                 await self.step()
                 self._error = ""
             except (*API_FAILURES, *UNREADABLE) as error:
-                if str(error) != self._error:
+                if repr(error) != self._error:
                     _log.warning(
-                        "claiming_pods_not_retried", error=str(error), consequence="the kubelet retries them within 90 s"
+                        "claiming_pods_not_retried", error=repr(error), consequence="the kubelet retries them within 90 s"
                     )
-                self._error = str(error)
+                self._error = repr(error)
 
     async def step(self) -> None:
         """Retries the pods that are due. Raises what requests raise."""
-        held, now = self._held(), self._clock()
-        pods = {pod.uid: pod for pod in self._pods() if pod.claims and pod.phase == "Pending" and not pod.started}
-        self._waiting = {uid: self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS, _FIRST_SECONDS) for uid in pods}
+        held, now, missing = self._held(), self._clock(), dict[str, set[str]]()
+        pods = {pod.uid: pod for pod in self._pods() if pod.phase == "Pending" and not pod.started}
+        for pod in pods.values():
+            if names := {use.claim for use in pod.claims if (pod.namespace, use.claim) not in held}:
+                missing[pod.uid] = names
+        self._waiting = {uid: self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS) for uid in missing}
         for uid, wait in self._waiting.items():
-            pod = pods[uid]
-            lacking = {use.claim for use in pod.claims if not held.get((pod.namespace, use.claim))}
-            known = {name for name in lacking if (pod.namespace, name) in held}
-            missing = lacking - {name for name in known if wait.tried[name] >= _HELD_RETRIES}
-            if missing and not wait.missing:
-                wait.due_at, wait.pause_seconds = now + _FIRST_SECONDS, _FIRST_SECONDS
-            if missing != wait.missing:
-                wait.missing, wait.ours = missing, bool(missing & known) or None
-            if missing and wait.due_at <= now and wait.ours is not False:
+            if wait.due_at <= now:
+                wait.due_at = now + _FIRST_SECONDS  # this also holds if a request fails
                 async with asyncio.timeout(_TRY_SECONDS):
-                    await self._retry(pod, wait)
+                    await self._retry(pods[uid], missing[uid])
+                wait.due_at = now + wait.pause_seconds
+                wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
 
-    async def _retry(self, pod: PodView, wait: _Wait) -> None:
-        wait.due_at = self._clock() + _FIRST_SECONDS  # this also holds if the request fails; the pause grows only after a retry
-        if wait.ours is None:
-            for name in sorted(wait.missing):
-                _, shares = await find_shares(self._server, self._pool, pod.namespace, name)
-                if shares:
-                    wait.ours = True
-                    break
-            else:
-                wait.ours = False
-        if not wait.ours:
+    async def _retry(self, pod: PodView, missing: Collection[str]) -> None:
+        """Changes the pod if one of the missing claims is for this driver."""
+        for name in sorted(missing):
+            _, shares = await find_shares(self._server, self._pool, pod.namespace, name)
+            if shares:
+                break
+        else:
             return
-        wait.retries += 1
-        body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(wait.retries)}}}
+        body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: f"{time.time():.0f}"}}}
         if await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409)):
-            _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
-        held = self._held()
-        wait.tried.update(name for name in wait.missing if (pod.namespace, name) in held)
-        wait.due_at += wait.pause_seconds - _FIRST_SECONDS
-        wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
+            _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid)

@@ -9,12 +9,9 @@ Invariants:
 2. Sockets that other programs remove or replace are made again; connections and calls continue. Files of other kinds in their place are
    kept and reported.
 3. Only `stop` removes the sockets. The sockets that a killed process left are removed by the next process, also if its `instance` differs.
-   A process with the same `instance` then uses a second name for its sockets, if the path has room and no file is there. With the same
-   name, the kubelet would need two looks at the folder (it looks once a second): one to notice that the socket is gone, and one for the new
-   socket.
 
-Kubelets since 1.34 keep a connection to the DRA socket, so the loss of the connection shows that the registration has ended. Older kubelets
-connect only for the first call; until then the registration counts as valid.
+The kubelet (1.34 and later, which the ResourceSlices need) keeps a connection to the DRA socket, so the loss of the connection shows that
+the registration has ended.
 """
 
 import asyncio
@@ -33,7 +30,7 @@ from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.unix_server import LinkState, UnixServer, unary
 from gpumgr.common.units import DRA_DRIVER
-from gpumgr.common.unix_socket import is_leftover, is_served, path_problem, remove_leftovers
+from gpumgr.common.unix_socket import is_served, path_problem, remove_leftovers
 from gpumgr.kubelet.dra.service import DraHealth, DraPlugin, Faults
 
 _log = structlog.get_logger(__name__)
@@ -44,7 +41,7 @@ _FOLDERS_REMEDY: Final = (
     "same paths"
 )
 _REFUSED_REMEDY: Final = (
-    "the node needs Kubernetes 1.32 or newer with the feature gate DynamicResourceAllocation, and no other program may register this "
+    "the node needs Kubernetes 1.34 or newer with the feature gate DynamicResourceAllocation, and no other program may register this "
     "driver"
 )
 
@@ -79,9 +76,6 @@ class DraLink:
         such as the pod's uid, so that each process has its own sockets.
         """
         dra, registration = socket_paths(plugins_dir, registry_dir, instance)
-        second = socket_paths(plugins_dir, registry_dir, f"{instance}-again" if instance else "again")
-        if is_leftover(registration) and not any(path_problem(path) or path.exists() for path in second):
-            dra, registration = second
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
         #: Called after each change of the state. Each registration that the kubelet confirms is such a change.
@@ -92,11 +86,11 @@ class DraLink:
         self._registrations = 0
         self._problem: str | None = None  # what is wrong with the sockets
         self._refusal: str | None = None  # why the kubelet refuses the driver
-        self._asked = self._confirmed = False  # GetInfo was called, and Notify reported success, for this registration socket
+        self._info_given = self._confirmed = (
+            False  # GetInfo was called, and Notify reported success, for this registration socket
+        )
         self._since = 0.0
-        self._accepted = 0  # how many connections to the DRA socket were counted at the last check
-        # The last time at which the kubelet had a connection to the DRA socket, once it has confirmed the registration.
-        self._last_connected: float | None = None
+        self._connected_at = 0.0  # the last check at which the kubelet had a connection to the DRA socket, or its confirmation
         self.state = LinkState()
         self._remove_leftovers()
 
@@ -133,15 +127,14 @@ class DraLink:
         }
 
     async def _info(self, _request: bytes) -> bytes:
-        self._asked = True
-        self._accepted = self._dra.accepted
+        self._info_given = True
         endpoint = str(self._dra.path)
         return bytes(PluginInfo(type="DRAPlugin", name=DRA_DRIVER, endpoint=endpoint, supported_versions=self._versions))
 
     async def _notified(self, request: bytes) -> bytes:
         status = wire.parse(RegistrationStatus, request)
         self._confirmed = status.plugin_registered
-        self._last_connected = None
+        self._connected_at = asyncio.get_running_loop().time()
         if status.plugin_registered:
             self._refusal = None
             self._registrations += 1
@@ -181,7 +174,7 @@ class DraLink:
                 raise KubeletError(f"can't make the folder {folder}: {error.strerror}") from error
             await self._start(self._dra)
         if not self._registration.in_place:
-            self._asked = self._confirmed = False
+            self._info_given = self._confirmed = False
             self._refusal = None
             _check_folder(self._registration.path.parent)
             await self._start(self._registration)
@@ -194,15 +187,14 @@ class DraLink:
 
     def _observed(self) -> LinkState:
         now = asyncio.get_running_loop().time()
-        # The number of accepted connections counts, too: a connection may open and close between two checks.
-        if self._confirmed and (self._dra.connections or self._dra.accepted > self._accepted):
-            self._last_connected, self._accepted = now, self._dra.accepted
-        lost = self._last_connected is not None and now - self._last_connected > self._timing.unconnected_seconds
+        if self._dra.connections:
+            self._connected_at = now
+        lost = now - self._connected_at > self._timing.unconnected_seconds
         error = self._problem or self._refusal
         if error is None and self._confirmed and lost:
             error = f"the kubelet closed its connection to {self._dra.path}; start the kubelet"
         if error is None and not self._confirmed and now - self._since > self._timing.patience_seconds:
-            missing = "reported the result of the registration" if self._asked else "called GetInfo"
+            missing = "reported the result of the registration" if self._info_given else "called GetInfo"
             patience = f"within {self._timing.patience_seconds:g} s"
             error = f"the kubelet has not {missing} at {self._registration.path} {patience}; {_FOLDERS_REMEDY}"
         return LinkState(registered=self._confirmed and not lost, registrations=self._registrations, error=error)

@@ -110,7 +110,7 @@ async def test_a_peer_that_does_not_close_is_disconnected(folder: Path) -> None:
     await server.start(path=str(folder / "sender.sock"))
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(str(folder / "sender.sock"))
-        await until(lambda: server.accepted == 1)
+        await until(lambda: server.connections)
         await server.drain(0)
         assert disconnected(peer)
 

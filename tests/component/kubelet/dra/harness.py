@@ -126,7 +126,7 @@ class StubKubelet:
             stub = pluginregistration_services.RegistrationStub(channel)
             return await stub.GetInfo(pluginregistration.InfoRequest(), wait_for_ready=True)
 
-    async def register(self, name: str | None = None, *, connect: bool = True, hang_up: bool = False, error: str = "") -> Any:
+    async def register(self, name: str | None = None, *, hang_up: bool = False, error: str = "") -> Any:
         """Waits for the registration socket: of this name, or one that is served. Returns the connection to the endpoint; with `hang_up` it
         ends before Notify."""
         if name is None:
@@ -136,9 +136,8 @@ class StubKubelet:
         info = await self.info(name)
         connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")
         self._channels.append(connection)
-        if connect:
-            connection.get_state(try_to_connect=True)
-            await connection.channel_ready()
+        connection.get_state(try_to_connect=True)
+        await connection.channel_ready()
         if hang_up:
             await self.end()
         status = pluginregistration.RegistrationStatus(plugin_registered=not error, error=error)

@@ -96,12 +96,6 @@ async def test_a_kubelet_that_ends_at_once_is_noticed(one: Linked) -> None:
     await one.until(lambda state: not state.registered)
 
 
-async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(one: Linked) -> None:
-    await one.kubelet.register(connect=False)
-    await asyncio.sleep(2 * QUICK.unconnected_seconds)
-    assert one.link.state.registered
-
-
 async def test_a_refusal_has_the_kubelets_sentence_and_is_logged_once(folder: Path) -> None:
     sentence = 'none of services supported by the plugin (["v1.DRAPlugin"]) are supported by the kubelet (["v2.DRAPlugin"])'
     async with linked(folder) as one:
@@ -110,7 +104,7 @@ async def test_a_refusal_has_the_kubelets_sentence_and_is_logged_once(folder: Pa
                 await one.kubelet.register(error=sentence)
         [line] = logs
         assert (line["event"], line["error"]) == ("registration_failed", one.link.state.error)
-        assert f"refuses the driver {DRIVER}: {sentence}; the node needs Kubernetes 1.32 or newer" in line["error"]
+        assert f"refuses the driver {DRIVER}: {sentence}; the node needs Kubernetes 1.34 or newer" in line["error"]
         assert not one.link.state.registered
         await one.kubelet.register()
         assert one.link.state == LinkState(registered=True, registrations=1)
@@ -233,23 +227,20 @@ async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> No
 async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kill(
     folder: Path, instance: str | None, suffix: str
 ) -> None:
-    """Under another name, for one look of the kubelet is enough then; the next process has the first name again."""
     kubelet = StubKubelet(folder)
     (kubelet.plugins / DRIVER).mkdir()
-    former, later = ([f"dra{each}.sock", f"{DRIVER}{each}-reg.sock"] for each in (suffix, f"{suffix}-again"))
-    for left, made in ((former, later), (later, former)):
-        for path in (kubelet.plugins / DRIVER / left[0], kubelet.registry / left[1]):
-            path.unlink(missing_ok=True)
-            dead_socket(path)
-        async with linked(folder, instance=instance) as one:
-            await one.kubelet.register(made[1])
-            assert one.link.state.registered
-            assert os.stat(kubelet.registry / made[1]).st_mode & 0o777 == 0o600
-            daemon = one.link._daemon
-            assert daemon is not None
-            daemon.cancel()
-            await asyncio.wait([daemon])
-            assert kubelet.sockets() == made
+    names = [f"dra{suffix}.sock", f"{DRIVER}{suffix}-reg.sock"]
+    for path in (kubelet.plugins / DRIVER / names[0], kubelet.registry / names[1]):
+        dead_socket(path)
+    async with linked(folder, instance=instance) as one:
+        await one.kubelet.register(names[1])
+        assert one.link.state.registered
+        assert os.stat(kubelet.registry / names[1]).st_mode & 0o777 == 0o600
+        daemon = one.link._daemon
+        assert daemon is not None
+        daemon.cancel()
+        await asyncio.wait([daemon])
+        assert kubelet.sockets() == names
 
 
 async def test_a_stop_unregisters_first_and_lets_calls_end(one: Linked) -> None:
