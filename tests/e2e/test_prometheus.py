@@ -125,8 +125,10 @@ async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
             async with watched(folder, simulated) as prometheus:
                 for step in others:
                     await step.play()
-                async with background(Activity(simulated, work).run()):
+                async with background(Activity(simulated, work).run(ended := asyncio.Event())) as activity:
                     await until_all_have_data(prometheus, queries)
+                    ended.set()
+                    await activity
                 # What the demo does not show, an ended pod's process that stays, or only for a moment between two scrapes: a lost GPU.
                 await linger(simulated)
                 await until_fires(prometheus, "GpumgrGpuQuarantined")

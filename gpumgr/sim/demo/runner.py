@@ -17,7 +17,7 @@ import aiohttp
 import click
 import msgspec
 
-from gpumgr.common.aio import finish_shielded, run_until
+from gpumgr.common.aio import run_until
 from gpumgr.common.errors import GpumgrError
 from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.process import COMMAND, AgentLog, Line
@@ -91,8 +91,7 @@ async def play(*, stays: bool) -> list[Result]:
             await _unless(interrupted, _play_steps(script.steps, node, results, pause_seconds=_PAUSE_SECONDS if stays else 0.0))
             if len(results) == len(script.steps) and results[-1].ok:
                 if stays:
-                    await _unless(interrupted, Activity(node, work).run())
-                    await finish_shielded(_STEP_SECONDS)
+                    await Activity(node, work).run(interrupted)
                 await _play_steps((script.last_step,), node, results)
     for step in every[len(results) :]:
         results.append(Result(name=step.name, ok=False, detail="not reached"))

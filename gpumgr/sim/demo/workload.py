@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Final, NoReturn
 
-from gpumgr.common.aio import run_shielded
+from gpumgr.common.aio import wait_at_most
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 from gpumgr.sim.demo.node import SimulatedNode, Use
 from gpumgr.sim.kubelet import SimContainer, SimPod
@@ -15,29 +15,18 @@ from gpumgr.sim.kubelet import SimContainer, SimPod
 TICK_SECONDS: Final = 0.25
 #: Number of ticks in which a new container loads its model.
 _LOADING_TICKS: Final = 4
-#: Granularity of memory use.
-_PIECE_BYTES: Final = 2 << 20
+#: The period in which the use of a container varies.
+_PERIOD_TICKS: Final = 40
 #: Memory beyond the grant while a container exceeds its limit: more than the agent tolerates.
 _EXCESS_BYTES: Final = 1 << 30
 
 
-def use_at(name: str, tick: int, *, memory_bytes: int, cores: int, noise: float) -> tuple[int, int]:
-    """Bytes and percent of the GPU after `tick` ticks, for a grant of `memory_bytes` and `cores`; `noise` is within ±0.02.
-
-    Equal arguments give equal results. Use stays within the grant, noise included.
-    """
-    random = Random(name)
-    memory_ratio, memory_swing = random.uniform(0.5, 0.78), random.uniform(0.08, 0.2)
-    busy_ratio, busy_swing = random.uniform(0.55, 0.75), random.uniform(0.1, 0.2)
-    turn = tick / random.uniform(20, 60) + random.random()
+def use_at(name: str, tick: int, *, memory_bytes: int, cores: int) -> tuple[int, int]:
+    """Bytes and percent of the GPU after `tick` ticks, for a grant of `memory_bytes` and `cores`; less than the grant. `name` decides where
+    in its period the container begins."""
+    wave = math.sin(2 * math.pi * (tick / _PERIOD_TICKS + Random(name).random()))
     loaded = min(1.0, (tick + 1) / _LOADING_TICKS)
-    memory = memory_ratio + memory_swing * _wave(turn) + noise
-    busy = busy_ratio + busy_swing * _wave(1.7 * turn) + 2 * noise
-    return int(memory_bytes * loaded * memory) // _PIECE_BYTES * _PIECE_BYTES, max(1, int(cores * loaded * busy))
-
-
-def _wave(turn: float) -> float:
-    return math.sin(2 * math.pi * turn)
+    return int(memory_bytes * loaded * (0.7 + 0.15 * wave)), max(1, int(cores * loaded * (0.65 + 0.2 * wave)))
 
 
 class Workload:
@@ -45,7 +34,6 @@ class Workload:
 
     def __init__(self, node: SimulatedNode) -> None:
         self._node = node
-        self._noise = Random(0)
         self._ticks: dict[tuple[str, str], int] = {}
         self._over: set[str] = set()
 
@@ -74,7 +62,6 @@ class Workload:
                 self._ticks.get((pod.uid, container.name), 0),
                 memory_bytes=(granted := self._granted_bytes(container, gpus)),
                 cores=min(container.cores, CORES_PER_GPU),
-                noise=self._noise.uniform(-0.02, 0.02),
             )
             if pod.uid in self._over:
                 memory_bytes = granted + _EXCESS_BYTES + memory_bytes // 16
@@ -105,26 +92,25 @@ _REFUSAL_ROUNDS: Final = 4
 
 
 class Activity:
-    """Continues after the script, when shares run on one GPU: deletes the pod `patient`, then repeats rounds of events.
+    """Continues after the script, when shares run on one GPU: deletes the pod `patient`, then repeats rounds of events."""
 
-    An admission that runs when the activity is cancelled goes on to its end; `finish_shielded` waits for it.
-    """
-
-    def __init__(self, node: SimulatedNode, work: Workload, *, round_seconds: float = _ROUND_SECONDS) -> None:
-        self._node, self._work, self._round_seconds = node, work, round_seconds
+    def __init__(self, node: SimulatedNode, work: Workload) -> None:
+        self._node, self._work = node, work
         self._guests: list[SimPod] = []
         self._stray: int | None = None
 
-    async def run(self) -> NoReturn:
+    async def run(self, ended: asyncio.Event) -> None:
+        """Runs until the event is set, and completes the round in progress."""
         self._node.delete(self._named("patient"))
         await self._node.agent_log.until("allocation_freed", holder="demo/patient (main)")
         for number in itertools.count():
-            await asyncio.sleep(self._round_seconds)
+            await wait_at_most(ended, _ROUND_SECONDS)
+            if ended.is_set():
+                return
             self._misbehave(number % _CYCLE_ROUNDS)
             await self._replace_guest(number)
             if number % _REFUSAL_ROUNDS == _REFUSAL_ROUNDS - 1:
                 await self._refuse(number // _REFUSAL_ROUNDS)
-        raise AssertionError("numbers don't end")
 
     def _misbehave(self, round_number: int) -> None:
         greedy = self._named("a")
@@ -152,7 +138,7 @@ class Activity:
 
     async def _run(self, name: str, cores: int, memory_blocks: int) -> SimPod:
         pod = self._node.pod(name, SimContainer(name="main", cores=cores, memory_blocks=memory_blocks))
-        await run_shielded(self._node.run(pod), name="admission")
+        await self._node.run(pod)
         return pod
 
     def _named(self, name: str) -> SimPod:
