@@ -2,20 +2,16 @@
 about a pod; and sends notifications to the service manager.
 
 Source of the journal: systemd's "Native Journal Protocol". One datagram is one entry, with a line `FIELD=value` for each field. A value
-with newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. An entry that is too long for a
-datagram is sent as a sealed memory file.
+with newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline.
 
 A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket that $NOTIFY_SOCKET names. Without that variable, or if systemd
 does not listen, nothing is sent.
 """
 
-import errno
-import fcntl
 import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +22,6 @@ _PREFIX: Final = "GPUMGR_"
 _MOST_NAME_CHARACTERS: Final = 64
 _OTHER: Final = re.compile(r"[^A-Z0-9_]")
 _PRIORITIES: Final = {"debug": "7", "info": "6", "warning": "4", "error": "3", "critical": "2"}
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 Field = tuple[str, str]
 
@@ -89,29 +84,13 @@ class Journal:
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Iterable[Field]) -> bool:
-        """Returns whether the journal accepted the entry. Raises nothing."""
-        entry = encode(fields)
+        """Returns whether the journal accepted the entry: it may be overloaded, or the entry too long for a datagram (about 200 kB). Raises
+        nothing."""
         try:
-            try:
-                self._sender.sendto(entry, self._path)
-            except OSError as error:
-                if error.errno not in (errno.EMSGSIZE, errno.ENOBUFS):
-                    raise
-                self._send_file(entry)
+            self._sender.sendto(encode(fields), self._path)
         except OSError:
             return False
         return True
-
-    def _send_file(self, entry: bytes) -> None:
-        """Sends the entry as an empty datagram with the descriptor of a memory file. The journal accepts the file only if it is sealed
-        against changes."""
-        descriptor = os.memfd_create("gpumgr-journal-entry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(entry)
-            file.flush()
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))]
-            self._sender.sendmsg([b""], rights, 0, self._path)  # socket.send_fds ignores the address
 
     def close(self) -> None:
         self._sender.close()

@@ -22,11 +22,11 @@ class OpenServer(Server):
 
     @property
     def methods(self) -> dict[str, Method]:
-        """Path -> method. grpclib looks up each call's method with `get`."""
+        """Path -> method."""
         return self._mapping
 
     @methods.setter
-    def methods(self, methods: Any) -> None:
+    def methods(self, methods: dict[str, Method]) -> None:
         self._mapping = methods
 
     @property

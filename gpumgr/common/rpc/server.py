@@ -1,19 +1,17 @@
 """A gRPC server on grpclib that notifies its clients when it ends.
 
-grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and continues to serve them. It answers unknown methods
-without a content type, which grpc-go reports as UNKNOWN.
+grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and continues to serve them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from socket import socket
 from typing import Any, Final, cast
 
 from grpclib.config import Configuration
-from grpclib.const import Cardinality, Status
+from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
-from grpclib.exceptions import GRPCError
 from grpclib.metadata import decode_metadata
 from grpclib.protocol import H2Protocol
 from h2.config import H2Configuration
@@ -58,7 +56,7 @@ class DrainingServer(OpenServer):
         self._stream_calls: set[asyncio.Task[Any]] = set()
         self._last_unary = float("-inf")
         self.draining = False
-        self.methods = _Methods({path: self._counted(method) for path, method in self.methods.items()})
+        self.methods = {path: self._counted(method) for path, method in self.methods.items()}
 
     @property
     def open_streams(self) -> int:
@@ -251,20 +249,3 @@ def _is_well_formed(headers: Any) -> bool:
     except ValueError:  # a name with the suffix -bin has a value that is not base64
         return False
     return all(names.count(each) == 1 for each in _PSEUDO_HEADERS)
-
-
-class _Methods:
-    """grpclib's table of methods; an unknown one is answered with UNIMPLEMENTED in a form that grpc-go understands."""
-
-    def __init__(self, methods: dict[str, Method]) -> None:
-        self._methods = methods
-
-    def get(self, path: str) -> Method:
-        return self._methods.get(path) or Method(_unimplemented(path), Cardinality.STREAM_STREAM, bytes, bytes)
-
-
-def _unimplemented(path: str) -> Callable[[Any], Awaitable[None]]:
-    async def refuse(_stream: object) -> None:
-        raise GRPCError(Status.UNIMPLEMENTED, f"unknown method {path}")
-
-    return refuse
