@@ -8,8 +8,6 @@
 """
 
 import asyncio
-import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +17,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import msgspec
 import structlog
 
-from gpumgr.common.aio import BugLog, DaemonCalls, until_tick
+from gpumgr.common.aio import BugLog, DaemonCalls, until_tick, wait_at_most
 from gpumgr.common.errors import InputError
 from gpumgr.common.files import FileIdentity
 from gpumgr.settings.schema import Settings, is_live, sections
@@ -28,13 +26,10 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: The interval of the checks of the file, and the interval after a check that found a change. The checks run on a thread of their own.
+#: The interval of the checks of the file. The checks run on a thread of their own.
 CHECK_SECONDS: Final = 2.0
-RECHECK_SECONDS: Final = 0.5
 #: How long the file system may take to answer.
 READ_SECONDS: Final = 15.0
-#: Within this time, the same reason to reject a file is logged again, but gets no further event.
-REPEAT_SECONDS: Final = 600.0
 #: Longest reason in the log and in the event.
 MAX_REASON: Final = 4096
 REJECTED: Final = "rejected"
@@ -87,7 +82,7 @@ class SettingsSource:
 
 class SettingsReloader:
     """`apply` receives settings that differ from `current` only in live keys. `record` receives, for the history, what happened (REJECTED,
-    RELOADED) and a sentence about it. `clock` is monotonic, in seconds."""
+    RELOADED) and a sentence about it."""
 
     def __init__(
         self,
@@ -98,60 +93,43 @@ class SettingsReloader:
         record: Callable[[str, str], None],
         check_seconds: float = CHECK_SECONDS,
         read_seconds: float = READ_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source, self._current, self._apply, self._record = source, current, apply, record
-        self._check_seconds, self._read_seconds, self._clock = check_seconds, read_seconds, clock
+        self._check_seconds, self._read_seconds = check_seconds, read_seconds
         self._calls = DaemonCalls("settings")
-        self._bugs = BugLog("settings_reload", clock=clock)
+        self._bugs = BugLog("settings_reload")
         self._seen = source.read_as
         self._needs_restart: tuple[str, ...] = ()
-        self._hangs = False
-        #: Why the file was rejected when it was last read, and when that was added to the history.
+        #: Why the file was rejected when it was last read.
         self._rejected: str | None = None
-        self._rejected_at = float("-inf")
 
     async def run(self) -> NoReturn:
         """Runs until it is cancelled."""
         asked = self._source.asked
         while True:
-            changed = self._seen != self._source.read_as
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    until_tick(min(RECHECK_SECONDS, self._check_seconds) if changed else self._check_seconds)
-                ):
-                    await asked.wait()
+            await wait_at_most(asked, until_tick(self._check_seconds))
+            was_asked = asked.is_set()
+            asked.clear()
             try:
-                await self._check()
+                await self._check(read=was_asked)
             except TimeoutError:
-                if asked.is_set() or not self._hangs:
-                    self._reject(f"{self._source.path} can't be read: its file system gives no answer")
-                asked.clear()
-                self._hangs = True
+                self._source.read_as = None  # the next check that gets an answer reads the file
+                self._reject(f"{self._source.path} can't be read: its file system gives no answer", log_again=was_asked)
+            except InputError as error:
+                self._reject(str(error), log_again=was_asked)
+            except Exception as error:
+                self._bugs.record(error)
+                self._reject(f"a bug, please report it: {error!r}", log_again=was_asked)
 
-    async def _check(self) -> None:
-        """Raises TimeoutError if the file system hangs."""
+    async def _check(self, *, read: bool) -> None:
+        """Reads the file if `read` is true or it has changed, and applies its settings. Raises TimeoutError if the file system hangs, and
+        what reading and applying raise."""
         source = self._source
         before, self._seen = self._seen, await self._call(partial(FileIdentity.at, source.path))
-        if source.asked.is_set() or self._hangs or self._seen == before != source.read_as:
-            source.asked.clear()
-            written = await self._read()
-            source.read_as, self._hangs = self._seen, False
-            if written is not None:
-                self._apply_settings(written)
-
-    async def _read(self) -> Settings | None:
-        """None if the file was rejected. Raises TimeoutError."""
-        try:
-            return await self._call(self._source.load)
-        except InputError as error:
-            self._reject(str(error))
-        except TimeoutError:
-            raise
-        except Exception as error:
-            self._bugs.record(error)
-            self._reject(f"a bug, please report it: {error!r}")
-        return None
+        if read or self._seen == before != source.read_as:
+            source.read_as = self._seen
+            written = await self._call(source.load)
+            self._apply_settings(written)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await self._calls.call(work, timeout_seconds=self._read_seconds)
@@ -160,11 +138,9 @@ class SettingsReloader:
         outcome = reload(self._current, written)
         try:
             self._apply(outcome.settings)
-        except Exception as error:
-            self._bugs.record(error)
-            self._reject(f"a bug, please report it: {error!r}")
+        except Exception:
             self._apply(self._current)
-            return
+            raise
         self._current = outcome.settings
         write = log.warning if outcome.needs_restart else log.info
         write("config_reloaded", path=str(self._source.path), applied=outcome.applied, needs_restart=outcome.needs_restart)
@@ -172,14 +148,15 @@ class SettingsReloader:
             self._record(RELOADED, _sentence(outcome))
         self._rejected, self._needs_restart = None, outcome.needs_restart
 
-    def _reject(self, why: str) -> None:
+    def _reject(self, why: str, *, log_again: bool) -> None:
+        """Logs and records that the settings in the file are not applied. The reason of the last time is only logged, if `log_again`."""
         reason = " ".join(why[:MAX_REASON].split())
-        log.error(
-            "config_rejected", path=str(self._source.path), reason=reason, consequence="the previous settings stay in effect"
-        )
-        now = self._clock()
-        if reason != self._rejected or now - self._rejected_at >= REPEAT_SECONDS:
-            self._rejected, self._rejected_at = reason, now
+        if reason != self._rejected or log_again:
+            log.error(
+                "config_rejected", path=str(self._source.path), reason=reason, consequence="the previous settings stay in effect"
+            )
+        if reason != self._rejected:
+            self._rejected = reason
             self._record(REJECTED, f"the previous settings stay in effect: {reason}")
 
 
