@@ -286,6 +286,11 @@ def items_of(answer: object) -> list[Any]:
     return convert(answer, _List).items or []
 
 
+def failure_text(error: BaseException) -> str:
+    """Why a request failed; `error` is one of API_FAILURES or UNREADABLE, and may have no text of its own."""
+    return str(error) if isinstance(error, GpumgrError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def unreadable_text(error: Exception) -> str:
     """What is wrong with an object, in one line; `error` is one of UNREADABLE."""
     return str(UnreadableText(error if isinstance(error, ValueError | RecursionError) else f"{type(error).__name__}: {error}"))

@@ -34,6 +34,7 @@ from gpumgr.kube.client import (
     AnswerError,
     ApiServer,
     answer_error,
+    failure_text,
     unreadable_text,
 )
 from gpumgr.kube.publisher.events import Event, EventSeries, ObjectRef
@@ -289,7 +290,7 @@ class Reflector(Generic[T]):
                 wanted = min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
                 self._log_once(str(error))
             except API_FAILURES as error:
-                self._log_once(_text(error))
+                self._log_once(failure_text(error))
             if not self._reported and (why := self.outdated) is not None:
                 self._reported = True
                 _log.error("objects_outdated", path=self._watched.path, reason=why)
@@ -320,7 +321,7 @@ class Reflector(Generic[T]):
         try:
             await self._list()
         except API_FAILURES as error:
-            self._list_error, self._list_refused = _text(error), isinstance(error, AnswerError)
+            self._list_error, self._list_refused = failure_text(error), isinstance(error, AnswerError)
             self.outdated_at = self._heard_at + self._pace.outdated_seconds
             raise
 
@@ -431,10 +432,6 @@ class Reflector(Generic[T]):
             self._unreadable.reasons.pop(metadata.uid, None)
         self._version = metadata.resource_version
         self._replace(metadata.uid, after)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, AnswerError | ExpiredError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 async def _check_status(response: aiohttp.ClientResponse) -> None:

@@ -22,7 +22,7 @@ import structlog
 
 from gpumgr.agent.node_report import ApiQueueState
 from gpumgr.agent.ports import Eviction
-from gpumgr.kube.client import API_FAILURES, MAX_RETRY_AFTER_SECONDS, AnswerError, ApiServer
+from gpumgr.kube.client import API_FAILURES, MAX_RETRY_AFTER_SECONDS, AnswerError, ApiServer, failure_text
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired, TokenBucket, WorkQueue
 from gpumgr.kube.publisher.events import Event, EventRecorder
 from gpumgr.kube.publisher.objects import (
@@ -282,7 +282,7 @@ class Publisher:
                 self._try_later(desired)
                 return None
         except API_FAILURES as error:
-            self._log.failed(f"{type(error).__name__}: {error}")
+            self._log.failed(failure_text(error))
             if desired.insists:
                 self._try_later(desired)
                 return None

@@ -24,7 +24,7 @@ import structlog
 from gpumgr.common.errors import Refusal
 from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import CORES_PER_GPU, DRA_DRIVER
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, items_of, unreadable_text
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text, items_of, unreadable_text
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share
 from gpumgr.ledger.ledger import ClaimRef
@@ -92,7 +92,7 @@ class ClaimReader:
             except API_FAILURES as error:
                 # The last try may have had little time left; then its timeout is not the reason to report.
                 if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:
-                    why = f"{type(error).__name__}: {error}".removesuffix(": ")
+                    why = failure_text(error)
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         why = why or "no answer in time"
@@ -256,11 +256,9 @@ class WaitingPods:
                 await self.step()
                 self._error = ""
             except (*API_FAILURES, *UNREADABLE) as error:
-                if repr(error) != self._error:
-                    _log.warning(
-                        "claiming_pods_not_retried", error=repr(error), consequence="the kubelet retries them within 90 s"
-                    )
-                self._error = repr(error)
+                if (text := failure_text(error)) != self._error:
+                    _log.warning("claiming_pods_not_retried", error=text, consequence="the kubelet retries them within 90 s")
+                self._error = text
 
     async def step(self) -> None:
         """Retries the pods that are due. Raises what requests raise."""

@@ -20,7 +20,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc.unix_server import LinkState, Observe
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text
 from gpumgr.kubelet.dra.claim_reader import ClaimReader, WaitingPods, find_shares
 from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import WAIT_SECONDS
@@ -233,7 +233,7 @@ class DraSide:
                         "claims_not_adopted", error=str(error), consequence="claims of an earlier mode dra, if any, are not known"
                     )
                     return None
-                return f"claim {namespace}/{name}: {type(error).__name__}: {error}".removesuffix(": ")
+                return f"claim {namespace}/{name}: {failure_text(error)}"
             except UNREADABLE as error:
                 log.error("claim_not_adopted", claim=f"{namespace}/{name}", error=str(error))
                 continue
@@ -255,7 +255,7 @@ class DraSide:
             try:
                 return await find_shares(self._server, self._settings.node.name, claim.namespace, claim.name)
             except (*API_FAILURES, *UNREADABLE) as error:
-                failed[str(claim)] = repr(error)
+                failed[str(claim)] = failure_text(error)
                 return None
 
         failed, logged = dict[str, str](), dict[str, str]()
@@ -265,7 +265,7 @@ class DraSide:
             try:
                 await self.claims.reclaim(find, await self._pod_resources.list())
             except (*API_FAILURES, *UNREADABLE) as error:
-                failed["the kubelet's list"] = repr(error)
+                failed["the kubelet's list"] = failure_text(error)
             if failed and failed != logged:
                 consequence = f"these claims keep their GPUs; the agent examines them again after {RECLAIM_SECONDS:g} s"
                 log.warning("leaked_claims_not_examined", errors=dict(failed), consequence=consequence)

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from gpumgr.common.aio import forever, wait_at_most
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text
 from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
 from gpumgr.kubelet.dra import slices
 from gpumgr.kubelet.dra.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, StoredSlice
@@ -105,7 +105,7 @@ class SlicePublisher:
                 self.state = replace(self.state, published=False)  # a write may have ended in the meantime
                 return True
         except _FAILED as error:
-            text = _text(error)
+            text = failure_text(error)
             if first or text != self.state.error:
                 # In mode plugin the agent may lack the right to delete slices.
                 level = _log.info if isinstance(error, AnswerError) and error.status == 403 else _log.warning
@@ -130,7 +130,7 @@ class SlicePublisher:
             try:
                 pause = await self._step()
             except _FAILED as error:
-                text = _text(error)
+                text = failure_text(error)
                 if text != self.state.error:  # each text is logged once until the slice is published
                     consequence = (
                         "kube-scheduler places pods by the last published slice, and without a slice new pods with claims wait; running "
@@ -219,7 +219,3 @@ class SlicePublisher:
             self._loss = loss
             if loss is not None:
                 _log.error("slice_fields_dropped", reason=loss.sentence)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"

@@ -226,7 +226,7 @@ async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything
 @pytest.mark.parametrize(
     ("failure", "shown"),
     [
-        (AnswerError("HTTP 403: forbidden", status=403), "claim team/a: AnswerError: HTTP 403"),
+        (AnswerError("HTTP 403: forbidden", status=403), "claim team/a: HTTP 403"),
         # It is a ValueError, too, as faults of an object are, which are skipped.
         (ssl.SSLCertVerificationError("expired"), "claim team/a: SSLCertVerificationError: "),
     ],
