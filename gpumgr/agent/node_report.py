@@ -1,7 +1,6 @@
 """The state of the agent at one instant, for all readers: made on the event loop, read on any thread."""
 
 from collections.abc import Mapping
-from typing import Final
 
 import msgspec
 
@@ -11,11 +10,6 @@ from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import NodeSample
-
-#: The only values of the metrics' label `reason`: the driver's text never becomes a label.
-REASONS: Final = frozenset(
-    {"xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "mig", "operator", "missing", "quarantine", "other"}
-)
 
 
 class ApiQueueState(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +35,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `nvml_errors` counts failed calls by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by resource.
 
-    `reasons`: UUID -> why a GPU accepts no new containers, as one of REASONS. It applies only to GPUs that are unschedulable in `view`, and
-    may be incomplete.
+    `reasons`: UUID -> why a GPU accepts no new containers, a word of gpumgr.driver.health.Reason. It applies only to GPUs that are
+    unschedulable in `view`, and may be incomplete.
 
     `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `gpu_limits`: UUID
     -> how new shares are limited on a GPU that the driver lists; an existing allocation keeps its own mechanisms. `vcuda_registrations` (by
@@ -79,14 +73,14 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     mps_daemon_restarts: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     def unschedulable(self) -> Mapping[GpuName, str]:
-        """Maps each GPU that accepts no new containers to a word of REASONS."""
+        """Maps each GPU that accepts no new containers to a word of `reasons`, or to missing, quarantine or other."""
         return {gpu: self._reason(gpu) for gpu in self.view.node.out_of_service}
 
     def _reason(self, gpu: GpuName) -> str:
         registered = self.view.ledger.gpu_registry.by_name.get(gpu)
         word = self.reasons.get(registered.uuid) if registered else None
         if word is not None:
-            return word if word in REASONS else "other"
+            return word
         if gpu not in self.view.node.rows:
             return "missing"
         return "quarantine" if gpu in self.view.inventory.quarantine.held else "other"

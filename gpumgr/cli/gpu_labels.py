@@ -13,7 +13,7 @@ from gpumgr.common.errors import InputError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 
-#: The table cells for the reasons of gpumgr.agent.node_report.REASONS that users might not understand.
+#: The table cells for the reasons of gpumgr.agent.node_report.NodeReport.unschedulable that users might not understand.
 _REASONS: Final = {
     "xid": "XID error",
     "ecc": "ECC errors",

@@ -307,45 +307,31 @@ async def _checked(data: bytes, check: Callable[[], None]) -> AsyncIterator[byte
 
 
 class AnswerError(GpumgrError):
-    """The server answered with an error. `retry_after_seconds` is its Retry-After, or 0.0; `causes` are the reasons in the Status'
-    details, such as "NamespaceTerminating"."""
+    """The server answered with an error. `retry_after_seconds` is its Retry-After, or 0.0."""
 
-    def __init__(
-        self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0, causes: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_seconds = retry_after_seconds
-        self.causes = causes
-
-
-class _Cause(msgspec.Struct):
-    reason: str = ""
-
-
-class _Details(msgspec.Struct):
-    causes: tuple[_Cause, ...] = ()
 
 
 class _Status(msgspec.Struct):
-    """The fields of metav1.Status that explain an error."""
+    """The field of metav1.Status that explains an error."""
 
     message: str
-    details: _Details | None = None
 
 
 async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
     """The error in an answer. Reads the beginning of the answer's body; raises what reading raises."""
     body = await response.content.read(4096)
     try:
-        status = decode_json(body, _Status)
+        message = decode_json(body, _Status).message
     except UnreadableText:  # the answer of a proxy, or longer than what was read
-        status = _Status(message=body.decode(errors="replace"))
+        message = body.decode(errors="replace")
     return AnswerError(
-        f"HTTP {response.status}: {' '.join(status.message.split())[:300]}",
+        f"HTTP {response.status}: {' '.join(message.split())[:300]}",
         status=response.status,
         retry_after_seconds=_retry_after(response),
-        causes=frozenset(cause.reason for cause in status.details.causes) if status.details else frozenset(),
     )
 
 

@@ -26,7 +26,6 @@ ASSIGNED: Final = "tencent.com/gpu-assigned"
 PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
 PREDICATE_NODE: Final = "tencent.com/predicate-node"
 PREDICATE_TIME: Final = "tencent.com/predicate-time"
-VERSION: Final = 1
 #: Kubernetes' limit for all annotations of an object together.
 MAX_ANNOTATIONS_BYTES: Final = 262_144
 
@@ -158,7 +157,7 @@ def encode(value: Inventory | Placement) -> str:
 
 def decode_inventory(text: str) -> Inventory:
     """Raises ValueError that says what is wrong: no JSON, another version, values out of range, GPUs that contradict each other."""
-    inventory = _decode(text, Inventory)
+    inventory = decode_json(text, Inventory)
     if len({gpu.uuid for gpu in inventory.gpus}) != len(inventory.gpus):
         raise ValueError("a UUID appears twice in gpus")
     indices = {position if gpu.index is UNSET else gpu.index for position, gpu in enumerate(inventory.gpus)}
@@ -176,24 +175,14 @@ def decode_inventory(text: str) -> Inventory:
 
 def decode_placement(text: str) -> Placement:
     """Raises ValueError that says what is wrong: no JSON, another version, values out of range, a GPU twice in a container."""
-    placement = _decode(text, Placement)
+    placement = decode_json(text, Placement)
     for name, shares in placement.containers.items():
         if not shares or len({share.gpu for share in shares}) != len(shares):
             raise ValueError(f"containers[{name[:64]!r}] names no GPU, or one twice")
     return placement
 
 
-class _Versioned(msgspec.Struct):
-    version: int
-
-
 _T = TypeVar("_T")
-
-
-def _decode(text: str, kind: type[_T]) -> _T:
-    if (version := decode_json(text, _Versioned).version) != VERSION:
-        raise ValueError(f"version {version} is not supported; this program reads version {VERSION}")
-    return decode_json(text, kind)
 
 
 def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:

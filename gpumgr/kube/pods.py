@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from decimal import Decimal
 from math import ceil
 from typing import Annotated, Any, Final
@@ -303,5 +303,4 @@ def _word(text: object, most: int = _MAX_WORD) -> str | None:
 def _unix_seconds(timestamp: str | None) -> float:
     if not timestamp:
         return 0.0
-    moment = datetime.fromisoformat(timestamp)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return datetime.fromisoformat(timestamp).timestamp()

@@ -240,18 +240,12 @@ class Components:
             """The reason not to register yet: the claims of a lost ledger are not adopted, another device plugin has the same resource
             names, the GPUs of gpu-manager's pods are unknown, or claims hold GPUs."""
             adopting = await self.former_mode_dra.held_back_by() if self.former_mode_dra is not None else None
-            holders = holders_of_other_mode(self.agent_state.ledger, "plugin")
-            unserved = self.former_mode_dra.link.state.error if self.former_mode_dra is not None else None
             return (
                 adopting
                 or await self.other_plugins.gpu_manager()
                 or (offers_nvidia_names and await self.other_plugins.why_wait_for_nvidia_plugins())
                 or await self._take_over.held_back_by()
-                or (
-                    f"{holders}; their claims can't be released, since the DRA side can't serve them: {unserved}"
-                    if holders and unserved
-                    else holders
-                )
+                or holders_of_other_mode(self.agent_state.ledger, "plugin")
             )
 
         return KubeletLink(

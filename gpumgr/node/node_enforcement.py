@@ -136,7 +136,6 @@ class NodeEnforcement:
             clock=time.monotonic,
         )
         self._snapshot = EMPTY
-        self._annotated: str | None = None
         self._agent_state: AgentState | None = None
         self.recovered = False
         self._freed = asyncio.Event()
@@ -210,9 +209,8 @@ class NodeEnforcement:
                 await self.containers.refresh()
         self.backends()
         await self.limits.choose(self._snapshot.gpus)
-        if self._publisher is not None and (description := self.limits.described) != self._annotated:
-            self._publisher.annotate(NODE_ANNOTATION, description)
-            self._annotated = description
+        if self._publisher is not None:
+            self._publisher.annotate(NODE_ANNOTATION, self.limits.described)
 
     async def recover(self) -> None:
         """After a restart of the agent: takes over the containers that run."""

@@ -24,7 +24,6 @@ import structlog
 from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError, NvmlError
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import entries_if_readable
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_folder, lock_node
 from gpumgr.kubelet.node_mode import holders_of_other_mode
 from gpumgr.ledger.checkpoint.files import CorruptError
@@ -32,7 +31,6 @@ from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
-from gpumgr.settings.profile import inner_names
 from gpumgr.web.handlers import make_waiting
 from gpumgr.web.http_server import PageServer
 
@@ -78,9 +76,6 @@ class Preload:
             group.create_task(self._reach_driver())
             group.create_task(self._list_pods())
             group.create_task(self._enforcement.preload())
-        for entry in await entries_if_readable(self._settings.kubelet.device_plugin_dir, inner_names(self._settings)) or ():
-            entry.response()  # the first call takes milliseconds, since it prepares the classes of its messages
-            break
         gc.collect()
         gc.freeze()  # done now, since it takes tens of milliseconds, and would delay the take-over later
         self.loaded.set()

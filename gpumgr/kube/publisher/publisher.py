@@ -97,7 +97,7 @@ class _DeliveryLog:
         elif error.status == 404 and isinstance(desired, NodePart):
             remedy = f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
         self.count(desired, "refused")
-        if "NamespaceTerminating" not in error.causes and self._is_new(desired.rights, error.status):
+        if self._is_new(desired.rights, error.status):
             _log.warning("announcement_refused", what=desired.what, error=str(error), remedy=remedy)
         return remedy
 

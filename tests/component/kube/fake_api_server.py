@@ -22,13 +22,11 @@ def pod(name: str, uid: str, cores: str | None = "10", phase: str = "Running", *
     }
 
 
-def status(code: int, text: str, headers: dict[str, str] | None = None, cause: str | None = None) -> Answer:
+def status(code: int, text: str, headers: dict[str, str] | None = None) -> Answer:
     """Answers once with an HTTP error."""
 
     async def answer(_: web.Request) -> web.StreamResponse:
         body: dict[str, Any] = {"kind": "Status", "code": code, "message": text}
-        if cause is not None:
-            body["details"] = {"causes": [{"reason": cause, "message": text}]}
         return web.json_response(body, status=code, headers=headers)
 
     return answer

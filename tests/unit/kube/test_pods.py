@@ -179,7 +179,7 @@ def test_the_schedulers_placement_names_gpus_of_this_node() -> None:
     [
         ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-2","version":1}', "node-1", "it is about node node-2"),
         ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":1}', None, "the pod is bound to none"),
-        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":2}', "node-1", "version 2 is not supported"),
+        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":2}', "node-1", "enum value 2"),
         ('{"containers":{"app":[["GPU-a",5000,1024]]},"node":"node-1","version":1}', "node-1", "not valid"),
         ("[" * 100_000, "node-1", "not valid"),
         ("", "node-1", "not valid"),

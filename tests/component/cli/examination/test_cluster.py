@@ -217,7 +217,7 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("admission", "warning", "this API server has no", dropped(f"{GROUP}/validatingadmissionpolicies")),
     ("admission", "warning", "no policy protects gpumgr.io/placement in requests to bindings, pods, pods/binding, pods/status",
      replaced(f"{GROUP}/validatingadmissionpolicybindings", [])),
-    ("inventories", "error", "gpumgr.io/inventory: version 2 is not", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
+    ("inventories", "error", "gpumgr.io/inventory: not valid: ", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
     ("inventories", "warning", "more GPUs than tencent.com/vcuda-core shows: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
     ("inventories", "ok", "1 nodes", replaced("/api/v1/nodes", [node("n2", cores=0, ready="False")])),
     ("gpu-manager", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),

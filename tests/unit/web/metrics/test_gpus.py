@@ -111,9 +111,6 @@ def test_a_gpu_that_the_driver_lost_keeps_its_allocations() -> None:
         pytest.param(NodeReport(view=view_of(failed={uuid_of(0): "XID 79"}), reasons={uuid_of(0): "xid"}), "xid", id="told"),
         pytest.param(NodeReport(view=view_of(failed={uuid_of(0): "XID 79"})), "other", id="not told"),
         pytest.param(
-            NodeReport(view=view_of(failed={uuid_of(0): "?"}), reasons={uuid_of(0): "driver 0x7f3a"}), "other", id="no label"
-        ),
-        pytest.param(
             NodeReport(view=view_of(cordoned={uuid_of(0): "MIG is on"}), reasons={uuid_of(0): "mig"}), "mig", id="closed"
         ),
         pytest.param(
