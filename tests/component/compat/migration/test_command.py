@@ -100,19 +100,18 @@ def test_applied_it_writes_our_settings_and_no_others(node: Path) -> None:
     assert to.read_text() == "http: {port: 1}\n"
 
 
-def test_a_manifest_that_is_none_of_gpu_managers(folder: Path) -> None:
-    manifest = folder / "ds.yaml"
+def test_a_file_without_kubernetes_objects_is_refused(folder: Path) -> None:
+    pods = folder / "pods.yaml"
     for text, said in (
-        ("kind: Service\n", "has no container that runs gpu-manager"),
         ("a: 1\n", "not a Kubernetes object"),
         ("{", "neither JSON nor YAML"),
         ("", "has no Kubernetes object"),
     ):
-        manifest.write_text(text)
+        pods.write_text(text)
         with pytest.raises(InputError, match=said):
-            migrate("gpu-manager", "--manifest", manifest)
+            migrate("hami", "--pods", pods)
     with pytest.raises(InputError, match="No such file"):
-        migrate("gpu-manager", "--manifest", folder / "none")
+        migrate("hami", "--pods", folder / "none")
 
 
 def test_a_checkpoint_that_cannot_be_understood_is_named(node: Path) -> None:
