@@ -81,8 +81,10 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
 
 
 def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], requested_at: str) -> str:
-    """The text of the annotation that requests the resize; what is not given stays."""
-    now = {key: value for key, value in _entry(pod, RESIZED_ANNOTATION, container).items() if key in ("cores", "memoryMiB")}
+    """The text of the annotation that requests the resize; what is not given stays, also of a request that is not decided yet."""
+    decided, asked = _entry(pod, RESIZED_ANNOTATION, container), _entry(pod, RESIZE_ANNOTATION, container)
+    undecided = asked if asked.get("requestedAt") != decided.get("requestedAt") else {}
+    now = {key: value for key, value in {**decided, **undecided}.items() if key in ("cores", "memoryMiB")}
     return json.dumps({**_entries(pod, RESIZE_ANNOTATION), container: {**now, **given, "requestedAt": requested_at}})
 
 

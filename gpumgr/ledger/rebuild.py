@@ -76,18 +76,18 @@ def adopt(
     entries = tuple(entries)
     ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
     added, problems = list[Allocation](), list[str]()
-    claims = _claims(ledger.gpu_registry, entries, listing, find_uid, problems)
-    for claim in sorted(claims.values(), key=lambda claim: _turn(claim, find_uid)):
-        masks = {resource: claim.held(resource) for resource in ALL_RESOURCES}
-        if all(_known(ledger, resource, masks[resource], claim) for resource in ALL_RESOURCES):
+    holdings = _holdings(ledger.gpu_registry, entries, listing, find_uid, problems)
+    for holding in sorted(holdings.values(), key=lambda holding: _place_in_pod(holding, find_uid)):
+        masks = {resource: holding.held(resource) for resource in ALL_RESOURCES}
+        if all(_known(ledger, resource, masks[resource], holding) for resource in ALL_RESOURCES):
             continue
         order = [gpu.name for gpu in ledger.gpu_registry.gpus]
-        gpus = sorted(claim.held("core") or claim.held("memory"), key=order.index)
-        whole = max(1, count(claim.held("core")) // CORES_PER_GPU)
-        if claim.by_ids:
-            base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
+        gpus = sorted(holding.held("core") or holding.held("memory"), key=order.index)
+        whole = max(1, count(holding.held("core")) // CORES_PER_GPU)
+        if holding.by_ids:
+            base = (_partial(ledger, holding) or holding).with_ids(ledger.gpu_registry, holding.device_ids, gpus[:whole])
         else:
-            base = _with_amounts(ledger, claim, find_uid(claim.uid) if claim.uid else None)
+            base = _with_amounts(ledger, holding, find_uid(holding.uid) if holding.uid else None)
         candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
         broken = ledger.occupy(candidate).violations()
         if broken:
@@ -98,12 +98,12 @@ def adopt(
     return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
 
 
-def _turn(claim: Allocation, find_uid: Callable[[str], PodView | None]) -> int:
+def _place_in_pod(holding: Allocation, find_uid: Callable[[str], PodView | None]) -> int:
     """The container's place in the order of its pod's grants, which `Ledger.by_amount` needs: the kubelet's checkpoint is in random order.
     An init container of an unknown pod is before the pod's other containers."""
-    view = find_uid(claim.uid) if claim.uid else None
+    view = find_uid(holding.uid) if holding.uid else None
     names = [spec.name for spec in view.containers] if view else []
-    return names.index(claim.container) if claim.container in names else int(not claim.init)
+    return names.index(holding.container) if holding.container in names else int(not holding.init)
 
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
@@ -121,17 +121,17 @@ def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], l
     return gpu_registry
 
 
-def _claims(
+def _holdings(
     gpu_registry: GpuRegistry,
     entries: Iterable[KubeletEntry],
     listing: Listing | None,
     find_uid: Callable[[str], PodView | None],
     problems: list[str],
 ) -> Mapping[tuple[str, str], Allocation]:
-    """(UID or namespace/name, container) -> its claim: an allocation with the kubelet's ids (no ResourceClaim). Ended pods are left out.
-    Adds to `problems`."""
+    """(UID or namespace/name, container) -> what it holds: an allocation with the kubelet's ids. Ended pods are left out. Adds to
+    `problems`."""
     shared = any(gpu.replicas for gpu in gpu_registry.gpus)
-    claims: dict[tuple[str, str], Allocation] = {}
+    holdings: dict[tuple[str, str], Allocation] = {}
     uids: dict[PodKey, str] = {}
     for entry in entries:
         masks, view = gpu_registry.known(entry.resource, entry.device_ids), find_uid(entry.uid)
@@ -146,11 +146,11 @@ def _claims(
         if view is not None:
             uids[view.key] = entry.uid
         key = (entry.uid, entry.container)
-        claims[key] = _with_entry(claims.get(key) or _new_claim(entry, view), entry, masks, gpu_registry)
-    return _with_listed(claims, shown(gpu_registry, listing), uids) if listing else claims
+        holdings[key] = _with_entry(holdings.get(key) or _new_holding(entry, view), entry, masks, gpu_registry)
+    return _with_listed(holdings, shown(gpu_registry, listing), uids) if listing else holdings
 
 
-def _new_claim(entry: KubeletEntry, view: PodView | None) -> Allocation:
+def _new_holding(entry: KubeletEntry, view: PodView | None) -> Allocation:
     spec = view.container(entry.container) if view else None
     return Allocation(
         id="",
@@ -161,78 +161,82 @@ def _new_claim(entry: KubeletEntry, view: PodView | None) -> Allocation:
     )
 
 
-def _with_entry(claim: Allocation, entry: KubeletEntry, masks: Masks, gpu_registry: GpuRegistry) -> Allocation:
+def _with_entry(holding: Allocation, entry: KubeletEntry, masks: Masks, gpu_registry: GpuRegistry) -> Allocation:
     """The allocation with one more of the container's resources."""
     return replace(
-        claim,
-        device_ids={**claim.device_ids, entry.resource: union(claim.held(entry.resource), masks)},
-        id=claim.id or entry.allocation_id or "",
-        mechanisms=claim.mechanisms or entry.mechanisms,
-        cdi=claim.cdi or entry.cdi,
-        gpus=claim.gpus or {gpu: amounts for gpu, amounts in entry.granted.gpus.items() if gpu in masks},
-        limits=claim.limits or entry.granted.limits,
-        mig_devices=claim.mig_devices or tuple(each for each in entry.granted.mig_devices if each.gpu in gpu_registry.by_name),
+        holding,
+        device_ids={**holding.device_ids, entry.resource: union(holding.held(entry.resource), masks)},
+        id=holding.id or entry.allocation_id or "",
+        mechanisms=holding.mechanisms or entry.mechanisms,
+        cdi=holding.cdi or entry.cdi,
+        gpus=holding.gpus or {gpu: amounts for gpu, amounts in entry.granted.gpus.items() if gpu in masks},
+        limits=holding.limits or entry.granted.limits,
+        mig_devices=holding.mig_devices or tuple(each for each in entry.granted.mig_devices if each.gpu in gpu_registry.by_name),
     )
 
 
 def _with_listed(
-    claims: dict[tuple[str, str], Allocation], visible: Shown, uids: Mapping[PodKey, str]
+    holdings: dict[tuple[str, str], Allocation], visible: Shown, uids: Mapping[PodKey, str]
 ) -> dict[tuple[str, str], Allocation]:
     """Adds the pods that `List` names, and the containers that only `List` has. `uids`: known pod -> its UID."""
     for (pod, container), held in visible.items():
-        if (uids.get(pod, ""), container) in claims:
+        if (uids.get(pod, ""), container) in holdings:
             continue
         same = (
             key
-            for key, claim in claims.items()
-            if claim.pod is None and key[1] == container and all(claim.held(each) == held.get(each, {}) for each in ALL_RESOURCES)
+            for key, holding in holdings.items()
+            if holding.pod is None
+            and key[1] == container
+            and all(holding.held(each) == held.get(each, {}) for each in ALL_RESOURCES)
         )
         if (key := next(same, None)) is not None:
-            claims[key] = replace(claims[key], pod=pod)
+            holdings[key] = replace(holdings[key], pod=pod)
         else:
-            claims["/".join(pod), container] = Allocation(id="", pod=pod, container=container, device_ids=held)
-    siblings = {claim.uid: claim.pod for claim in claims.values() if claim.uid is not None and claim.pod is not None}
-    for key, claim in claims.items():
-        if claim.pod is None:
+            holdings["/".join(pod), container] = Allocation(id="", pod=pod, container=container, device_ids=held)
+    siblings = {holding.uid: holding.pod for holding in holdings.values() if holding.uid is not None and holding.pod is not None}
+    for key, holding in holdings.items():
+        if holding.pod is None:
             # `List` shows every container but ordinary init containers (and containers of pods that just ended).
-            claims[key] = replace(claim, pod=siblings.get(claim.uid or ""), init=True)
-    return claims
+            holdings[key] = replace(holding, pod=siblings.get(holding.uid or ""), init=True)
+    return holdings
 
 
-def _with_amounts(ledger: Ledger, claim: Allocation, view: PodView | None) -> Allocation:
+def _with_amounts(ledger: Ledger, holding: Allocation, view: PodView | None) -> Allocation:
     """Adds the amounts of a container with MIG devices or replicas. The amounts of replicas are read from the response in the kubelet's
     checkpoint, else from the pod; if the pod is not known either, there are none."""
-    if claim.held("mig"):
-        return replace(claim, gpus=instance_amounts(ledger.gpu_registry, claim.held("mig")))
-    spec = view.container(claim.container) if view else None
-    if claim.gpus or spec is None or spec.replicas is None:
-        return claim
+    if holding.held("mig"):
+        return replace(holding, gpus=instance_amounts(ledger.gpu_registry, holding.held("mig")))
+    spec = view.container(holding.container) if view else None
+    if holding.gpus or spec is None or spec.replicas is None:
+        return holding
     registry = ledger.gpu_registry
     # HAMi's plugin gave the container the GPUs that its scheduler chose, even if the kubelet's ids name other GPUs.
     named = dict(view.placed).get(spec.name, ()) if view is not None and view.bound_by_hami else ()
     chosen = [registry.by_uuid[uuid].name for uuid, _ in named if uuid in registry.by_uuid]
-    gpus = chosen if len(chosen) == spec.replicas.count else [*claim.held("replica")]
-    return replace(claim, gpus=charged_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
+    gpus = chosen if len(chosen) == spec.replicas.count else [*holding.held("replica")]
+    return replace(holding, gpus=charged_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
 
 
-def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:
-    return not masks or any(a.held(resource) == masks and _may_be(a, claim) for a in ledger.allocations.values())
+def _known(ledger: Ledger, resource: Resource, masks: Masks, holding: Allocation) -> bool:
+    return not masks or any(a.held(resource) == masks and _may_be(a, holding) for a in ledger.allocations.values())
 
 
-def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
+def _partial(ledger: Ledger, holding: Allocation) -> Allocation | None:
     """The ledger's allocation of this container; it has the same ids of one resource, but lacks the other one."""
     for a in ledger.allocations.values():
-        if _may_be(a, claim) and any(a.held(resource) and a.held(resource) == claim.held(resource) for resource in ALL_RESOURCES):
+        if _may_be(a, holding) and any(
+            a.held(resource) and a.held(resource) == holding.held(resource) for resource in ALL_RESOURCES
+        ):
             return a
     return None
 
 
-def _may_be(a: Allocation, claim: Allocation) -> bool:
-    if a.container is not None and claim.container is not None and a.container != claim.container:
+def _may_be(a: Allocation, holding: Allocation) -> bool:
+    if a.container is not None and holding.container is not None and a.container != holding.container:
         return False
-    if a.anonymous or (a.uid and claim.uid and a.uid != claim.uid):
+    if a.anonymous or (a.uid and holding.uid and a.uid != holding.uid):
         return False
-    return a.same_pod(claim) or a.pod is None or claim.pod is None
+    return a.same_pod(holding) or a.pod is None or holding.pod is None
 
 
 def migrate(

@@ -63,6 +63,10 @@ class BurstDemands:
         """Whether the container's mechanisms can enforce a burst."""
         return self._obstacle(allocation.mechanisms, "memory") is None
 
+    def demands_burst(self, allocation: Allocation) -> bool:
+        """Whether a known pod that uses the allocation demands a burst."""
+        return any(view.memory_limits for view, _ in self._by_user(allocation))
+
     def _by_user(self, allocation: Allocation) -> Sequence[tuple[PodView, Allocation]]:
         """The pods that use the allocation, each with a copy of the allocation that names the pod and its container; empty while no pod is
         known."""

@@ -49,7 +49,7 @@ class Bursts:
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
-    def begin(self, ledger: Ledger, use: NodeUse) -> None:
+    def begin_evaluation(self, ledger: Ledger, use: NodeUse) -> None:
         """Call it first in each evaluation: it notes the limits that new containers may have. `use`: what the containers use by the new
         sample."""
         started = {
@@ -109,9 +109,11 @@ class Bursts:
 
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
         """Whether an earlier process of the agent may have given the container another limit. The setting may have allowed bursts then. If
-        it allows none now, only a container that uses more than the memory of its device ids plus the slack may have had a burst."""
+        it allows none now, a container may have had a burst if its pod demands one, or if it uses more than the memory of its device ids
+        plus the slack."""
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
-        return a.resize is not None or (self.demands.can_burst(a) and (self.demands.allowed or beyond))
+        burst = self.demands.allowed or beyond or self.demands.demands_burst(a)
+        return a.resize is not None or (burst and self.demands.can_burst(a))
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container; while it is being
@@ -128,7 +130,7 @@ class Bursts:
         """Call it when the limits of an evaluation are in force."""
         self.in_force = replace(self.in_force, now=enforced)
 
-    def evaluated(self) -> None:
+    def end_evaluation(self) -> None:
         """Call it at the end of each evaluation, before the next sample is read."""
         self.in_force = replace(self.in_force, before_sample=self.in_force.now)
 

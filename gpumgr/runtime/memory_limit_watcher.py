@@ -150,7 +150,7 @@ class MemoryLimitWatcher:
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
-        self.bursts.begin(ledger, use)
+        self.bursts.begin_evaluation(ledger, use)
         obstacle = self._backends.obstacle_to_change
         if await decide_resizes(self._agent_state, self._pods, self.bursts, use, most=self._rule.most, obstacle=obstacle):
             ledger = self._agent_state.ledger
@@ -169,7 +169,7 @@ class MemoryLimitWatcher:
         await self._enforce.start(
             lambda: self._observe_and_adjust(running, number, unknown), timeout_seconds=self._owners.timeout_seconds
         )
-        self.bursts.evaluated()
+        self.bursts.end_evaluation()
 
     async def close(self) -> None:
         await self.suspensions.close()

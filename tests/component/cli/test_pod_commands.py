@@ -101,6 +101,34 @@ async def test_a_node_that_does_not_answer_is_said(
     assert "the agent of the pod's node has not answered within 0.1 s; the request stays in the annotation" in ended.err
 
 
+DECIDED = {"main": {"cores": 30, "memoryMiB": 512, "requestedAt": "1"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({}, {"cores": 30, "memoryMiB": 1024}),
+        ({"cores": 40, "memoryMiB": 512, "requestedAt": "1"}, {"cores": 30, "memoryMiB": 1024}),
+        ({"cores": 40, "memoryMiB": 512, "requestedAt": "2"}, {"cores": 40, "memoryMiB": 1024}),
+    ],
+)
+async def test_what_is_not_given_stays_also_of_a_request_that_is_not_decided(
+    asked: Json, wanted: Json, folder: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpumgr.cli.resize._ANSWER_SECONDS", 0.0)
+    document = pod("asked", [MAIN])
+    requests = {"main": asked, "side": {"cores": 7}}
+    annotations = {"gpumgr.io/resized": json.dumps(DECIDED), "gpumgr.io/resize": json.dumps(requests)}
+    document["metadata"]["annotations"] |= annotations
+    async with SimApiServer("node") as api:
+        api.put_document(document)
+        kubeconfig = api.kubeconfig(folder / "kubeconfig")
+        await gpumgr_command("resize", "team/asked", "--memory", "1024", "--kubeconfig", kubeconfig)
+        written = json.loads(api.annotations("uid-asked")["gpumgr.io/resize"])
+    assert written["main"].pop("requestedAt") not in ("1", "2")
+    assert written == {"main": wanted, "side": {"cores": 7}}
+
+
 class Contested:
     """An API server at which another writer changes the pod before each of the first writes."""
 

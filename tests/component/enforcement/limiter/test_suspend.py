@@ -4,13 +4,18 @@ import contextlib
 import struct
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from gpumgr.common.proc import PROC, start_time_ticks
 from gpumgr.enforcement.limiter.page_files import PageFiles
+from gpumgr.ledger.suspension import Moved, Suspension
+from gpumgr.runtime import checkpoints
 from tests.component.enforcement.limiter.harness import (
     CONTEXT_BYTES,
+    GPU_BYTES,
     MIB,
     PROGRAMS,
     Container,
@@ -263,3 +268,32 @@ def test_a_tenant_that_limits_itself_is_not_charged_for_the_time(node: Node, tmp
     result, gpu, elapsed = tenant.answer()
     assert agent.answer()[0] == result == 0
     assert 100 * gpu / elapsed == pytest.approx(50 * (1 - 0.41), abs=3)
+
+
+async def test_a_resume_that_lacks_memory_for_one_process_moves_the_other_out_again(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver restores the first process and has too little memory for the second one. As on an H200, it can't restore that one later
+    either; then the first one runs on."""
+    container, other = Container(tmp_path / "0"), Container(tmp_path / "1")
+    first, second, neighbour = (_with_memory(node, each) for each in (container, container, other))
+    pids = [first.pid, second.pid]
+    monkeypatch.setenv("FAKE_GPU", node.environment(limited=False)["FAKE_GPU"])
+    running = tuple((pid, start_time_ticks(pid) or 0) for pid in pids)
+    known = Suspension(state="running", processes=running, required=tuple(pids), memory_bytes={"g": 2 * _GIB})
+    move = partial(checkpoints.move, library=str(node.programs / "libcuda.so.1"), proc_root=PROC, lock_file=tmp_path / "lock")
+
+    assert await move("suspend", "a", known) == Moved(pids=pids, held=pids, failed=[])
+    others = node.used_bytes()
+    taken = GPU_BYTES - 615 * MIB - others - 2 * _GIB  # one of both fits
+    assert neighbour.ask(f"grab alloc {taken} {taken}") == (0, taken, 0)
+    moved = await move("resume", "a", known)
+    assert (moved.held, moved.failed, moved.out_of_memory) == (pids, [], True)
+    assert moved.error == f"cuCheckpointProcessRestore of process {second.pid}: CUDA error 2"
+    assert node.used_bytes() == others + taken, "the first one is moved out again"
+
+    neighbour.kill()
+    moved = await move("resume", "a", known)
+    assert (moved.held, moved.out_of_memory) == ([second.pid], False)
+    assert moved.error == f"cuCheckpointProcessRestore of process {second.pid}: CUDA error 304"
+    assert first.ask(f"grab alloc {MIB} {MIB}")[0] == 0

@@ -385,6 +385,19 @@ async def test_memory_above_the_ids_counts_though_the_setting_was_switched_off_w
     assert held(other) == {}, "the tolerance of the limit"
 
 
+async def test_a_start_waits_for_the_limit_of_an_earlier_agent_though_the_setting_was_switched_off() -> None:
+    """No sample was read yet, and the annotation is still there."""
+    node = bursting(A, T, allowed=False)
+    start = asyncio.create_task(node.memory_watcher.bursts.make_room(replace(T, id="new")))
+    for done in (False, True):
+        await breathe()
+        assert start.done() is done
+        await node.sampled(uses(a=100, t=0))
+        await node.sampled(uses(a=100, t=0))
+        await breathe()
+    await start
+
+
 async def test_limits_that_are_not_lowered_in_time_refuse_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
     with pytest.raises(Refusal, match="were not lowered"):
