@@ -91,14 +91,6 @@ class _Item(msgspec.Struct):
     metadata: _Metadata
 
 
-class _Failure(msgspec.Struct):
-    """metav1.Status in an event of type ERROR."""
-
-    code: int | None = None
-    reason: str | None = None
-    message: str | None = None
-
-
 _K = TypeVar("_K")
 
 
@@ -418,8 +410,7 @@ class Reflector(Generic[T]):
 
     async def _event(self, event: _Event) -> None:
         if event.type == "ERROR":
-            failure = await _decoded(bytes(event.object), _Failure)
-            raise ExpiredError(f"the watch ended with {failure.code} {failure.reason}: {failure.message}")
+            raise ExpiredError(f"the watch ended with {bytes(event.object)[:300].decode(errors='replace')}")
         metadata = self._metadata(event.object)
         self._heard(self._clock())
         if event.type == "BOOKMARK":

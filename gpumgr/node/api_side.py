@@ -33,7 +33,6 @@ class ApiSide:
 
     pods: PodCache | NoPods
     publisher: Publisher | None
-    delete_failed: bool
     server: ApiServer | None = None
     decisions: DecisionReporter | None = None
     node: NodeReporter | None = None
@@ -45,7 +44,7 @@ class ApiSide:
         """A context manager. Raises SettingsError if the kubeconfig can't be used. The next agent publishes what is not written at its end,
         except events."""
         if not settings.kubernetes.enabled:
-            yield cls(pods=NoPods(), publisher=None, delete_failed=False)
+            yield cls(pods=NoPods(), publisher=None)
             return
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         publisher = Publisher(server, settings.node.name)
@@ -57,7 +56,7 @@ class ApiSide:
                 mig_resource=mig_resource(settings),
             )
             pods.write_events = settings.kubernetes.write_events
-            side = cls(pods, publisher, settings.kubernetes.delete_failed_pods, server)
+            side = cls(pods, publisher, server)
             try:
                 yield side
             finally:
@@ -85,14 +84,14 @@ class ApiSide:
         """Starts the daemons of this part, and returns their tasks."""
         if not isinstance(self.pods, PodCache) or self.publisher is None:
             return []
-        publisher = self.publisher
+        publisher, delete_failed = self.publisher, components.settings.kubernetes.delete_failed_pods
 
         def changed(before: PodView | None, after: PodView | None) -> None:
             if before is not None and before.wants_gpu and (after is None or (after.ended and not before.ended)):
                 components.reconciler.soon()
             if before is None and after is not None:
                 report_two_limits(components.agent_state, after)
-            if self.delete_failed and after is not None and waits_for_deletion(after) and not waits_for_deletion(before):
+            if delete_failed and after is not None and waits_for_deletion(after) and not waits_for_deletion(before):
                 publisher.delete_pod(after.key, after.uid)
 
         self.pods.subscribe(changed)

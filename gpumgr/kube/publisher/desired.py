@@ -55,12 +55,10 @@ class WorkQueue:
         return len(self._waiting)
 
     def put(self, desired: Desired, due: float) -> Desired | None:
-        """Adds a state, or brings forward a waiting one; a state with a failed write keeps the time of the retry. A state that is being
-        written is due again at `due`. Returns the event that was dropped, if any."""
+        """Adds a state; a state with a failed write keeps the time of the retry. A state that is being written is due again at `due`.
+        Returns the event that was dropped, if any."""
         desired.again = due
         if desired in self._waiting:
-            if not desired.attempts and due < desired.due:
-                desired.due = desired.since = due
             return None
         self._waiting[desired] = None
         desired.due, desired.since, desired.attempts = due, due, 0

@@ -4,11 +4,11 @@ The condition is a core/v1 NodeCondition. `lastTransitionTime` is the time of th
 do not change it.
 """
 
-import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import structlog
@@ -37,6 +37,9 @@ _BY_HAND: Final = (
     "if an earlier agent wrote labels, annotations or a condition to this node, remove them by hand; the commands are in "
     'docs/operations.md, section "Remove"'
 )
+
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(eq=False, slots=True)
@@ -105,11 +108,14 @@ class PodEviction(Desired):
 
 
 @dataclass(eq=False, slots=True)
-class NodePart(Desired):
+class NodePart(Desired, Generic[_Value]):
     """A part of the Node object. Callers may want the same state again and again: it is written on change and every RESYNC_SECONDS."""
 
-    def _is_due(self, now: float, *, changed: bool) -> bool:
-        """Whether a state that is wanted now is to be written."""
+    value: _Value | None = None
+
+    def set(self, value: _Value | None, now: float) -> bool:
+        """Sets the state; returns whether a write is due."""
+        changed, self.value = value != self.value, value
         due = changed or now - self.wanted_at >= RESYNC_SECONDS
         self.wanted_at = now if due else self.wanted_at
         return due
@@ -126,7 +132,7 @@ class NodePart(Desired):
 
 
 @dataclass(eq=False, slots=True)
-class NodeAnnotations(NodePart):
+class NodeAnnotations(Desired):
     """`unwritten` has the annotations that the next patch sets or removes (None)."""
 
     what = "annotations"
@@ -158,21 +164,15 @@ class NodeAnnotations(NodePart):
 
 
 @dataclass(eq=False, slots=True)
-class NodeLabels(NodePart):
+class NodeLabels(NodePart[Mapping[str, str]]):
     """All labels of the agent; labels that it wrote before and that are not among them are removed."""
 
     what = "labels"
     rights = "get and patch on nodes"
-    labels: Mapping[str, str] | None = None
-
-    def set(self, labels: Mapping[str, str], now: float) -> bool:
-        """Sets the labels; returns whether a write is due."""
-        changed, self.labels = labels != self.labels, labels
-        return self._is_due(now, changed=changed)
 
     async def write(self, server: ApiServer, node: str) -> None:
         """Writes the labels. Other components write labels, too, so the present labels are read each time."""
-        path, labels = f"/api/v1/nodes/{node}", self.labels or {}
+        path, labels = f"/api/v1/nodes/{node}", self.value or {}
         with self._without_right(removing=not labels):
             if (patch := labels_patch(await server.read("GET", path), labels)) is not None:
                 await server.send("PATCH", path, patch)
@@ -189,29 +189,21 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(eq=False, slots=True)
-class NodeCondition(NodePart):
-    """The condition GpuTrouble; None: the Node has none. `clock` is monotonic, `wall` unix seconds."""
+class NodeCondition(NodePart[Condition]):
+    """The condition GpuTrouble; None: the Node has none. `wall` returns unix seconds."""
 
     what = "condition"
     rights = "get on nodes and patch on nodes/status"
-    clock: Callable[[], float]
-    wall: Callable[[], float]
-    condition: Condition | None = None
-    sent_at: float = -math.inf
+    wall: Callable[[], float] = time.time
 
-    def set(self, condition: Condition | None, now: float) -> float | None:
-        """Sets the condition; returns when a write is due: at once for a new status, _CONDITION_SECONDS after the last write for a new
-        message; None: no write is due."""
-        before, self.condition = self.condition, condition
-        if not self._is_due(now, changed=condition != before):
-            return None
-        same_status = condition is not None and before is not None and condition.trouble == before.trouble
-        return max(now, self.sent_at + _CONDITION_SECONDS) if same_status else now
+    def set(self, value: Condition | None, now: float) -> bool:
+        """As for the other parts. A condition with an unchanged status is not set if that is too early; callers repeat their calls."""
+        same = value is not None and self.value is not None and value.trouble == self.value.trouble
+        return not (same and now - self.wanted_at < _CONDITION_SECONDS) and NodePart.set(self, value, now)
 
     async def write(self, server: ApiServer, node: str) -> None:
         """Writes the condition. The Node is read before: an earlier process may have written the same status, which then keeps its time."""
-        condition, path, now = self.condition, f"/api/v1/nodes/{node}", timestamp(self.wall())
-        self.sent_at = self.clock()
+        condition, path, now = self.value, f"/api/v1/nodes/{node}", timestamp(self.wall())
         with self._without_right(removing=condition is None):
             found = _find_condition(await server.read("GET", path))
             if condition is not None:

@@ -30,7 +30,6 @@ from gpumgr.kube.publisher.objects import (
     NodeAnnotations,
     NodeCondition,
     NodeLabels,
-    NodePart,
     PodAnnotations,
     PodDeletion,
     PodEviction,
@@ -60,6 +59,10 @@ _POLL_SECONDS: Final = 0.25
 _LOG_AGAIN_SECONDS: Final = 3600.0
 
 
+#: The writes to the Node, which are counted as "node".
+_NODE: Final = ("annotations", "labels", "condition")
+
+
 class _DeliveryLog:
     """Counts and logs what becomes of the writes. `written` counts by what was written ("pod", "event", "node", "eviction") and outcome
     ("ok", "refused"), `dropped` counts events.
@@ -87,14 +90,14 @@ class _DeliveryLog:
             _log.info("announcements_go_on", waiting=waiting, dropped=self.dropped)
 
     def count(self, desired: Desired, outcome: str) -> None:
-        self.written["node" if isinstance(desired, NodePart) else desired.what, outcome] += 1
+        self.written["node" if desired.what in _NODE else desired.what, outcome] += 1
 
     def refused(self, desired: Desired, error: AnswerError) -> str:
         """Counts a refusal that a retry can't change, and logs it once an hour for each kind. Returns the remedy."""
         remedy = "nothing; it is tried again" if desired.insists else "nothing; it is not tried again"
         if error.status == 403:
             remedy = f"allow it in the agent's ClusterRole: {desired.rights}"
-        elif error.status == 404 and isinstance(desired, NodePart):
+        elif error.status == 404 and desired.what in _NODE:
             remedy = f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
         self.count(desired, "refused")
         if self._is_new(desired.rights, error.status):
@@ -136,7 +139,7 @@ class Publisher:
         self._bucket = TokenBucket(_REQUESTS_PER_SECOND, round(2 * _REQUESTS_PER_SECOND), clock())
         self._recorder, self._log = EventRecorder(), _DeliveryLog(node, clock)
         self._annotations, self._labels = NodeAnnotations(), NodeLabels()
-        self._condition = NodeCondition(clock, wall)
+        self._condition = NodeCondition(wall=wall)
         self._pods: dict[str, PodAnnotations] = {}
         self._deletions: dict[str, PodDeletion] = {}
         self._evictions: dict[str, PodEviction] = {}
@@ -169,8 +172,8 @@ class Publisher:
 
     def set_condition(self, condition: Condition | None) -> None:
         """Sets the node's condition; None removes it."""
-        if (due := self._condition.set(condition, self._clock())) is not None:
-            self._put(self._condition, due)
+        if self._condition.set(condition, self._clock()):
+            self._put(self._condition)
 
     def remove_annotation(self, key: str) -> None:
         """Removes an annotation of the node once. It is not removed again, because another program may set it repeatedly."""
@@ -226,8 +229,8 @@ class Publisher:
         refused, self._refused_evictions = self._refused_evictions, {}
         return refused.values()
 
-    def _put(self, desired: Desired, due: float | None = None) -> None:
-        if self._queue.put(desired, self._clock() if due is None else due) is not None:
+    def _put(self, desired: Desired) -> None:
+        if self._queue.put(desired, self._clock()) is not None:
             self._log.drop(len(self._queue), "events arise faster than the API server accepts them")
         self._changed.set()
 

@@ -23,9 +23,9 @@ def test_beyond_the_capacity_the_oldest_event_is_dropped_and_nothing_else() -> N
 def test_a_state_is_queued_once_and_is_next_by_priority_but_not_before_its_time() -> None:
     queue, first, labels = WorkQueue(2), event("e1"), NodeLabels()
     queue.put(first, 0.0)
-    queue.put(labels, 5.0)
-    assert queue.next(0.0) is first
     queue.put(labels, 4.0)
+    assert queue.next(0.0) is first
+    queue.put(labels, 5.0)
     assert queue.next(4.0) is labels
     queue.done(labels)
     assert (queue.next(4.0), queue.next_due()) == (first, 0.0)
