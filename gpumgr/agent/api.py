@@ -155,13 +155,6 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     health: AgentHealth | None = None
 
 
-class PodRef(msgspec.Struct, frozen=True, kw_only=True):
-    """/api/pods has a list of these."""
-
-    namespace: str
-    pod: str
-
-
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What one container of a pod requests; `kind` is init, sidecar or app. `replicas`: its request of nvidia.com/gpu, as a text."""
 

@@ -3,28 +3,22 @@
 The functions that decode a response make every text in it printable for a terminal.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 import aiohttp
 import click
 
-from gpumgr.agent.api import MaintenanceResult, NodeState, PodDetails, PodRef
+from gpumgr.agent.api import MaintenanceResult, NodeState, PodDetails
 from gpumgr.cli.formats import cleaned, printable
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.placement.pods import PodKey
 
 T = TypeVar("T")
 
 STATE: Final = "/api/state"
-PODS: Final = "/api/pods"
-#: The agent makes a new state once per nvml.sample_period_seconds, 1 s by default.
-POLL_SECONDS: Final = 0.5
-
 #: The default timeout of a request.
 RESPONSE_SECONDS: Final = 30.0
 _CONNECT_SECONDS: Final = 5.0
@@ -93,49 +87,20 @@ class AgentClient:
 
     def _unreachable(self, error: aiohttp.ClientError) -> GpumgrError:
         match error:
-            case aiohttp.ClientConnectorError(os_error=FileNotFoundError() | ConnectionRefusedError() as reason):
-                missing = "there is no socket" if isinstance(reason, FileNotFoundError) else "nothing listens"
+            case aiohttp.ClientConnectorError(os_error=FileNotFoundError() | ConnectionRefusedError()):
                 return AgentUnavailable(
-                    f"the agent does not run on this node: {missing} at {self._socket}; start it (`systemctl start gpumgr`, or "
-                    f"`gpumgr run`), or name its socket with --socket if it has another"
+                    f"the agent does not run on this node: nothing listens at {self._socket}; start it (`systemctl start gpumgr`, or "
+                    "`gpumgr run`), or name its socket with --socket if it has another"
                 )
-            case aiohttp.ClientConnectorError(os_error=PermissionError()):
-                return GpumgrError(f"this user may not use the agent's socket {self._socket}: run the command as root")
             case aiohttp.ClientConnectorError(os_error=reason):
-                return GpumgrError(f"the agent can't be reached at {self._socket}: {reason.strerror or reason}")
+                root = ": run the command as root" if isinstance(reason, PermissionError) else ""
+                return GpumgrError(f"the agent can't be reached at {self._socket}: {reason.strerror or reason}{root}")
             case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
                 # aiohttp's messages are about transfer codings and lengths, which say nothing to the user.
                 return AgentUnavailable(
                     f"the agent at {self._socket} closed the connection before its response was complete; see its log"
                 )
         return GpumgrError(f"the process at {self._socket} is not a gpumgr agent: {printable(str(error))}")
-
-
-async def follow_states(
-    agent: AgentClient, on_unavailable: Callable[[str], None], *, poll_seconds: float = POLL_SECONDS
-) -> AsyncIterator[dict[str, Any]]:
-    """Yields each new state as in /api/state, without end. Each time the agent becomes unavailable, `on_unavailable` gets the reason once.
-
-    Raises GpumgrError if the first request fails, since the socket may be the wrong one, and InputError for each 404.
-    """
-    shown: dict[str, Any] | None = None
-    reported = False
-    while True:
-        try:
-            document = await agent.get(STATE)
-        except InputError:
-            raise
-        except GpumgrError as error:
-            if shown is None:
-                raise
-            if not reported:
-                on_unavailable(str(error))
-            reported = True
-        else:
-            if reported or document != shown:
-                yield document
-            shown, reported = document, False
-        await asyncio.sleep(poll_seconds)
 
 
 def report_unavailable(reason: str) -> None:
@@ -153,11 +118,6 @@ def read_state(document: Any) -> NodeState:
 
 def read_pod(document: Any) -> PodDetails:
     return converted(cleaned(document), PodDetails)
-
-
-def read_pods(documents: Any) -> frozenset[PodKey]:
-    """The names are not made printable, since they become part of later requests."""
-    return frozenset((each.namespace, each.pod) for each in converted(documents, list[PodRef]))
 
 
 def read_entries(documents: Sequence[Any]) -> list[HistoryEntry]:

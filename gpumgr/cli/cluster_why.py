@@ -7,7 +7,7 @@ port-forward` no token is needed, since the request arrives from the pod's own h
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +17,12 @@ import aiohttp
 import msgspec
 
 from gpumgr.cli.formats import cleaned
-from gpumgr.cli.options import PodName
 from gpumgr.cluster.scheduler.api import Kind, Waiting, Why
-from gpumgr.common.errors import GpumgrError, InputError
+from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.common.units import count_text
 from gpumgr.kube.client import REQUEST_TIMEOUT, AnswerError, ApiServer, items_of
+from gpumgr.placement.pods import PodKey
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
 #: Selects the leader, or else any replica of the chart's Deployment. The answer of a replica that does not lead lacks only the leader's
@@ -43,22 +43,17 @@ _KINDS: Final[dict[Kind, str]] = {
 
 
 class SchedulerLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """`pod`: NAMESPACE/NAME of the scheduler's pod; None to find it by its labels. `token`: the content of the scheduler's
-    http.token_file."""
+    """`pod`: the scheduler's pod; None to find it by its labels. `token`: the content of the scheduler's http.token_file."""
 
     kubeconfig: Path
-    pod: str | None = None
+    pod: PodKey | None = None
     token: str | None = None
 
 
-async def ask_scheduler(location: SchedulerLocation, name: PodName, *, each_node: bool) -> tuple[dict[str, Any], Why]:
+async def ask_scheduler(location: SchedulerLocation, pod: PodKey, *, each_node: bool) -> tuple[dict[str, Any], Why]:
     """Returns the answer as it was received, and decoded with printable texts. Raises GpumgrError."""
-    namespace, pod = name.namespace, name.name
+    query = {"namespace": pod[0], "name": pod[1], **({"nodes": "1"} if each_node else {})}
     async with ApiServer.session(location.kubeconfig, remedy="give another --kubeconfig") as server:
-        if namespace is None:
-            found = await _pods(server, "fieldSelector", f"metadata.name={pod}")
-            namespace, _ = name.among([(each["metadata"]["namespace"], pod) for each in found])
-        query = {"namespace": namespace, "name": pod, **({"nodes": "1"} if each_node else {})}
         document = await _ask(server, location, await _scheduler(server, location), query)
     try:
         return document, convert(cleaned(document), Why)
@@ -71,30 +66,25 @@ async def ask_scheduler(location: SchedulerLocation, name: PodName, *, each_node
 async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[str, Any]:
     """The scheduler's pod. Raises GpumgrError."""
     if location.pod is not None:
-        namespace, _, pod = location.pod.partition("/")
-        if not (namespace and pod) or "/" in pod:
-            raise InputError(f"--scheduler {location.pod}: expected NAMESPACE/POD, the pod of the scheduler")
+        namespace, pod = location.pod
         try:
             return await server.read("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}")
         except AnswerError as error:
             raise GpumgrError(f"the scheduler's pod can't be read: {error}") from error
     for selector in _SELECTORS:
-        for each in await _pods(server, "labelSelector", selector):
-            if (each.get("status") or {}).get("phase") == "Running":
-                return each
+        try:
+            found = items_of(await server.read("GET", "/api/v1/pods", query={"labelSelector": selector}))
+        except AnswerError as error:
+            raise GpumgrError(
+                f"pods of all namespaces can't be listed ({error}); name the scheduler's pod with --scheduler NAMESPACE/POD"
+            ) from error
+        running: list[Mapping[str, Any]] = [pod for pod in found if (pod.get("status") or {}).get("phase") == "Running"]
+        if running:
+            return running[0]
     raise GpumgrError(
         f"no running pod has the label {_SELECTORS[0]}: gpumgr scheduler does not run in this cluster, or has no leader; "
         "name its pod with --scheduler NAMESPACE/POD if it has other labels"
     )
-
-
-async def _pods(server: ApiServer, kind: str, selector: str) -> Sequence[Mapping[str, Any]]:
-    """The pods of all namespaces that the selector matches. `kind`: "labelSelector" or "fieldSelector". Raises GpumgrError."""
-    remedy = "name it as NAMESPACE/POD" if kind == "fieldSelector" else "name the scheduler's pod with --scheduler NAMESPACE/POD"
-    try:
-        return items_of(await server.read("GET", "/api/v1/pods", query={kind: selector}))
-    except AnswerError as error:
-        raise GpumgrError(f"pods of all namespaces can't be listed ({error}); {remedy}") from error
 
 
 async def _ask(

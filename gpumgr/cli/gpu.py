@@ -15,7 +15,7 @@ from gpumgr.agent.api import ContainerRow, MaintenanceResult, NodeState
 from gpumgr.agent.cordons import REASON_CHARACTERS
 from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, converted, read_result, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
-from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, agent_options, output_option, sendable
+from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, Utf8, agent_options, output_option
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import count_text
 
@@ -25,25 +25,29 @@ RESPONSE_SECONDS: Final = 150.0
 POLL_SECONDS: Final = 1.0
 
 
-def reason_text(ctx: click.Context, param: click.Parameter, text: str) -> str:
+class Reason(Utf8):
     """The reason of a cordon."""
-    if len(text) > REASON_CHARACTERS:
-        raise click.BadParameter(f"it has {len(text)} characters; {REASON_CHARACTERS} at most")
-    return sendable(ctx, param, text)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if len(value) > REASON_CHARACTERS:
+            self.fail(f"it has {len(value)} characters; {REASON_CHARACTERS} at most", param, ctx)
+        return super().convert(value, param, ctx)
 
 
-def check_gpu_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
+class GpuText(Utf8):
     """The name of a GPU, which the agent resolves."""
-    if not text.strip(" ."):  # in a URL, names of dots alone have another meaning
-        raise click.BadParameter("the GPU's name is empty: give its index (3 or GPU3), or its UUID or the beginning of it")
-    return sendable(ctx, param, text)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value.strip(" ."):  # in a URL, names of dots alone have another meaning
+            self.fail("the GPU's name is empty: give its index (3 or GPU3), or its UUID or the beginning of it", param, ctx)
+        return super().convert(value, param, ctx)
 
 
-_GPU = click.argument("gpu", metavar="GPU", callback=check_gpu_name)
+_GPU = click.argument("gpu", metavar="GPU", type=GpuText())
 _REASON = click.option(
     "--reason",
     default="",
-    callback=reason_text,
+    type=Reason(),
     metavar="TEXT",
     help="Shown wherever the GPU is shown, and in the message of a pod that is refused because of it.",
 )

@@ -1,17 +1,13 @@
-"""Names a node's GPUs for people, finds the GPU that such a name means, and describes its health. The texts of a `GpuRow` have no control
-characters."""
+"""Names a node's GPUs for people, and describes their health. The texts of a `GpuRow` have no control characters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
 
-from gpumgr.agent.api import Failure, GpuRow
-from gpumgr.agent.gpu_names import KnownGpu, find_gpu
+from gpumgr.agent.api import GpuRow
 from gpumgr.cli.formats import clock_time, gibibytes
-from gpumgr.common.errors import InputError
 from gpumgr.common.units import GpuName
-from gpumgr.ledger.history import HistoryEntry
 
 #: The table cells for the reasons of gpumgr.agent.node_report.NodeReport.unschedulable that users might not understand.
 _REASONS: Final = {
@@ -27,14 +23,10 @@ _REASONS: Final = {
 }
 
 
-class GpuLabels(msgspec.Struct, frozen=True, kw_only=True):
-    """The known GPUs with NVML's index (None: not known), and their UUIDs where known. `unreadable` maps the index of a GPU that the driver
-    lists but cannot describe to the error.
-    """
+class GpuLabels(msgspec.Struct, frozen=True):
+    """The known GPUs in the order of NVML's index (None: not known)."""
 
-    indices: dict[GpuName, int | None] = msgspec.field(default_factory=dict)
-    uuids: dict[GpuName, str] = msgspec.field(default_factory=dict)
-    unreadable: Mapping[int, str] = msgspec.field(default_factory=dict)
+    indices: Mapping[GpuName, int | None]
 
     def short(self, gpu: GpuName) -> str:
         """For a table: the index, or else the name."""
@@ -49,32 +41,10 @@ class GpuLabels(msgspec.Struct, frozen=True, kw_only=True):
     def labels(self, gpus: Iterable[GpuName]) -> str:
         return ", ".join(map(self.label, gpus))
 
-    def find(self, text: str) -> GpuName:
-        """The GPU of this index, name or UUID (gpumgr.agent.gpu_names). Raises InputError with all names."""
-        known = [KnownGpu(name=gpu, uuid=self.uuids.get(gpu), index=index) for gpu, index in self.indices.items()]
-        try:
-            return find_gpu(text, known, self.unreadable)
-        except InputError as error:
-            raise InputError(f"--gpu: {error}") from error
 
-
-def gpus_of(rows: Sequence[GpuRow] = (), entries: Iterable[HistoryEntry] = (), *, failures: Iterable[Failure] = ()) -> GpuLabels:
-    """The GPUs of the agent's rows. GPUs without a row, and missing indices, are taken from `entries`: past decisions, the oldest
-    first."""
-    indices: dict[GpuName, int | None] = {}
-    for entry in entries:
-        indices |= {gpu: indices.get(gpu) for gpu in entry.gpus}
-        indices |= {candidate.gpu: candidate.index for candidate in entry.candidates}
-    taken = {row.index for row in rows}
-    for row in rows:
-        earlier = indices.get(row.name)
-        indices[row.name] = earlier if row.index is None and earlier not in taken else row.index
-    ordered = sorted(indices, key=lambda gpu: (indices[gpu] is None, indices[gpu] or 0, gpu))
-    return GpuLabels(
-        indices={gpu: indices[gpu] for gpu in ordered},
-        uuids={row.name: row.uuid for row in rows},
-        unreadable={failure.index: failure.message for failure in failures},
-    )
+def gpus_of(rows: Iterable[GpuRow]) -> GpuLabels:
+    ordered = sorted(rows, key=lambda row: (row.index is None, row.index or 0, row.name))
+    return GpuLabels({row.name: row.index for row in ordered})
 
 
 def gpu_status(row: GpuRow) -> str:

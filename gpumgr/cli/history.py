@@ -1,31 +1,31 @@
 """`gpumgr history`: the history of this node, one line per entry, the newest last."""
 
 import asyncio
+import contextlib
 import re
 import time
-from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Literal
 
 import click
-import msgspec
-from msgspec.structs import replace
 
-from gpumgr.cli.agent_client import STATE, AgentClient, follow_states, read_entries, read_state, report_unavailable
+from gpumgr.cli.agent_client import STATE, AgentClient, read_entries, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, printable
 from gpumgr.cli.gpu_labels import GpuLabels, gpus_of
-from gpumgr.cli.node_data import AgentData, Document, NodeData, find_pod, open_node_data
-from gpumgr.cli.options import AgentLocation, ExitingCommand, PodName, agent_options, unknown_pod_message
+from gpumgr.cli.node_data import Document, read_entries_of, read_node
+from gpumgr.cli.options import AgentLocation, ExitingCommand, PodName, agent_options
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.common.units import GpuName, count_text
+from gpumgr.common.units import count_text
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry, What
 from gpumgr.placement.pods import PodKey
 
+_COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
 #: How many entries are shown without -n and --since.
 _SHOWN: Final = 20
-#: How many more entries are requested than the last state counts: new ones may have been recorded since.
-_SPARE: Final = 50
-_COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
+_POLL_SECONDS: Final = 0.5
+#: The newest entries that are read again and again; more than an agent records between two requests.
+_NEWEST: Final = 200
 _UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _DURATION_PART: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([dhms])")
 _EPILOG: Final = """
@@ -34,59 +34,13 @@ Examples:
   gpumgr history
   gpumgr history --refused --since 1h
   gpumgr history --pod team/resnet-0 --output json
-  gpumgr history --follow --gpu 3
+  gpumgr history --follow
 """
 _EXIT_CODES: Final = {
     0: "done",
     1: "neither agent nor checkpoint can be read (--follow: the agent does not respond)",
-    2: "wrong usage or settings, no such GPU, or a name that several pods have",
+    2: "wrong usage or settings",
 }
-
-
-class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry must satisfy all conditions; None: no condition. `gpu`: as users name it. `since`: in unix seconds."""
-
-    refused: bool = False
-    pod: PodKey | None = None
-    gpu: str | None = None
-    since: float | None = None
-    as_json: bool = False
-
-
-class HistoryFilter:
-    """Keeps the entries that were read. `last`: the number of the newest of these entries. Entries up to this number are not printed
-    again."""
-
-    def __init__(self, query: HistoryQuery) -> None:
-        self._query = query
-        self._entries: deque[HistoryEntry] = deque(maxlen=HISTORY_ENTRIES)
-        self._gpu: GpuName | None = None
-        self.last = 0
-
-    def lines(self, documents: list[Document], state: Document) -> list[str]:
-        """Lines for the new entries, oldest first. Raises InputError for an unknown GPU."""
-        read = zip(documents, read_entries(documents), strict=True)
-        new = [(document, entry) for document, entry in read if entry.number > self.last]
-        self._entries.extend(entry for _, entry in new)
-        self.last = max((entry.number for _, entry in new), default=self.last)
-        shown = read_state(state)
-        gpus = gpus_of(shown.gpus, self._entries, failures=shown.failures)
-        if self._query.gpu is not None and self._gpu is None:  # a restarted agent that waits for the driver knows no indices
-            self._gpu = gpus.find(self._query.gpu)
-        # An allocation's first entries may have neither name nor UID of the pod, but another entry may have them.
-        ids = {entry.id for entry in self._entries if entry.id and entry.pod is not None and entry.pod == self._query.pod}
-        chosen = [(document, entry) for document, entry in new if self._matches(entry, ids)]
-        return [json_line(document) if self._query.as_json else history_line(entry, gpus) for document, entry in chosen]
-
-    def _matches(self, entry: HistoryEntry, ids: Collection[str | None]) -> bool:
-        """`ids`: the allocations of the query's pod."""
-        query = self._query
-        return (
-            (not query.refused or entry.what == "refused")
-            and (query.pod is None or entry.pod == query.pod or (entry.pod is None and entry.id in ids))
-            and (self._gpu is None or self._gpu in entry.gpus)
-            and (query.since is None or entry.at >= query.since)
-        )
 
 
 def history_line(entry: HistoryEntry, gpus: GpuLabels) -> str:
@@ -121,8 +75,7 @@ def _reason(entry: HistoryEntry) -> str:
     "-n", "newest", type=click.IntRange(min=1), help=f"At most this number of entries.  [default: {_SHOWN}; all with --since]"
 )
 @click.option("--refused", is_flag=True, help="Only refusals.")
-@click.option("--pod", metavar="POD", help="Only about this pod: NAME or NAMESPACE/NAME, as for `gpumgr why`.")
-@click.option("--gpu", metavar="GPU", help="Only about this GPU: its index, or the beginning of its UUID.")
+@click.option("--pod", metavar="POD", type=PodName(), help="Only about this pod: NAME or NAMESPACE/NAME, as for `gpumgr why`.")
 @click.option("--since", metavar="DURATION", help="Only from the last 90s, 10m, 1h30m, 2d.")
 @click.option("--follow", is_flag=True, help="Continue with new entries; Ctrl-C ends it.")
 @agent_options
@@ -132,8 +85,7 @@ def _reason(entry: HistoryEntry) -> str:
 def command(
     newest: int | None,
     refused: bool,
-    pod: str | None,
-    gpu: str | None,
+    pod: PodKey | None,
     since: str | None,
     follow: bool,
     location: AgentLocation,
@@ -143,19 +95,27 @@ def command(
 
     The agent keeps the last 1000 entries. If it does not respond, they are read from its checkpoint (not with --follow).
     """
-    name = PodName.of(pod) if pod is not None else None
-    query = HistoryQuery(
-        refused=refused,
-        gpu=gpu,
-        since=None if since is None else time.time() - duration_seconds(since),
-        as_json=output == "json",
-    )
+    oldest = 0.0 if since is None else time.time() - duration_seconds(since)
     limit = newest or (_SHOWN if since is None else HISTORY_ENTRIES)
-    try:
-        asyncio.run(_follow(location, query, name, limit) if follow else _once(location, query, name, limit))
-    except KeyboardInterrupt:
-        if not follow:
-            raise
+
+    def lines(documents: list[Document], state: Document, after: int = 0) -> list[str]:
+        """The lines of the matching entries with higher numbers than `after`."""
+        gpus = gpus_of(read_state(state).gpus)
+        return [
+            json_line(document) if output == "json" else history_line(entry, gpus)
+            for document, entry in zip(documents, read_entries(documents), strict=True)
+            if entry.number > after and entry.at >= oldest and (not refused or entry.what == "refused")
+        ]
+
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_follow(location.socket, pod, limit, lines))
+        return
+    data = asyncio.run(read_node(location, pod))
+    for line in (found := lines(data.entries, data.state)[-limit:]):
+        click.echo(line)
+    if not found:
+        click.echo("gpumgr: the history has no such entry", err=True)
 
 
 def duration_seconds(text: str) -> float:
@@ -168,46 +128,23 @@ def duration_seconds(text: str) -> float:
     return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
 
 
-async def _once(location: AgentLocation, query: HistoryQuery, name: PodName | None, limit: int) -> None:
-    async with open_node_data(location) as data:
-        query = query if name is None else replace(query, pod=await find_pod(data, name))
-        lines = HistoryFilter(query).lines(await data.entries(), data.state)[-limit:]
-        if not lines:
-            click.echo(f"gpumgr: {await _nothing_found(query, name, data)}", err=True)
-    _print(lines)
-
-
-async def _nothing_found(query: HistoryQuery, name: PodName | None, data: NodeData) -> str:
-    if name is None or query.pod is None:
-        return "the history has no such entry"
-    known = await data.pods()
-    if query.pod not in known:
-        return unknown_pod_message(name, known)
-    return f"the history has no such entry of pod {printable('/'.join(query.pod))}; `gpumgr why` shows what else is known of it"
-
-
-async def _follow(location: AgentLocation, query: HistoryQuery, name: PodName | None, limit: int) -> None:
-    async with AgentClient(location.socket) as agent:
-        state = await agent.get(STATE)
-        data = AgentData(agent, state)
-        query = query if name is None else replace(query, pod=await find_pod(data, name))
-        history = HistoryFilter(query)
-        if name is not None and query.pod not in (known := await data.pods()):
-            pod = printable("/".join(query.pod or ()))
-            click.echo(f"gpumgr: {unknown_pod_message(name, known)}; waiting for {pod}", err=True)
-        _print(history.lines(await data.entries(), state)[-limit:])
-        async for state in follow_states(agent, report_unavailable):
-            newest = max((entry.number for entry in read_state(state).history), default=0)
-            if newest < history.last:
-                history.last = newest  # the agent was killed before it saved the last entries, and continues from this number
-            elif newest > history.last:
-                try:
-                    documents = await data.entries(min(newest - history.last + _SPARE, HISTORY_ENTRIES))
-                except GpumgrError:
-                    continue  # the agent is unavailable; the next state arrives when it is back
-                _print(history.lines(documents, state))
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        click.echo(line)
+async def _follow(socket: Path, pod: PodKey | None, limit: int, lines: Callable[..., list[str]]) -> None:
+    """Prints the last entries and then each new one, without end. Raises GpumgrError if the first request fails."""
+    async with AgentClient(socket) as agent:
+        state, documents, available, last = await agent.get(STATE), await read_entries_of(agent, pod), True, 0
+        shown = lines(documents, state)[-limit:]
+        while True:
+            for line in shown:
+                click.echo(line)
+            # The number falls if the agent was killed before it saved the last entries.
+            last = max((entry.number for entry in read_entries(documents)), default=0 if available else last)
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                documents = await read_entries_of(agent, pod, _NEWEST)
+            except GpumgrError as error:
+                if available:
+                    report_unavailable(str(error))
+                available, documents = False, []
+            else:
+                available = True
+            shown = lines(documents, state, last)

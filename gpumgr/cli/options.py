@@ -3,12 +3,12 @@ pods on the command line.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cached_property, wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import click
 import msgspec
@@ -63,38 +63,27 @@ kubeconfig_option = click.option(
 )
 
 
-class AgentLocation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Where commands find the agent, by --config and --socket. The settings are read when they are first needed, so that a mistake in them
-    does not fail a command that needs no settings. The properties raise InputError, which names every mistake in the settings."""
+class AgentLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where commands find the agent. `checkpoint`: its folder; None if only a socket was given, since the settings may belong to another
+    agent. `given`: by an option."""
 
-    file: Path | None
-    given_socket: Path | None
-
-    @property
-    def chosen(self) -> bool:
-        """Whether one of the options was given."""
-        return self.file is not None or self.given_socket is not None
-
-    @cached_property
-    def _settings(self) -> Settings:
-        return effective_settings(self.file)
-
-    @property
-    def socket(self) -> Path:
-        return self.given_socket or self._settings.http.socket
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """A folder; None if only a socket was given, since the settings may belong to another agent."""
-        return None if self.given_socket is not None and self.file is None else self._settings.checkpoint.dir
+    socket: Path
+    checkpoint: Path | None
+    given: bool
 
 
 def agent_options(command: F) -> F:
-    """Adds --config and --socket; the command gets the `location` that they name."""
+    """Adds --config and --socket; the command gets the `location` that they name. With --socket alone no settings are read."""
 
     @wraps(command)
     def located(*arguments: Any, file: Path | None, socket: Path | None, **others: Any) -> Any:
-        return command(*arguments, location=AgentLocation(file=file, given_socket=socket), **others)
+        settings = effective_settings(file) if file is not None or socket is None else Settings()
+        location = AgentLocation(
+            socket=socket or settings.http.socket,
+            checkpoint=None if socket is not None and file is None else settings.checkpoint.dir,
+            given=socket is not None or file is not None,
+        )
+        return command(*arguments, location=location, **others)
 
     socket_option = click.option(
         "--socket", type=click.Path(path_type=Path), help="The agent's socket.  [default: http.socket of the settings]"
@@ -153,67 +142,33 @@ def needed_kubeconfig(given: Path | None) -> Path:
     return file
 
 
-def sendable(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
-    """Refuses text that is not UTF-8: Python keeps such bytes as lone surrogates, which neither JSON nor a URL can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise click.BadParameter("it is not UTF-8 text; check the terminal's character set (`locale charmap`)") from error
-    return text
+class Utf8(click.ParamType[Any]):
+    """A text that is UTF-8: Python keeps other bytes as lone surrogates, which neither JSON nor a URL can hold."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self.fail("it is not UTF-8 text; check the terminal's character set (`locale charmap`)", param, ctx)
+        return value
 
 
-DEFAULT_NAMESPACE: Final = "default"
-#: The most similar names that are suggested, and how similar they must be (difflib's ratio).
-_SUGGESTIONS: Final = 3
-_MIN_SIMILARITY: Final = 0.6
+class PodName(Utf8):
+    """The name of a pod as a `PodKey`. As for kubectl, NAME means the pod in the namespace "default"."""
 
+    name = "pod"
 
-class PodName(msgspec.Struct, frozen=True, kw_only=True):
-    """NAME or NAMESPACE/NAME; `namespace` None: not given."""
-
-    namespace: str | None = None
-    name: str
-
-    def __str__(self) -> str:
-        return self.name if self.namespace is None else f"{self.namespace}/{self.name}"
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        """Raises InputError unless the text is NAME or NAMESPACE/NAME."""
-        namespace, slash, name = text.rpartition("/")
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> PodKey:
+        namespace, slash, name = super().convert(value, param, ctx).rpartition("/")
         if not name or "/" in namespace or (slash and not namespace):
-            raise InputError(
-                f"'{printable(text)}' is not a pod's name: expected NAME or NAMESPACE/NAME, for example team/resnet-0"
+            self.fail(
+                f"'{printable(value)}' is not a pod's name: expected NAME or NAMESPACE/NAME, for example team/resnet-0",
+                param,
+                ctx,
             )
-        return cls(namespace=namespace if slash else None, name=name)
-
-    def among(self, known: Collection[PodKey]) -> PodKey:
-        """The one known pod of this name, else the pod in the namespace "default". Raises InputError if several known pods have the name,
-        but none in this namespace."""
-        if self.namespace is not None:
-            return self.namespace, self.name
-        default = (DEFAULT_NAMESPACE, self.name)
-        named = sorted(key for key in known if key[1] == self.name)
-        if len(named) > 1 and default not in named:
-            raise InputError(
-                f"several pods on this node have this name: {', '.join(printable('/'.join(key)) for key in named)}; name one of them"
-            )
-        return named[0] if len(named) == 1 else default
+        return namespace or "default", name
 
 
-def unknown_pod_message(pod: PodName, known: Collection[PodKey]) -> str:
-    """Why nothing is known of the pod, with similar names of known ones."""
-    cause = f"it is not here, requests no GPU, or ended long ago{_suggestions(pod, known)}"
-    return f"nothing is known of pod {printable(str(pod))} on this node: {cause}"
-
-
-def _suggestions(pod: PodName, known: Collection[PodKey]) -> str:
-    """Names that are similar to the given one or begin with it: controllers append random letters to their pods' names."""
-    import difflib  # here, since only a wrong name needs it
-
-    def similarity(key: PodKey) -> float:
-        return difflib.SequenceMatcher(None, key[1], pod.name).ratio()
-
-    near = [key for key in sorted(known) if similarity(key) >= _MIN_SIMILARITY or key[1].startswith(pod.name)]
-    names = [printable("/".join(key)) for key in sorted(near, key=similarity, reverse=True)[:_SUGGESTIONS]]
-    return f"; did you mean {' or '.join(names)}?" if names else ""
+pod_argument = click.argument("pod", metavar="POD", type=PodName())

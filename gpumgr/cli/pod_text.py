@@ -1,11 +1,8 @@
 """The text of `gpumgr why`. The texts of a `PodDetails` have no control characters (see `agent_client`)."""
 
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, Self
+from collections.abc import Iterator, Mapping
+from typing import Final
 
-import msgspec
-from msgspec.structs import replace
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
@@ -24,81 +21,9 @@ CALLS: Final[dict[Call, str]] = {
 _KINDS: Final = {"init": " (init container)", "sidecar": " (sidecar)"}
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the history, or the two entries of the kubelet's two calls (cores, memory) for one allocation. `sizes` has the cores
-    and memory blocks of the calls."""
-
-    entry: HistoryEntry
-    sizes: dict[Resource, int]
-
-    @classmethod
-    def of(cls, entry: HistoryEntry) -> Self:
-        return cls(entry=entry, sizes={entry.kind: entry.size} if entry.kind and entry.size else {})
-
-    def includes(self, entry: HistoryEntry) -> bool:
-        """Whether the entry is the other call for the allocation that was granted here."""
-        return (
-            self.entry.what == entry.what == "granted"
-            and self.entry.id is not None
-            and self.entry.id == entry.id
-            and entry.kind not in self.sizes
-        )
-
-    def with_call(self, second: HistoryEntry) -> "Decision":
-        """Both calls as one decision, with the reason and candidates of the first call, which placed the container: at the second call the
-        container's own amounts are no longer free. Fields that the first call did not know are taken from the second call."""
-        first = self.entry
-        entry = replace(
-            second,
-            at=first.at,
-            pod_uid=second.pod_uid or first.pod_uid,
-            container=second.container or first.container,
-            evaluator=first.evaluator or second.evaluator,
-            why=first.why or second.why,
-            mechanisms=second.mechanisms or first.mechanisms,
-            candidates=first.candidates or second.candidates,
-        )
-        return Decision(entry=entry, sizes={**self.sizes, **Decision.of(second).sizes})
-
-
-def decisions(entries: Iterable[HistoryEntry]) -> list[Decision]:
-    """The decisions in the order of the entries."""
-    found: list[Decision] = []
-    for entry in entries:
-        if found and found[-1].includes(entry):
-            found[-1] = found[-1].with_call(entry)
-        else:
-            found.append(Decision.of(entry))
-    return found
-
-
-def pod_text(pod: PodDetails, gpus: GpuLabels, *, live: bool, width: int | None) -> str:
-    """`live`: the details are from the running agent. Sentences are folded at `width` columns (None: they are not folded)."""
-    lines = [
-        *_head(pod),
-        "",
-        *_request(pod, live=live),
-        "",
-        *_happened(pod, gpus),
-        "",
-        *_now(pod, gpus, live=live),
-    ]
-    return "\n".join(part for line in lines for part in _folded(line, width))
-
-
-def _folded(line: str, width: int | None) -> list[str]:
-    """The sentence in lines of at most `width` columns; further lines are indented by two columns more than the first."""
-    if width is None or len(line) <= width:
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(
-        line.lstrip(),
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def pod_text(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> str:
+    """`live`: the details are from the running agent."""
+    return "\n".join([*_head(pod), "", *_request(pod, live=live), "", *_happened(pod, gpus), "", *_now(pod, gpus, live=live)])
 
 
 def _head(pod: PodDetails) -> Iterator[str]:
@@ -136,23 +61,30 @@ def _happened(pod: PodDetails, gpus: GpuLabels) -> Iterator[str]:
         yield "The history has nothing about it."
         return
     yield "What happened:"
-    for decision in decisions(pod.history):
-        entry = decision.entry
+    first = dict[str | None, HistoryEntry]()
+    for entry in pod.history:
+        if entry.what == "granted" and first.setdefault(entry.id, entry).kind != entry.kind:
+            continue  # the kubelet's second call for the container: the first one has placed it
         own = {candidate.gpu: candidate.index for candidate in entry.candidates}
-        here = GpuLabels(indices={**gpus.indices, **own})
+        here = GpuLabels({**gpus.indices, **own})
         uid = f", uid {entry.pod_uid}" if pod.earlier_uids and entry.pod_uid else ""
-        yield f"  {clock_time(entry.at)}  {_title(decision)}{uid}"
+        yield f"  {clock_time(entry.at)}  {_title(entry, _sizes(entry, pod))}{uid}"
         yield from (f"    {line}" for line in (*_candidates(entry, _request_of(entry, pod)), *_outcome(entry, here)))
 
 
-def _title(decision: Decision) -> str:
+def _sizes(entry: HistoryEntry, pod: PodDetails) -> dict[Resource, int]:
+    """The amounts of the entry; for a grant those of both calls of the kubelet (cores, memory)."""
+    calls = [each for each in pod.history if each.what == entry.what == "granted" and each.id == entry.id]
+    return {each.kind: each.size for each in (*calls, entry) if each.kind and each.size}
+
+
+def _title(entry: HistoryEntry, sizes: Mapping[Resource, int]) -> str:
     """Outcome, amount, container and call. A grant is always made in Allocate, so its call is left out."""
-    entry = decision.entry
     if entry.what == "gpu":
         return f"gpu {entry.code}" if entry.code else "gpu"
     if entry.what == "event":
         return f"event {entry.code}" if entry.code else "event"
-    size = f" {amount}" if (amount := _amount(decision.sizes)) else ""
+    size = f" {amount}" if (amount := _amount(sizes)) else ""
     whom = f" {'to' if entry.what == 'granted' else 'for'} {entry.container}" if entry.container and size else ""
     call = f" in {CALLS[entry.call]}" if entry.call and entry.what != "granted" else ""
     return f"{entry.what}{size}{whom}{call}"

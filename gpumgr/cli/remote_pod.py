@@ -10,10 +10,11 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.cli.options import DEFAULT_NAMESPACE, PodName, needed_kubeconfig
+from gpumgr.cli.options import needed_kubeconfig
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.kube.client import AnswerError, ApiServer
+from gpumgr.placement.pods import PodKey
 
 T = TypeVar("T")
 
@@ -28,12 +29,12 @@ pod_kubeconfig_option = click.option(
 
 
 class RemotePod:
-    """The pod of this name at the API server; a name without a namespace means the namespace "default"."""
+    """The pod of this name at the API server."""
 
-    def __init__(self, server: ApiServer, name: PodName) -> None:
-        self._server, self._name = server, name
-        namespace = quote(name.namespace or DEFAULT_NAMESPACE, safe="")
-        self._path = f"/api/v1/namespaces/{namespace}/pods/{quote(name.name, safe='')}"
+    def __init__(self, server: ApiServer, pod: PodKey) -> None:
+        self._server, self._name = server, "/".join(pod)
+        namespace, name = (quote(part, safe="") for part in pod)
+        self._path = f"/api/v1/namespaces/{namespace}/pods/{name}"
 
     async def read(self) -> dict[str, Any]:
         """The pod. Raises GpumgrError if it does not exist or can't be read."""
@@ -42,7 +43,7 @@ class RemotePod:
                 return found
         except AnswerError as error:
             raise GpumgrError(f"pod {self._name} can't be read: {error}") from error
-        raise GpumgrError(f"there is no pod {self._name}; name it as NAMESPACE/POD")
+        raise GpumgrError(f"there is no pod {self._name}; for another namespace give NAMESPACE/POD")
 
     async def read_for(self, seconds: float) -> AsyncIterator[dict[str, Any]]:
         """Yields the pod again and again for this time, at least once. Raises as `read`."""
@@ -68,10 +69,10 @@ class RemotePod:
 
 
 @asynccontextmanager
-async def remote_pod(name: PodName, kubeconfig: Path | None) -> AsyncIterator[RemotePod]:
+async def remote_pod(pod: PodKey, kubeconfig: Path | None) -> AsyncIterator[RemotePod]:
     """Opens the client. Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
     async with ApiServer.session(needed_kubeconfig(kubeconfig), remedy="give another --kubeconfig") as server:
-        yield RemotePod(server, name)
+        yield RemotePod(server, pod)
 
 
 def annotation(pod: Mapping[str, Any], key: str, kind: type[T], default: str) -> T:

@@ -10,11 +10,12 @@ from typing import Any, Final
 import click
 
 from gpumgr.cli.formats import printable
-from gpumgr.cli.options import ExitingCommand, PodName, sendable
+from gpumgr.cli.options import ExitingCommand, Utf8, pod_argument
 from gpumgr.cli.remote_pod import RemotePod, annotation, pod_kubeconfig_option, remote_pod
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import CORES_PER_GPU, RESIZE_ANNOTATION, RESIZED_ANNOTATION
 from gpumgr.kube.pod_annotations import ALLOCATIONS
+from gpumgr.placement.pods import PodKey
 
 #: An agent decides with its next sample, and then writes the answer.
 _ANSWER_SECONDS: Final = 20.0
@@ -33,25 +34,24 @@ Examples:
     epilog=_EPILOG,
     exit_codes={0: "resized", 1: "refused, or the agent did not answer", 2: "wrong usage or input"},
 )
-@click.argument("pod_name", metavar="NAMESPACE/POD", callback=sendable)
-@click.option("--container", callback=lambda c, p, text: text and sendable(c, p, text), help="[default: the only one with GPUs]")
+@pod_argument
+@click.option("--container", type=Utf8(), help="[default: the only one with GPUs]")
 @click.option("--cores", type=click.IntRange(1, CORES_PER_GPU - 1), metavar="N", help="Percent of each of its GPUs, 1 to 99.")
 @click.option("--memory", type=click.IntRange(1), metavar="MIB", help="MiB of memory of each of its GPUs.")
 @pod_kubeconfig_option
-def command(pod_name: str, container: str | None, cores: int | None, memory: int | None, kubeconfig: Path | None) -> None:
-    """Change how much of its GPUs a container of NAMESPACE/POD may use while it runs. What is not given stays as it is.
+def command(pod: PodKey, container: str | None, cores: int | None, memory: int | None, kubeconfig: Path | None) -> None:
+    """Change how much of its GPUs a container of POD (NAME or NAMESPACE/NAME) may use while it runs. What is not given stays as it is.
 
     The command writes the annotation gpumgr.io/resize, and waits for the answer of the node's agent. Without the annotation the container
     may use what it requests.
     """
-    name = PodName.of(pod_name)
     if cores is None and memory is None:
         raise InputError("nothing to change: give --cores N, --memory MIB, or both")
     given = {key: value for key, value in (("cores", cores), ("memoryMiB", memory)) if value is not None}
-    click.echo(asyncio.run(_resize(kubeconfig, name, container, given)))
+    click.echo(asyncio.run(_resize(kubeconfig, pod, container, given)))
 
 
-async def _resize(kubeconfig: Path | None, name: PodName, container: str | None, given: Mapping[str, int]) -> str:
+async def _resize(kubeconfig: Path | None, name: PodKey, container: str | None, given: Mapping[str, int]) -> str:
     """The text about the resized container. Raises GpumgrError."""
     requested_at = datetime.now(UTC).isoformat()
     async with remote_pod(name, kubeconfig) as pod:

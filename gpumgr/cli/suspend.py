@@ -8,11 +8,12 @@ from typing import Any, Final
 import click
 
 from gpumgr.cli.formats import printable
-from gpumgr.cli.options import ExitingCommand, FiniteRange, PodName, sendable
+from gpumgr.cli.options import ExitingCommand, FiniteRange, pod_argument
 from gpumgr.cli.remote_pod import annotation, pod_kubeconfig_option, remote_pod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import SUSPEND_ANNOTATION
 from gpumgr.kube.pod_annotations import ALLOCATIONS
+from gpumgr.placement.pods import PodKey
 
 #: Container -> its state, and the reason.
 _States = Mapping[str, tuple[str, str]]
@@ -28,10 +29,10 @@ _WAIT = click.option(
 
 
 @click.command("suspend", cls=ExitingCommand, exit_codes=_EXIT_CODES)
-@click.argument("pod_name", metavar="POD", callback=sendable)
+@pod_argument
 @pod_kubeconfig_option
 @_WAIT
-def command(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
+def command(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
     """Move the GPU memory of the containers of POD (NAME or NAMESPACE/NAME) to the host's memory.
 
     Until they are resumed, their calls of CUDA wait. With the backend limiter such a call resumes the container.
@@ -41,14 +42,14 @@ def command(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
       gpumgr suspend team/notebook-0
       gpumgr suspend team/notebook-0 --wait 120
     """
-    _demand(pod_name, kubeconfig, wait, "true", "suspended")
+    _demand(pod, kubeconfig, wait, "true", "suspended")
 
 
 @click.command("resume", cls=ExitingCommand, exit_codes=_EXIT_CODES)
-@click.argument("pod_name", metavar="POD", callback=sendable)
+@pod_argument
 @pod_kubeconfig_option
 @_WAIT
-def resume(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
+def resume(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
     """Move the memory of the containers of POD (NAME or NAMESPACE/NAME) back to their GPU, once the GPU has enough free memory.
 
     Afterwards the agent does not suspend the pod for being idle, until you remove its annotation gpumgr.io/suspend.
@@ -57,19 +58,19 @@ def resume(pod_name: str, kubeconfig: Path | None, wait: float) -> None:
     Examples:
       gpumgr resume team/notebook-0
     """
-    _demand(pod_name, kubeconfig, wait, "false", "running")
+    _demand(pod, kubeconfig, wait, "false", "running")
 
 
-def _demand(pod_name: str, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
+def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
     """Raises GpumgrError unless all containers of the pod reach the wanted state in this time. 0 seconds: no wait, and no such error."""
-    states = asyncio.run(_annotate(PodName.of(pod_name), kubeconfig, value, wait_seconds, wanted))
+    states = asyncio.run(_annotate(pod, kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
         click.echo(f"{printable(container)}: {printable(state)}{f': {printable(reason)}' if reason else ''}")
     if wait_seconds and not _reached(states, wanted):
         raise GpumgrError(f"not all containers are {wanted} yet; `kubectl describe pod` shows why")
 
 
-async def _annotate(name: PodName, kubeconfig: Path | None, value: str, wait_seconds: float, wanted: str) -> _States:
+async def _annotate(name: PodKey, kubeconfig: Path | None, value: str, wait_seconds: float, wanted: str) -> _States:
     """The last states of the containers. Raises GpumgrError."""
     async with remote_pod(name, kubeconfig) as pod:
 

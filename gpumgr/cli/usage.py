@@ -5,11 +5,10 @@ The texts of a `NodeState` have no control characters (see `agent_client`).
 
 import asyncio
 import contextlib
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, Literal
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -19,14 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
-from gpumgr.cli.agent_client import AgentClient, follow_states, read_state, report_unavailable
+from gpumgr.cli.agent_client import STATE, AgentClient, read_state
 from gpumgr.cli.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, percent
 from gpumgr.cli.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
-from gpumgr.cli.node_data import Document, open_node_data
-from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options
+from gpumgr.cli.node_data import read_node
+from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, output_option
 from gpumgr.cli.tables import open_table, show
-from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
+from gpumgr.common.errors import GpumgrError
+from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
+#: The agent makes a new state once per nvml.sample_period_seconds, 1 s by default.
+POLL_SECONDS: Final = 0.5
 #: Columns with values only for containers of the limiter, which gives containers turns on a GPU.
 _TURN_COLUMNS: Final = ("HELD", "WAITED")
 #: The smallest width, in characters, at which the container's name and its mechanisms have their own columns.
@@ -185,26 +187,31 @@ def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]
 
 
 class Screen(Live):
-    """The latest state on the terminal's alternate screen, and whether the agent is available. Lines that do not fit are cut at the end."""
+    """The latest state on the terminal's alternate screen. Lines that do not fit are cut at the end."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, screen=True, auto_refresh=False)
-        self._state: NodeState | None = None
 
-    def show(self, document: Document) -> None:
-        self._state = read_state(document)
-        self._draw()
-
-    def unavailable(self, reason: str) -> None:
-        """The agent is unavailable; the last state stays on the screen."""
-        self._draw(Text(f"The agent is unavailable, trying again: {reason}", style="red"))
-
-    def _draw(self, *above: Text) -> None:
-        tables = [usage_tables(self._state, self.console.width)] if self._state is not None else []
-        footer = f"{clock_time(self._state.at) if self._state is not None else '-'}   Ctrl-C quits"
+    def show(self, state: NodeState, *above: Text) -> None:
+        """`above`: lines above the tables."""
         screen = Layout()
-        screen.split_column(Layout(Group(*above, *tables)), Layout(Text(footer, style="dim", no_wrap=True), size=1))
+        footer = Text(f"{clock_time(state.at)}   Ctrl-C quits", style="dim", no_wrap=True)
+        screen.split_column(Layout(Group(*above, usage_tables(state, self.console.width))), Layout(footer, size=1))
         self.update(screen, refresh=True)
+
+
+async def _watch(socket: Path) -> None:
+    """Shows each new state, without end. Raises GpumgrError if the first request fails."""
+    async with AgentClient(socket) as agent:
+        state = read_state(await agent.get(STATE))
+        with Screen(Console(highlight=False)) as screen:
+            screen.show(state)
+            while True:
+                await asyncio.sleep(POLL_SECONDS)
+                try:
+                    screen.show(state := read_state(await agent.get(STATE)))
+                except GpumgrError as error:
+                    screen.show(state, Text(f"The agent is unavailable, trying again: {error}", style="red"))
 
 
 _EPILOG = """
@@ -219,99 +226,35 @@ Columns:
 \b
 Examples:
   gpumgr usage
-  gpumgr usage --watch --namespace team
-  gpumgr usage --gpu 3 --output json | jq '.containers[].pod'
+  gpumgr usage --watch
+  gpumgr usage --output json | jq '.containers[] | select(.namespace == "team")'
 """
 _EXIT_CODES: Final = {
     0: "done",
     1: "neither agent nor checkpoint can be read (--watch: the agent does not respond)",
-    2: "wrong usage or settings, or no such GPU",
+    2: "wrong usage or settings",
 }
 
 
-@click.command(
-    "usage",
-    cls=ExitingCommand,
-    epilog=_EPILOG,
-    exit_codes=_EXIT_CODES,
-)
-@click.option("--watch", is_flag=True, help="Show each new state until Ctrl-C; on a terminal, on a separate screen.")
-@click.option("--gpu", metavar="GPU", help="Only this GPU: its index, or the beginning of its UUID.")
-@click.option("--namespace", metavar="NS", help="Only containers of this namespace.")
+@click.command("usage", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
+@click.option("--watch", is_flag=True, help="Show each new state on a separate screen of the terminal, until Ctrl-C.")
 @agent_options
-@click.option(
-    "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: one line per state."
-)
-def command(
-    watch: bool, gpu: str | None, namespace: str | None, location: AgentLocation, output: Literal["text", "json"]
-) -> None:
+@output_option
+def command(watch: bool, location: AgentLocation, output: Literal["text", "json"]) -> None:
     """Show this node's GPUs and the containers on them: what each was granted, and what it uses now.
 
     If the agent does not respond, the grants are read from its checkpoint (not with --watch); the rest is then not known.
     """
-    rows, as_json = _Rows(gpu, namespace), output == "json"
-    if not watch:
-        asyncio.run(_once(location, rows, as_json=as_json))
+    if watch:
+        if output == "json" or not sys.stdout.isatty() or Console().is_dumb_terminal:
+            raise click.UsageError("--watch needs a terminal, and no --output json")
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_watch(location.socket))
         return
-    with contextlib.suppress(KeyboardInterrupt):
-        if not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal:
-            with Screen(Console(highlight=False)) as screen:
-                asyncio.run(_until_signalled(_watch(location, rows, screen.show, screen.unavailable)))
-        else:
-            end = "" if as_json else "\n"
-            asyncio.run(_watch(location, rows, partial(_print, as_json=as_json, end=end), report_unavailable))
-
-
-class _Rows:
-    """Keeps only the matching rows of each state. `gpu` (an index, name or UUID) is looked up only in the first state: later a restarted
-    agent may not know the indices yet, and a new driver may number the GPUs anew."""
-
-    def __init__(self, gpu: str | None, namespace: str | None) -> None:
-        self._gpu, self._namespace = gpu, namespace
-        self._name: GpuName | None = None
-
-    def __call__(self, document: Document) -> Document:
-        """Raises InputError for an unknown GPU, GpumgrError for another document."""
-        shown = read_state(document)
-        gpus, containers = document["gpus"], document["containers"]
-        if self._gpu is not None:
-            self._name = self._name or gpus_of(shown.gpus, failures=shown.failures).find(self._gpu)
-            gpus = [row for row in gpus if row["name"] == self._name]
-            containers = [row for row in containers if row["gpu"] == self._name]
-        if self._namespace is not None:
-            containers = [row for row in containers if row.get("namespace") == self._namespace]
-        return {**document, "gpus": gpus, "containers": containers}
-
-
-async def _once(location: AgentLocation, rows: _Rows, *, as_json: bool) -> None:
-    async with open_node_data(location) as data:
-        _print(rows(data.state), as_json=as_json, live=data.live)
-
-
-async def _watch(
-    location: AgentLocation, rows: _Rows, show: Callable[[Document], None], unavailable: Callable[[str], None]
-) -> None:
-    async with AgentClient(location.socket) as agent:
-        async for document in follow_states(agent, unavailable):
-            show(rows(document))
-
-
-async def _until_signalled(live: Coroutine[Any, Any, None]) -> None:
-    """Runs `live` until it ends or a signal cancels it: SIGTERM, or SIGHUP when the terminal is closed. Both restore the screen, as Ctrl-C
-    does."""
-    task = asyncio.ensure_future(live)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-def _print(document: Document, *, as_json: bool, live: bool = True, end: str = "") -> None:
-    """`end`: what follows the document."""
-    if as_json:
-        shown = {key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
-        click.echo(json_line({"live": live, **shown}))
+    data = asyncio.run(read_node(location))
+    state = read_state(data.state)
+    if output == "json":
+        shown = {key: data.state.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
+        click.echo(json_line({"live": data.live, **shown}))
     else:
-        state = read_state(document)
         show(lambda width: usage_tables(state, width))
-    click.echo(end, nl=False)

@@ -191,12 +191,6 @@ class Pages:
         # A thousand entries of a node with many GPUs are a megabyte, so they are encoded on another thread.
         return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
 
-    async def pods(self, request: web.Request) -> web.Response:
-        """The pods about which something is known; with `?name=` the pods of this name."""
-        name = request.query.get("name")
-        known = (key for key in self._sources.pods() if name in (None, key[1]))
-        return json_response([{"namespace": namespace, "pod": pod} for namespace, pod in known])
-
     async def pod(self, request: web.Request) -> web.Response:
         namespace, pod = request.match_info["namespace"], request.match_info["pod"]
         details = self._sources.pod(namespace, pod)
@@ -230,7 +224,6 @@ _READ: Final[Mapping[str, tuple[Scope, Callable[[Pages, web.Request], Awaitable[
     "/api/state": ("page", Pages.state),
     "/api/stream": ("page", Pages.stream),
     "/api/history": ("page", Pages.history),
-    "/api/pods": ("page", Pages.pods),
     "/api/pods/{namespace}/{pod}": ("page", Pages.pod),
 }
 _MAINTENANCE: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset|forget}"

@@ -27,13 +27,12 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.placement.pods import PodKey
 from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import resource_names
 from gpumgr.web.metrics.exposition import Exposition
 from gpumgr.web.metrics.registry import Metrics
-from gpumgr.web.state import node_state, pod_details, pods_with_details
+from gpumgr.web.state import node_state, pod_details
 
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra.side import DraSide
@@ -224,10 +223,6 @@ class ReadModel:
     def pod(self, namespace: str, pod: str) -> PodDetails | None:
         """None if nothing is known of the pod."""
         return pod_details(self.report(), self._pods.get((namespace, pod)), namespace, pod, self.history())
-
-    def pods(self) -> Sequence[PodKey]:
-        """The pods about which something is known, sorted."""
-        return pods_with_details(self.view().ledger, self._pods.all(), self.history())
 
     async def maintain(self, wanted: MaintenanceRequest) -> MaintenanceResult:
         """Carries out a maintenance request. Raises Refusal if the GPU's state forbids it, InputError for an unknown GPU."""

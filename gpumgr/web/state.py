@@ -193,13 +193,6 @@ def _health(report: NodeReport, now: float) -> AgentHealth:
 Holder = tuple[PodKey | None, str | None]
 
 
-def pods_with_details(ledger: Ledger, views: Iterable[PodView], history: Sequence[HistoryEntry]) -> list[PodKey]:
-    """The names of the pods with known details, sorted. `views` are the API server's pods; pods without a request for GPUs are left out."""
-    holders = _holders(ledger, history)
-    recorded = [holder for _, holder in _with_holders(holders, history)]
-    return sorted({view.key for view in views if view.containers} | {key for key, _ in (*holders.values(), *recorded) if key})
-
-
 def pod_details(
     report: NodeReport, view: PodView | None, namespace: str, pod: str, history: Sequence[HistoryEntry]
 ) -> PodDetails | None:

@@ -14,7 +14,7 @@ async def test_why_reports_a_lost_and_cordoned_gpu_of_a_pod_with_the_agent_and_w
         node.control.lose_gpu(node.indices[gpu])
         await node.agent_log.until("gpu_health_changed", gpu=node.description.uuid_of(node.indices[gpu]), state="unhealthy")
         await until_sampled(node)
-        _, told, _ = await gpumgr("why", "a", "--config", node.config)
+        _, told, _ = await gpumgr("why", "demo/a", "--config", node.config)
         happened, _, seat = told.partition("It holds:\n")
         assert "Z  gpu cordoned\n" in happened
         assert "Z  gpu lost\n" in happened

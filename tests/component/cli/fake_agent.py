@@ -28,7 +28,6 @@ class FakeAgent:
         pages = {
             "/api/state": self._state,
             "/api/history": self._history,
-            "/api/pods": self._pods,
             "/api/pods/{namespace}/{pod}": self._pod,
         }
         await self._server.enter_async_context(listening(self.socket, {("GET", path): page for path, page in pages.items()}))
@@ -38,7 +37,7 @@ class FakeAgent:
         self.socket.unlink(missing_ok=True)
 
     async def read(self) -> None:
-        """Waits until a client reads the state again."""
+        """Waits until a client reads the history again."""
         self._reading.clear()
         await self._reading.wait()
 
@@ -49,18 +48,14 @@ class FakeAgent:
 
     async def _state(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)
-        self._reading.set()
         return web.json_response(self.state)
 
     async def _history(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)
-        return web.json_response(self.entries[::-1][: int(request.query["limit"])])
-
-    async def _pods(self, request: web.Request) -> web.Response:
-        self.asked.append(request.path_qs)
-        known = {*self.stories, *(tuple(told["pod"]) for told in self.entries if told["pod"])}
-        known |= {(row["namespace"], row["pod"]) for row in self.state["containers"] if row["pod"]}
-        return web.json_response([{"namespace": namespace, "pod": pod} for namespace, pod in sorted(known)])
+        self._reading.set()
+        pod = request.query.get("pod")
+        chosen = [told for told in self.entries if pod is None or (told["pod"] and "/".join(told["pod"]) == pod)]
+        return web.json_response(chosen[::-1][: int(request.query["limit"])])
 
     async def _pod(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)

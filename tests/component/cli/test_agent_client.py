@@ -65,7 +65,7 @@ async def test_json_of_another_structure_is_reported(command: tuple[str, ...], s
 async def test_an_agent_that_does_not_run_is_reported_with_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     async with AgentClient(path) as agent:
-        with pytest.raises(GpumgrError, match=rf"does not run on this node: there is no socket at {path}; start it .*--socket"):
+        with pytest.raises(GpumgrError, match=rf"does not run on this node: nothing listens at {path}; start it .*--socket"):
             await agent.get("/api/state")
         with sockets.socket(sockets.AF_UNIX) as left:
             left.bind(str(path))
@@ -80,7 +80,7 @@ async def test_an_inaccessible_or_impossible_socket_is_reported(tmp_path: Path) 
         if user == 0:  # whom no mode keeps out
             os.seteuid(65534)
         try:
-            with pytest.raises(GpumgrError, match=f"may not use the agent's socket {path}: run the command as root"):
+            with pytest.raises(GpumgrError, match=f"can't be reached at {path}: Permission denied: run the command as root"):
                 await agent.get("/api/state")
         finally:
             os.seteuid(user)

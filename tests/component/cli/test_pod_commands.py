@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from gpumgr.cli.options import PodName
 from gpumgr.cli.remote_pod import RemotePod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.kube.client import ApiServer
@@ -81,7 +80,7 @@ async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
         (["team/claim", "--cores", "1"], 1, "the capacity of a claim is fixed by the API"),
         (["team/none", "--cores", "1"], 1, "no container of the pod has"),
         (["team/over", "--cores", "1"], 1, "the pod has ended"),
-        (["team/missing", "--cores", "1"], 1, "there is no pod team/missing; name it as NAMESPACE/POD"),
+        (["team/missing", "--cores", "1"], 1, "there is no pod team/missing; for another namespace give NAMESPACE/POD"),
     ],
 )
 async def test_what_can_not_be_resized_is_refused_with_the_reason(
@@ -150,7 +149,7 @@ class Contested:
 @pytest.mark.parametrize("losses", [0, 2, 4])
 async def test_an_annotation_is_written_again_after_another_writer(losses: int) -> None:
     server = Contested(losses)
-    pod = RemotePod(cast("ApiServer", server), PodName.of("team/a"))
+    pod = RemotePod(cast("ApiServer", server), ("team", "a"))
     before = await pod.annotate("key", lambda seen: f"text for {seen['metadata']['resourceVersion']}")
     version = str(losses + 1)
     assert server.written == {"uid": "uid-a", "resourceVersion": version, "annotations": {"key": f"text for {version}"}}
@@ -158,7 +157,7 @@ async def test_an_annotation_is_written_again_after_another_writer(losses: int) 
 
 
 async def test_a_pod_that_others_keep_changing_is_said() -> None:
-    pod = RemotePod(cast("ApiServer", Contested(5)), PodName.of("team/a"))
+    pod = RemotePod(cast("ApiServer", Contested(5)), ("team", "a"))
     with pytest.raises(GpumgrError, match="the annotation key can't be written: other programs keep changing the pod"):
         await pod.annotate("key", lambda _: "text")
 

@@ -1,4 +1,4 @@
-"""`gpumgr usage` over a real socket: once, again and again, and live on a real terminal."""
+"""`gpumgr usage` over a real socket, and out of a real checkpoint where no agent runs."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.cli.agent_client import read_state
-from tests.unit.cli.node_story import NAMES, container, state, usage_text
+from tests.unit.cli.node_story import state, usage_text
 
 from .conftest import Gpumgr
 from .fake_agent import FakeAgent
@@ -34,26 +34,15 @@ async def test_json_has_gpus_containers_and_troubles_as_the_agent_gave_them(agen
     }
 
 
-async def test_filters_by_gpu_and_namespace(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
-    agent.state["containers"].append(container("z", "lone", NAMES[0], namespace="other"))
-    one = json.loads((await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "GPU0", "--output", "json")).out)
-    assert [row["name"] for row in one["gpus"]] == [NAMES[0]]
-    assert [row["pod"] for row in one["containers"]] == [None, "resnet-0", "lone"]
-    both = await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "0", "--namespace", "other", "--output", "json")
-    assert [row["pod"] for row in json.loads(both.out)["containers"]] == ["lone"]
+@pytest.mark.parametrize("output", ["text", "json"])
+async def test_watch_needs_a_terminal(output: str, agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("usage", "--socket", agent.socket, "--watch", "--output", output)
+    assert (ended.code, ended.out, agent.asked) == (2, "", [])
+    assert "--watch needs a terminal" in ended.err
 
 
-async def test_a_gpu_that_is_not_there_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
-    ended = await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "9")
-    assert (ended.code, ended.out) == (2, "")
-    assert "the GPUs of this node are: GPU0 = GPU-0fe1c342" in ended.err
-
-
-@pytest.mark.parametrize("options", [(), ("--watch",), ("--watch", "--output", "json")])
-async def test_without_an_agent_the_error_explains_how_to_start_one(
-    options: tuple[str, ...], socket: Path, gpumgr_command: Gpumgr
-) -> None:
-    ended = await gpumgr_command("usage", "--socket", socket, *options)
+async def test_without_an_agent_the_error_explains_how_to_start_one(socket: Path, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("usage", "--socket", socket)
     assert (ended.code, ended.out) == (1, "")
     assert "systemctl start gpumgr" in ended.err
 
@@ -85,6 +74,6 @@ async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(f
         "POD            CONTAINER  GPU  CORES     BUSY  MEMORY     USED  PROCS  KEPT BY  LIMITS\n"
         "team/resnet-0  main         0     30  unknown    0.5G  unknown      -  mps      within\n"
     )
-    document = json.loads((await gpumgr_command("usage", "--gpu", "1", "--output", "json")).out)
-    assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("22222222", None)]
-    assert document["containers"] == []
+    document = json.loads((await gpumgr_command("usage", "--output", "json")).out)
+    assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("11111111", None), ("22222222", None)]
+    assert [row["pod"] for row in document["containers"]] == ["resnet-0"]

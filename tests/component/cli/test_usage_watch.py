@@ -1,12 +1,10 @@
-"""`gpumgr usage --watch` as a process of its own: on pipes, and on a real terminal."""
+"""`gpumgr usage` as a process of its own on a real terminal."""
 
-import json
 import termios
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gpumgr.cli.agent_client import read_state
-from tests.unit.cli.node_story import GIB, NAMES, container, state, usage_text
+from tests.unit.cli.node_story import GIB, NAMES, container
 
 from .fake_agent import FakeAgent
 from .process import Process
@@ -15,48 +13,7 @@ Start = Callable[..., Awaitable[Process]]
 OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
-async def test_watch_prints_a_json_line_for_each_state_and_continues_without_the_agent(agent: FakeAgent, start: Start) -> None:
-    process = await start("usage", "--socket", agent.socket, "--watch", "--output", "json")
-    await process.until("\n")
-    agent.state["at"] += 1
-    await process.until("\n", after=process.out.index("\n") + 1)
-    await agent.stop()
-    await process.until("trying again", stream="err")
-    agent.state["at"] += 1
-    await agent.start()
-    while process.out.count("\n") < 3:
-        await process.until("\n", after=process.out.rindex("\n") + 1)
-    process.interrupt()
-    assert await process.ended() == 0
-    moments = [json.loads(line)["at"] for line in process.out.splitlines()]
-    assert moments == [state()["at"] + n for n in range(3)]
-    assert process.err.count("trying again") == 1
-
-
-async def test_watch_keeps_its_gpu_while_a_restarted_agent_waits_for_the_driver(agent: FakeAgent, start: Start) -> None:
-    process = await start("usage", "--socket", agent.socket, "--watch", "--gpu", "1", "--output", "json")
-    await process.until("\n")
-    for row in agent.state["gpus"]:
-        row["index"] = None
-    agent.state["at"] += 1
-    await process.until("\n", after=process.out.index("\n") + 1)
-    process.interrupt()
-    assert await process.ended() == 0
-    assert [[row["name"] for row in json.loads(line)["gpus"]] for line in process.out.splitlines()] == [[NAMES[1]]] * 2
-
-
-async def test_watch_without_a_terminal_prints_plain_tables(agent: FakeAgent, start: Start) -> None:
-    process = await start("usage", "--socket", agent.socket, "--watch")
-    await process.until("whole GPU\n\n")
-    agent.state["at"] += 1
-    await process.until("whole GPU\n\n", after=process.out.index("whole GPU\n\n") + 1)
-    process.interrupt()
-    assert await process.ended() == 0
-    shown = [usage_text(read_state({**agent.state, "at": at}), width=None) for at in (state()["at"], agent.state["at"])]
-    assert process.out == "".join(f"{text}\n\n" for text in shown)
-
-
-async def test_watch_on_a_terminal_uses_the_alternate_screen_until_sigterm(agent: FakeAgent, start: Start) -> None:
+async def test_watch_on_a_terminal_uses_the_alternate_screen_until_ctrl_c(agent: FakeAgent, start: Start) -> None:
     for row in (*agent.state["gpus"], *agent.state["containers"]):  # so the pod's name has room in one line
         row |= {"utilization_ratio": 0.5, "memory_used_bytes": GIB}
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
@@ -65,7 +22,7 @@ async def test_watch_on_a_terminal_uses_the_alternate_screen_until_sigterm(agent
     await process.until("Ctrl-C quits", after=shown)
     agent.state["containers"][2]["pod"] = "\x1b]0;x\x07[red]"
     await process.until("team/\\x1b]0;x\\x07[red", after=shown)
-    process.terminate()
+    process.press("\x03")
     assert await process.ended() == 0
     await process.until(FIRST_SCREEN)
     assert "\x1b]0;" not in process.out

@@ -53,9 +53,6 @@ class ProxyingApiServer:
             found = [self._scheduler("leader")]
         elif kind == "labelSelector" and self.standby:
             found = [self._scheduler("standby")]
-        elif kind == "fieldSelector":
-            name = request.query[kind].removeprefix("metadata.name=")
-            found = [{"metadata": {"namespace": "team", "name": name}}]
         return web.json_response({"items": found})
 
     async def read_pod(self, request: web.Request) -> web.Response:
@@ -134,15 +131,6 @@ CPU, memory, taints and affinity are kube-scheduler's own filters, which only it
 """
 
 
-@pytest.mark.usefixtures("api")
-async def test_the_scheduler_is_asked_whatever_the_agents_settings_are(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, gpumgr_command: Gpumgr
-) -> None:
-    monkeypatch.setenv("GPUMGR_HTTP_PORT", "none")
-    assert (await gpumgr_command("why", "team/one")).code == 2
-    assert (await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")).out == TEXT
-
-
 async def test_a_waiting_pod_has_its_reasons(
     folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
 ) -> None:
@@ -154,7 +142,7 @@ async def test_a_waiting_pod_has_its_reasons(
     with pytest.raises(ProcessLookupError):  # kubectl has ended
         os.kill(int(number), 0)
     assert api.asked == []
-    ended = await gpumgr_command("why", "one", "--kubeconfig", folder / "kubeconfig", "--all")
+    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig", "--all")
     assert "in total\n    a: 200 cores and 32 GiB\n    b: 340 cores and 60 GiB\n" in ended.out
     ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig", "--output", "json")
     assert json.loads(ended.out)["waiting"]["kind"] == "resources"
@@ -190,6 +178,17 @@ async def test_a_pod_that_the_agent_does_not_know_is_asked_of_the_scheduler(
     monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
     assert (await gpumgr_command("why", "team/one")).out == TEXT
     assert (await gpumgr_command("why", "team/resnet-0")).out.startswith("Pod team/resnet-0,"), "the agent knows it"
+    assert "in total\n    a: 200 cores" in (await gpumgr_command("why", "team/one", "--all")).out
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("options", [("--all",), ("--token-file", "/nowhere"), ("--scheduler", "gpu/other")])
+async def test_options_for_the_scheduler_need_a_kubeconfig_also_on_a_node(
+    options: tuple[str, ...], gpumgr_command: Gpumgr
+) -> None:
+    ended = await gpumgr_command("why", "team/resnet-0", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert "these options ask the cluster's scheduler: give --kubeconfig FILE" in ended.err
 
 
 @pytest.mark.parametrize("token", [TOKEN], indirect=True)
@@ -255,11 +254,10 @@ async def test_without_kubectl_the_token_is_asked_for(
     ("broken", "name", "said"),
     [
         (
-            "fieldSelector",
-            "one",
-            "pods of all namespaces can't be listed (HTTP 403: pods is forbidden); name it as NAMESPACE/POD",
+            "labelSelector",
+            "team/one",
+            "can't be listed (HTTP 403: pods is forbidden); name the scheduler's pod with --scheduler NAMESPACE/POD",
         ),
-        ("labelSelector", "team/one", "pods is forbidden); name the scheduler's pod with --scheduler NAMESPACE/POD"),
         ("proxy", "team/one", "through the API server: http: HTTP 403: pods/proxy is forbidden"),
         ("none", "team/one", "no running pod has the label gpumgr.io/scheduler-leader=true"),
         ("tls", "team/one", "http: HTTP 503: error trying to reach service: EOF; https: HTTP 503: error trying"),

@@ -92,19 +92,6 @@ async def test_documents_are_shown_as_the_sources_have_them(client: aiohttp.Clie
 
 
 @pytest.mark.parametrize(
-    ("query", "pods"),
-    [
-        ("", [("other", "share"), ("team", "late"), ("team", "share")]),
-        ("?name=share", [("other", "share"), ("team", "share")]),
-        ("?name=gone", []),
-    ],
-)
-async def test_pods_are_listed_by_their_names(client: aiohttp.ClientSession, query: str, pods: list[tuple[str, str]]) -> None:
-    async with client.get(f"/api/pods{query}") as answer:
-        assert await answer.json() == [{"namespace": namespace, "pod": pod} for namespace, pod in pods]
-
-
-@pytest.mark.parametrize(
     ("query", "numbers"), [("", [3, 2, 1]), ("?limit=2", [3, 2]), ("?pod=team/share", [3, 1]), ("?pod=team/share&limit=1", [3])]
 )
 async def test_history_comes_newest_first(client: aiohttp.ClientSession, query: str, numbers: list[int]) -> None:

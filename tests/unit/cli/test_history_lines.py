@@ -1,13 +1,9 @@
-"""Lines of `gpumgr history`, which entries are shown, and the accepted durations."""
-
-import json
-from typing import Any
+"""The lines that `gpumgr history` prints for the entries of the story, and the accepted durations."""
 
 import pytest
 
-from gpumgr.cli.history import HistoryFilter, HistoryQuery, duration_seconds
+from gpumgr.cli.history import duration_seconds
 from gpumgr.common.errors import InputError
-from tests.unit.cli.node_story import entries, entry, state
 
 LINES = """\
 2026-09-21 13:56:41Z  granted  team/bert (main)                  100 cores   GPU1    fragment: in the group that is nearly used up: PIX has 1 of the node's 2 free GPUs
@@ -17,18 +13,6 @@ LINES = """\
 2026-09-21 13:56:45Z  refused  team/odd (main)                   60 cores    -       no_fit: no GPU has 60 cores and 20 memory blocks free; free: GPU0 40 cores and 278 memory blocks
 2026-09-21 13:56:46Z  event    team/resnet-0 (main)              -           GPU0    OverLimit: uses 6.0 GiB on GPU0 and was granted 5.0 GiB
 2026-09-21 13:56:47Z  freed    pod uid uid-gone (main)           -           GPU0    held for 12 s"""  # noqa: E501
-
-
-def numbers(wanted: HistoryQuery, documents: list[dict[str, Any]] | None = None) -> list[int]:
-    lines = HistoryFilter(
-        HistoryQuery(refused=wanted.refused, pod=wanted.pod, gpu=wanted.gpu, since=wanted.since, as_json=True)
-    ).lines(entries() if documents is None else documents, state())
-    return [json.loads(line)["number"] for line in lines]
-
-
-def test_entries_of_an_allocation_before_its_pod_was_known_are_the_pods_too() -> None:
-    documents = [entry(1, "granted", id="a"), entry(2, "granted", id="b"), entry(3, "freed", id="a", pod=["team", "late"])]
-    assert numbers(HistoryQuery(pod=("team", "late")), documents) == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def test_the_story_and_the_history_show_hostile_names_as_text() -> None:
     document["request"] = [{"container": HOSTILE, "kind": HOSTILE, "cores": 1, "memory_blocks": 1}]
     document["allocations"] = [container("a", HOSTILE, NAMES[0], container=HOSTILE, mechanisms=[HOSTILE])]
     read = read_pod(document)
-    harmless(pod_text(read, gpus_of(entries=read.history), live=True, width=None))
-    (line,) = (history_line(entry, gpus_of()) for entry in read_entries([told]))
+    harmless(pod_text(read, gpus_of(()), live=True))
+    (line,) = (history_line(entry, gpus_of(())) for entry in read_entries([told]))
     harmless(line.replace("\x1b[33m", "").replace("\x1b[0m", ""))
     assert "\n" not in line
 

@@ -1,16 +1,15 @@
-"""The description of a pod, from fixed documents, and the accepted names of pods and GPUs."""
+"""The description of a pod, from fixed documents, and the accepted names of pods."""
 
 from typing import Any
 
 import pytest
+from click import BadParameter
 
-from gpumgr.agent.api import GpuRow
 from gpumgr.cli.agent_client import read_pod, read_state
 from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.options import PodName
 from gpumgr.cli.pod_text import pod_text
-from gpumgr.common.errors import InputError
-from tests.unit.cli.node_story import AT, GIB, LOST, NAMES, candidate, container, entries, entry, gpu, state, story
+from tests.unit.cli.node_story import AT, GIB, NAMES, candidate, container, entries, entry, gpu, state, story
 
 GRANTED = """\
 Pod team/resnet-0, uid uid-resnet-0, Running.
@@ -24,19 +23,15 @@ What happened:
     GPU           cores free  blocks free  chosen, or why not
     0 (0fe1c342)          70          298  chosen
     1 (1a2b3c4d)           0            0  too few cores
-    - (2b3c4d5e)         100          318  XID 79: the GPU has fallen off the
-      bus
-    chosen: GPU0, by share: the least free room that fits: 70 cores and 298
-      memory blocks were free
+    - (2b3c4d5e)         100          318  XID 79: the GPU has fallen off the bus
+    chosen: GPU0, by share: the least free room that fits: 70 cores and 298 memory blocks were free
     allocation a1, kept within its share by mps
   2026-09-21 13:56:46Z  event OverLimit
     GPU0: uses 6.0 GiB on GPU0 and was granted 5.0 GiB
 
 It holds:
-  main has 30 cores and 5.0 GiB of GPU0 since 2026-09-21 14:03:20Z (allocation
-    a1)
-    why: the least free room that fits: 100 cores and 318 memory blocks were
-      free
+  main has 30 cores and 5.0 GiB of GPU0 since 2026-09-21 14:03:20Z (allocation a1)
+    why: the least free room that fits: 100 cores and 318 memory blocks were free
     kept within its share by mps
     now: busy 38% of the time, uses 6.0 GiB, 2 processes, over its memory"""
 
@@ -57,9 +52,8 @@ What happened:
 It held no GPU of this node when the checkpoint was written."""
 
 
-def told(document: dict[str, Any], *, live: bool = True, width: int | None = None) -> str:
-    read = read_pod(document)
-    return pod_text(read, gpus_of(read_state(state()).gpus, read.history), live=live, width=width)
+def told(document: dict[str, Any], *, live: bool = True) -> str:
+    return pod_text(read_pod(document), gpus_of(read_state(state()).gpus), live=live)
 
 
 def of(pod: str, *history: dict[str, Any], **facts: Any) -> dict[str, Any]:
@@ -73,12 +67,18 @@ def verdicts(text: str) -> list[str]:
     ]
 
 
-def test_a_granted_pod_on_80_columns() -> None:
-    assert told(story(), width=80) == GRANTED
+def test_a_granted_pod() -> None:
+    assert told(story()) == GRANTED
 
 
 def test_a_refused_pod_out_of_the_checkpoint() -> None:
     assert told(of("odd", entries()[4]), live=False) == REFUSED
+
+
+def test_without_the_agent_use_is_not_known() -> None:
+    text = told(story(), live=False)
+    assert text.endswith("\n    kept within its share by mps\nWhat it uses now is not known: the agent does not respond.")
+    assert "busy" not in text
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,6 @@ def test_a_refused_pod_out_of_the_checkpoint() -> None:
 def test_turns_of_the_limiter_are_part_of_what_it_uses(facts: dict[str, float], sentence: str) -> None:
     allocation = container("a", "p", NAMES[0], mechanisms=["limiter"], **facts)
     assert told(of("p", allocations=[allocation], gpus=[])).endswith(f"\n    {sentence}")
-
-
-def test_without_the_agent_use_is_not_known() -> None:
-    text = told(story(), live=False)
-    assert text.endswith("\n    kept within its share by mps\nWhat it uses now is not known: the agent does not respond.")
-    assert "busy" not in text
 
 
 @pytest.mark.parametrize(
@@ -128,9 +122,9 @@ def test_a_gpu_that_had_room_too_is_said_to_have_had_it() -> None:
 
 
 def test_both_calls_of_an_allocation_are_one_decision_with_the_first_gpu_table() -> None:
-    main = {"id": "a", "container": "main", "call": "allocate", "gpus": [NAMES[0]], "why": "the best"}
+    main = {"id": "a", "container": "main", "call": "allocate", "gpus": [NAMES[0]], "why": "the best", "mechanisms": ["mps"]}
     first = entry(1, "granted", **main, kind="memory", size=20, evaluator="share", candidates=[candidate(0, 100, 318)])
-    second = entry(2, "granted", **main, kind="core", size=30, mechanisms=["mps"], candidates=[candidate(0, 100, 298)])
+    second = entry(2, "granted", **main, kind="core", size=30, candidates=[candidate(0, 100, 298)])
     text = told(of("p", first, second))
     assert "13:56:41Z  granted 30 cores and 20 memory blocks (5 GiB) to main\n" in text
     assert "chosen: GPU0, by share: the best\n    allocation a, kept within its share by mps\n" in text
@@ -247,28 +241,9 @@ def test_a_pod_without_events() -> None:
 
 @pytest.mark.parametrize("text", ["", "/", "/x", "x/", "a/b/c"])
 def test_what_names_no_pod_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="is not a pod's name: expected NAME or NAMESPACE/NAME"):
-        PodName.of(text)
+    with pytest.raises(BadParameter, match="is not a pod's name: expected NAME or NAMESPACE/NAME"):
+        PodName().convert(text, None, None)
 
 
-def test_a_name_alone_is_the_only_pod_of_that_name_or_in_the_default_namespace() -> None:
-    known = {("a", "one"), ("a", "two"), ("b", "two"), ("a", "three"), ("default", "three")}
-    assert PodName.of("one").among(known) == ("a", "one")
-    assert PodName.of("three").among(known) == ("default", "three")
-    assert PodName.of("four").among(known) == ("default", "four")
-    assert PodName.of("c/one").among(known) == ("c", "one")
-    with pytest.raises(InputError, match="several pods on this node have this name: a/two, b/two"):
-        PodName.of("two").among(known)
-
-
-def test_a_gpu_that_can_not_be_described_is_not_readable() -> None:
-    told = read_state({**state(), "failures": [{"index": 7, "uuid": None, "message": "GPU is lost"}]})
-    with pytest.raises(InputError, match="--gpu: GPU7 of this node is not readable: GPU is lost"):
-        gpus_of(told.gpus, failures=told.failures).find("7")
-
-
-def test_a_gpu_that_the_driver_does_not_show_keeps_the_index_that_decisions_knew_unless_another_has_it() -> None:
-    history = read_pod(of("p", entry(1, "refused", candidates=[{**LOST, "index": 2}]))).history
-    rows = [GpuRow(uuid="GPU-2b3c4d5e", name=NAMES[2], index=None)]
-    assert gpus_of(rows, history).label(NAMES[2]) == "GPU2"
-    assert gpus_of([*rows, GpuRow(uuid="GPU-new", name="new", index=2)], history).label(NAMES[2]) == f"GPU {NAMES[2]}"
+def test_a_name_alone_is_a_pod_of_the_default_namespace() -> None:
+    assert [PodName().convert(text, None, None) for text in ("one", "c/one")] == [("default", "one"), ("c", "one")]
