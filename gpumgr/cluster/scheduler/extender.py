@@ -281,14 +281,9 @@ class Extender:
             if excess is not None:
                 self._forget(pod.uid)
                 raise BindingError(excess)
-        try:
-            with self._writing(pod, placed):
-                annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
-                await send_binding(self._server, pod, args.node, annotations, self._check_lease)
-        except BindingError as error:
-            if not (error.uncertain or error.conflict):
-                raise
-            await self._settle(args, pod, placed, error)
+        with self._writing(pod, placed):
+            annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
+            await send_binding(self._server, pod, args.node, annotations, self._check_lease)
         if self._index.is_assumed(pod.uid):  # the watch has not shown the pod on its node yet
             self._unsettled.add(pod.uid)
         _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
@@ -297,7 +292,7 @@ class Extender:
     def _writing(self, pod: WatchedPod, placed: PlacedPod) -> Iterator[None]:
         """Surrounds the write that places the pod. The pod's GPUs stay assumed until the request has ended, and afterwards unless it has
         certainly failed. Raises BindingError."""
-        uid = pod.uid
+        uid, conflict = pod.uid, False
         self._place(pod, placed)
         self._sending.add(uid)
         try:
@@ -305,7 +300,8 @@ class Extender:
             yield
             self._unsettled.discard(uid)
         except BindingError as error:
-            if error.uncertain or error.conflict:
+            conflict = error.conflict
+            if error.uncertain or conflict:
                 self._unsettled.add(uid)
             elif uid not in self._unsettled:
                 self._forget(uid)
@@ -314,28 +310,13 @@ class Extender:
             self._sending.discard(uid)
             if self._index.is_assumed(uid):  # the watch has not shown the pod on its node yet
                 self._assume(pod, placed)
+                if conflict:
+                    self._assumed[uid].due = self._clock()
 
     def _check_lease(self) -> None:
         """Raises BindingError."""
         if self._leadership is not None and not self._leadership.outlives(WRITE_SECONDS):
             raise BindingError("the Lease of this replica may end before the binding does; kube-scheduler will try again")
-
-    async def _settle(self, args: BindArgs, pod: WatchedPod, placed: PlacedPod, failure: BindingError) -> None:
-        """Reads the pod to find out whether it is bound. Returns if it is bound to this node; raises `failure` or BindingError if not."""
-        try:
-            found = await self._read_pod(pod.namespace, pod.name, pod.uid)
-        except BindingError as error:
-            if not error.uncertain:  # the pod is gone
-                self._forget(pod.uid)
-            raise failure from error
-        if found.node is None:
-            if failure.conflict:
-                self._forget(pod.uid)
-            raise failure
-        if self._index.is_assumed(pod.uid):
-            self._assume(found, found.placed or placed)
-        if found.node != args.node:
-            raise BindingError(f"the pod is bound to node {found.node} already")
 
     async def _look_up(self, assumed: _Assumed) -> None:
         uid, found, assumed.due = assumed.pod.uid, None, self._clock() + _LOOK_AGAIN_SECONDS

@@ -75,7 +75,7 @@ class ClusterStage:
         pages, _ = make_pages(self.server, self.index, self.watched, Quotas(), Settings())  # type: ignore[arg-type]
         self.web = PageServer(partial(application_of, pages), HttpSettings(port=0))
 
-    def put(self, node: int, used: int = 4) -> None:
+    def put(self, node: int) -> None:
         name = name_of(node)
         gpus = tuple(
             GpuState(
@@ -90,7 +90,7 @@ class ClusterStage:
         state = NodeState(name=name, gpus=gpus, topology=TOPOLOGY)
         self.index.set_node(state)
         self.watched.nodes[name] = WatchedNode(uid=name, state=state, inventory="used", ready=node != 7)
-        for gpu in range(0, 2 * used, 2):
+        for gpu in range(0, GPUS, 2):
             shares = (((f"GPU-{node}-{gpu}", Amounts(60, 4096)),),)
             self.index.bind(PlacedPod(uid=f"uid-{node}-{gpu}", node=name, request=SHARE, shares=shares))
 

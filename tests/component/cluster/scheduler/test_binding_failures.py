@@ -30,7 +30,6 @@ def answering(
         pytest.param(
             403, {}, "HTTP 403: the reason", [0, 0], marks=pytest.mark.hami_bug("B17: a failed bind keeps the reservation")
         ),
-        (409, {}, "HTTP 409: the reason", [0, 0]),
         (422, {}, "HTTP 422: the reason", [0, 0]),
         (429, {"Retry-After": "1"}, "HTTP 429: the reason, and asks to wait for 1 s", [0, 0]),
         (500, {}, "HTTP 500: the reason", [100, 100]),
@@ -83,13 +82,22 @@ async def test_a_pod_that_may_be_bound_to_a_gpu_that_has_gone_waits_until_it_is_
     assert await stage.bind(item, "a") == ""
 
 
+async def test_a_pod_that_changed_keeps_its_gpus_until_it_is_read(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    stage.sim.bind_hook = answering(409, bound=False)
+    assert await stage.bind(item, "a") == "the API server refused the binding: HTTP 409: the reason"
+    assert stage.cores("a") == [100, 100]
+    await stage.extender.look_up_assumed()
+    assert stage.cores("a") == [0, 0]
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["500", "no answer"])
-async def test_an_error_for_a_binding_that_happened_is_none(stage: Stage, lost: bool) -> None:
-    """The pod is read again."""
+async def test_a_binding_that_happened_despite_an_error_holds_its_gpus(stage: Stage, lost: bool) -> None:
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item)
     stage.sim.lose_bindings, stage.sim.bind_hook = lost, None if lost else answering(500, bound=True)
-    assert await stage.bind(item, "a") == ""
+    assert "the API server" in await stage.bind(item, "a")
     await until(lambda: not stage.index.is_assumed("uid-one"))
     assert stage.cores("a") == [100, 100]
     assert "is bound to node a already" in await stage.bind(item, "a")
@@ -124,7 +132,8 @@ async def test_a_pod_that_another_scheduler_bound_holds_its_gpus_there(stage: St
     await stage.filter(item)
     stage.sim.delay_seconds = 0.05  # of the watch, too
     stage.sim.put_document({**item, "spec": {**item["spec"], "nodeName": "b"}})
-    assert await stage.bind(item, "a") == "the pod is bound to node b already"
+    assert "HTTP 409" in await stage.bind(item, "a")
+    await stage.extender.look_up_assumed()
     assert (stage.cores("a"), sum(stage.cores("b"))) == ([0, 0], 200)
 
 

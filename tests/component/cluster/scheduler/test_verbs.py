@@ -199,6 +199,7 @@ async def test_another_pod_of_that_name_is_not_bound(stage: Stage) -> None:
     assert "uid-earlier" in await stage.bind(earlier, "a")
     await stage.filter(earlier)
     assert "HTTP 409" in await stage.bind(earlier, "a")
+    await stage.extender.look_up_assumed()
     assert stage.cores("a") == [0, 0]
 
 
