@@ -34,27 +34,19 @@ _WRITES: Final = counter(
 FAMILIES: Final = (*_PROCESS, _TEMPLATES, _GATED, _REFUSED, _WRITES)
 
 
-class ClaimsPages:
-    def __init__(self, watches: ClaimWatches, controller: ClaimsController) -> None:
-        self._watches, self._controller = watches, controller
-
-    def routes(self) -> Routes:
-        return {"/metrics": ("metrics", self._scrape)}
-
-    @property
-    def synced(self) -> bool:
-        return self._watches.problem is None
-
-    async def _scrape(self, _: web.Request) -> web.Response:
+def claims_routes(watches: ClaimWatches, controller: ClaimsController) -> Routes:
+    async def scrape(_: web.Request) -> web.Response:
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
-            **process_values(_PROCESS, self._watches, leads=self._controller.leads),
-            _TEMPLATES: {(): sum(each.managed for each in self._watches.templates.values())},
-            _GATED: {(): sum(each.gate is not None for each in self._watches.pods.values())},
-            _REFUSED: {(): self._controller.refused},
-            _WRITES: {(about, outcome): self._controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
+            **process_values(_PROCESS, watches, leads=controller.leads),
+            _TEMPLATES: {(): sum(each.managed for each in watches.templates.values())},
+            _GATED: {(): sum(each.gate is not None for each in watches.pods.values())},
+            _REFUSED: {(): controller.refused},
+            _WRITES: {(about, outcome): controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
         }
         body = page(render_all(families), openmetrics=False)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    return {"/metrics": ("metrics", scrape)}
 
 
 async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: asyncio.Event) -> None:
@@ -66,7 +58,7 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     watches = ClaimWatches(server, settings.scheduler, hami=replica_resources(settings))
     leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
-    web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)
+    web_server = page_server(claims_routes(watches, controller), watches, settings, wanted.http_port)
     try:
         await serve_pages(web_server, lost="no metrics or probes; templates are still created, and gates removed")
         leading = [leadership.run()] if leadership is not None else []

@@ -137,7 +137,7 @@ async def run_scheduler(
     leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
     pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
-    web_server = page_server(pages, settings, wanted.http_port)
+    web_server = page_server(pages.routes(), watches, settings, wanted.http_port)
     application = make_application(
         extender,
         max_request_mebibytes=wanted.max_request_mebibytes,

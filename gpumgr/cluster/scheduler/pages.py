@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import quote
 
 import structlog
@@ -77,10 +77,6 @@ class ClusterPages:
             "/api/why": ("page", self._why),
         }
 
-    @property
-    def synced(self) -> bool:
-        return self._watches.problem is None
-
     async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
         """Refreshes the overview, and returns Reasons.kinds of all waiting pods."""
         async with self._computing:
@@ -136,14 +132,11 @@ class ClusterPages:
         why = Why(
             namespace=namespace, pod=name, phase=str(status.get("phase", "")), node=pod.node or "", problem=pod.problem or ""
         )
-        if pod.node is not None:
-            for container, shares in zip(pod.containers, pod.shares or (), strict=False):
-                why.gpus[container] = [(gpu, amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares]
-        elif pod.wants_gpu:
+        if pod.node is None and pod.wants_gpu:
             scheduled = [each for each in status.get("conditions") or () if each.get("type") == "PodScheduled"]
             why.condition = " ".join(str(each.get("message") or each.get("reason") or "") for each in scheduled)
             why.waiting = await self._reasons.of(pod, each_node=request.query.get("nodes") == "1")
-        elif why.phase == "Pending":
+        elif pod.node is None and why.phase == "Pending":
             why.problem = "it requests no GPU, so gpumgr does not place it"
         return _compressed(why)
 
@@ -159,17 +152,13 @@ def _compressed(content: Any) -> web.Response:
     return response
 
 
-class Pages(Protocol):
-    """`synced`: the process is ready."""
-
-    def routes(self) -> Routes: ...
-
-    @property
-    def synced(self) -> bool: ...
-
-
 def application_of(
-    pages: Pages, policy: CurrentPolicy, names: tuple[str, ...] = (), *, origin_of: OriginOf = origin_of
+    routes: Routes,
+    watches: ClusterWatches,
+    policy: CurrentPolicy,
+    names: tuple[str, ...] = (),
+    *,
+    origin_of: OriginOf = origin_of,
 ) -> web.Application:
     """The pages and the probes."""
 
@@ -177,9 +166,10 @@ def application_of(
         return json_response({"status": "ok"})
 
     async def readyz(_: web.Request) -> web.Response:
-        return json_response({"status": "ok" if pages.synced else "failing"}, status=200 if pages.synced else 503)
+        ready = watches.problem is None
+        return json_response({"status": "ok" if ready else "failing"}, status=200 if ready else 503)
 
-    routes: Routes = {**pages.routes(), "/healthz": ("probe", healthz), "/readyz": ("probe", readyz)}
+    routes = {**routes, "/healthz": ("probe", healthz), "/readyz": ("probe", readyz)}
     access = make_middleware({path: scope for path, (scope, _) in routes.items()}, policy, names, origin_of=origin_of)
     app = web.Application(middlewares=[access], client_max_size=MAX_BODY_BYTES)
     app.add_routes([web.get(path, handler) for path, (_, handler) in routes.items()])
@@ -187,9 +177,10 @@ def application_of(
     return app
 
 
-def page_server(pages: Pages, settings: Settings, port: int) -> PageServer:
+def page_server(routes: Routes, watches: ClusterWatches, settings: Settings, port: int) -> PageServer:
     """Raises SettingsError if a file of the section http can't be used."""
-    return PageServer(lambda policy: application_of(pages, policy, (settings.node.name,)), settings.http, port=port)
+    names = (settings.node.name,)
+    return PageServer(lambda policy: application_of(routes, watches, policy, names), settings.http, port=port)
 
 
 async def serve_pages(server: PageServer, *, lost: str) -> None:

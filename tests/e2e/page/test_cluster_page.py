@@ -73,7 +73,7 @@ class ClusterStage:
         self.wait("scattered", PodRequest((ContainerRequest(gpus=5, cores_per_gpu=100),)))
         self.wait(HOSTILE, SHARE)
         pages, _ = make_pages(self.server, self.index, self.watched, Quotas(), Settings())  # type: ignore[arg-type]
-        self.web = PageServer(partial(application_of, pages), HttpSettings(port=0))
+        self.web = PageServer(partial(application_of, pages.routes(), self.watched), HttpSettings(port=0))  # type: ignore[arg-type]
 
     def put(self, node: int) -> None:
         name = name_of(node)

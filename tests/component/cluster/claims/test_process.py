@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cluster.claims.lifecycle import FAMILIES, ClaimsPages, run_claims
+from gpumgr.cluster.claims.lifecycle import FAMILIES, claims_routes, run_claims
 from gpumgr.cluster.scheduler.leader import LEADER_LABEL, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.cluster.scheduler.pages import page_server
@@ -48,7 +48,8 @@ async def test_what_can_t_be_used_is_reported(tmp_path: Path, monkeypatch: pytes
 @asynccontextmanager
 async def serving(stage: Stage) -> AsyncIterator[Callable[[str], Awaitable[tuple[int, str]]]]:
     """Its pages: a path -> status and text."""
-    server = page_server(ClaimsPages(stage.watches, stage.controller), Settings(http=HttpSettings(address="127.0.0.1")), 0)
+    settings = Settings(http=HttpSettings(address="127.0.0.1"))
+    server = page_server(claims_routes(stage.watches, stage.controller), stage.watches, settings, 0)
     await server.start()
     async with aiohttp.ClientSession(server.url) as client:
 

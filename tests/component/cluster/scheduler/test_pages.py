@@ -66,7 +66,8 @@ class PagesStage:
 @asynccontextmanager
 async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: Any) -> AsyncIterator[PagesStage]:
     async with running(sim, folder, SchedulerSettings()) as stage:
-        shown = PageServer(partial(application_of, stage.pages, origin_of=lambda *_: origin), HttpSettings(port=0, **options))
+        application = partial(application_of, stage.pages.routes(), stage.watches, origin_of=lambda *_: origin)
+        shown = PageServer(application, HttpSettings(port=0, **options))
         await shown.start()
         yield PagesStage(stage, shown.url)
         await shown.stop()
@@ -202,10 +203,9 @@ async def test_waiting_pods_are_counted_by_reason(pages: PagesStage, containers:
 
 
 async def test_why_of_other_pods(pages: PagesStage) -> None:
-    text = '{"version":1,"node":"b","containers":{"c0":[["GPU-b-3",60,4096]]}}'
-    pages.sim.put_document(pod("bound", ("app", 60, 16), on="b", annotations={"gpumgr.io/placement": text}))
+    pages.sim.put_document(pod("bound", ("app", 60, 16), on="b"))
     bound = await pages.why("bound")
-    assert (bound["node"], bound["gpus"], bound.get("waiting")) == ("b", {"c0": [["GPU-b-3", 60, 4096]]}, None)
+    assert (bound["node"], bound.get("waiting")) == ("b", None)
     pages.sim.put_document(pod("plain", ("app", 0, 0)))
     assert "requests no GPU" in (await pages.why("plain"))["problem"]
     assert (await pages.get("/api/why?namespace=team&name=gone"))[0] == 404

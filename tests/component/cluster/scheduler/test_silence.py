@@ -158,7 +158,7 @@ async def test_without_watches_and_lists_the_verbs_answer_an_error_until_the_api
 ) -> None:
     async with running(sim, tmp_path, SchedulerSettings(), watch_times=TIMES) as stage:
         settings = Settings(http=HttpSettings(address="127.0.0.1"))
-        pages = page_server(stage.pages, settings, 0)
+        pages = page_server(stage.pages.routes(), stage.watches, settings, 0)
         await pages.start()
         page = f"http://127.0.0.1:{pages.address[1]}"
         item = await stage.create(pod("one", WHOLE))
