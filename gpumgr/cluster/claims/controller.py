@@ -35,14 +35,8 @@ _EVENT_SECONDS: Final = 60.0
 _MAX_EVENTS: Final = 50
 #: Takes the place of the UID of a created template, until the watch shows the template or the next sweep begins.
 _UNSEEN: Final = ""
-#: What is written -> the consequence while the write fails.
-_MEANWHILE: Final = {
-    "template": "pods that name the template stay Pending",
-    "gate": "the pod keeps its scheduling gate and stays Pending",
-    "event": "the pod's events do not say why it waits",
-    "sweep": "the unused template stays",
-}
-OBJECTS: Final = tuple(_MEANWHILE)
+#: What is written; "sweep": an unused template is deleted.
+OBJECTS: Final = ("template", "gate", "event", "sweep")
 OUTCOMES: Final = ("ok", "error")
 _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
 
@@ -237,8 +231,7 @@ class ClaimsController:
             self._paused[about, key] = self._clock() + slept, longer
             if (text := f"{type(error).__name__}: {error}") != self._logged:
                 self._logged = text
-                consequence = f"{_MEANWHILE[about]}; the controller tries again after {slept:.1f} s"
-                _log.warning("claims_write_failed", path=path, error=text, consequence=consequence)
+                _log.warning("claims_write_failed", path=path, error=text, again_after_seconds=round(slept, 1))
             return None
         self.writes[about, "ok"] += 1
         self._logged = ""

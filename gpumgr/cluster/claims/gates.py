@@ -1,11 +1,13 @@
 """Decides which pods the quotas of their namespaces allow. Pure.
 
 The gate is the pod's scheduling gate gpumgr.io/quota. A claim is allocated some time after its pod's gate is removed. Until then it
-counts within each limit, so that no limit is exceeded wherever it is allocated.
+counts within each limit, so that no limit is exceeded wherever it is allocated. A claim that several pods share counts for each pod that
+waits with it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from functools import reduce
 
 import msgspec
 
@@ -18,11 +20,11 @@ Kinds = Set[tuple[GpuKind, int]]
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a pod may still get. `claims`: the requests of its claims that are not allocated yet, by UID of the claim; a claim of several
-    pods is in the demand of each. `kinds`: the kinds of GPUs that the pod may get."""
+    """What a pod, or a claim, may still get. `claims`: the requests of each claim that is not allocated yet. `kinds`: the kinds of GPUs
+    that it may get."""
 
     namespace: str
-    claims: Mapping[str, tuple[ContainerRequest, ...]]
+    claims: Sequence[tuple[ContainerRequest, ...]]
     kinds: Kinds
 
 
@@ -71,26 +73,14 @@ class _Sums:
     def __init__(self, quotas: Quotas, demands: Iterable[Demand] = ()) -> None:
         self._quotas = quotas
         self.held: defaultdict[tuple[str, Limit], Held] = defaultdict(lambda: NONE_HELD)
-        self._claims: defaultdict[tuple[str, Limit], Held] = defaultdict(lambda: NONE_HELD)
         for demand in demands:
             self.add(demand)
 
     def add(self, demand: Demand) -> None:
         for limit in _limits(demand, self._quotas):
-            for uid, containers in demand.claims.items():
-                before = self._claims[uid, limit]
-                for kind in demand.kinds:
-                    self._claims[uid, limit] = self._claims[uid, limit].most(_within(limit, kind, containers))
-                held = self.held[demand.namespace, limit]
-                self.held[demand.namespace, limit] = held.plus(self._claims[uid, limit]).plus(before, -1)
-
-    def more(self, demand: Demand, kind: tuple[GpuKind, int], limit: Limit) -> Held:
-        """What the demand adds on GPUs of this kind: what its claims would hold there beyond what is counted for them already."""
-        total = NONE_HELD
-        for uid, containers in demand.claims.items():
-            before = self._claims[uid, limit]
-            total = total.plus(_within(limit, kind, containers).most(before)).plus(before, -1)
-        return total
+            for containers in demand.claims:
+                most = reduce(Held.most, (_within(limit, kind, containers) for kind in demand.kinds), NONE_HELD)
+                self.held[demand.namespace, limit] = self.held[demand.namespace, limit].plus(most)
 
 
 def _limits(demand: Demand, quotas: Quotas) -> Iterable[Limit]:
@@ -105,13 +95,14 @@ def _within(limit: Limit, kind: tuple[GpuKind, int], containers: tuple[Container
 
 def _refusal(demand: Demand, quotas: Quotas, sums: _Sums) -> str | None:
     quota = quotas.limits.get(demand.namespace)
-    if quota is None or not any(demand.claims.values()):
+    if quota is None or not any(demand.claims):
         return None
     for kind in sorted(demand.kinds, key=repr):
         if (text := quota.forbidden(kind[0])) is not None:
             return f"namespace {demand.namespace} {text}"
         for limit in _limits(demand, quotas):
             used = quotas.used(demand.namespace, limit).plus(sums.held[demand.namespace, limit])
-            if text := limit.exceeded(used, sums.more(demand, kind, limit)):
+            wanted = reduce(Held.plus, (_within(limit, kind, containers) for containers in demand.claims))
+            if text := limit.exceeded(used, wanted):
                 return f"namespace {demand.namespace} uses {text}"
     return None

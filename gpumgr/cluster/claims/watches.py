@@ -72,8 +72,10 @@ class ClaimWatches(ClusterWatches):
         self.templates: dict[Key, WatchedTemplate] = {}
         self.used_at: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
-        #: Claim -> the last pod with this claim that was bound or deleted, and when; the oldest entry first.
-        self._left: dict[Key, tuple[UnboundPod, float]] = {}
+        #: UID -> a pod that was bound or deleted, and when; the oldest entry first.
+        self._left: dict[str, tuple[UnboundPod, float]] = {}
+        #: The last known kinds of GPUs in ResourceSlices: agents that stop withdraw their slices for a while.
+        self._kinds: set[tuple[GpuKind, int]] = set()
         #: Name of the node -> its ResourceSlice.
         self._slices: dict[str, WatchedSlice] = {}
         self._labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
@@ -97,31 +99,29 @@ class ClaimWatches(ClusterWatches):
         """The gated pods for which all claims exist, each with its demand; and the demands of other pods' unallocated claims."""
         nodes = filter(None, map(self._index.node, self._slices))  # claims get no GPUs of nodes in mode plugin
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
-        waiting: list[tuple[UnboundPod, Demand]] = []
-        users: dict[str, list[UnboundPod]] = defaultdict(list)
-        for pod in self.pods.values():
-            found = [self._claims.get((pod.key[0], name)) for name in pod.claims]
-            needed = {each.uid: each.containers for each in found if each is not None and not each.allocated}
-            for uid in needed:
-                users[uid].append(pod)
-            if pod.uid in gated and pod.complete and None not in found:
-                waiting.append((pod, Demand(pod.key[0], needed, kinds_for(pod, kinds))))
-        flights = []
+        self._kinds = kinds = kinds or self._kinds
         self._forget_left()
+        waiting: list[tuple[UnboundPod, Demand]] = []
+        #: UID of an unallocated claim -> the kinds of GPUs that its pods without a gate may get.
+        started: defaultdict[str, set[tuple[GpuKind, int]]] = defaultdict(set)
+        used = set[str]()
+        for pod in (*self.pods.values(), *(pod for pod, _ in self._left.values())):
+            found = [self._claims.get((pod.key[0], name)) for name in pod.claims]
+            needed = [each for each in found if each is not None and not each.allocated]
+            used.update(each.uid for each in needed)
+            if pod.uid not in gated:
+                for each in needed:
+                    started[each.uid] |= kinds_for(pod, kinds)
+            elif pod.complete and None not in found:
+                waiting.append((pod, Demand(pod.key[0], [each.containers for each in needed], kinds_for(pod, kinds))))
         for claim in self._claims.values():
-            if claim.allocated:
-                continue
-            of_claim: list[UnboundPod | None] = [*users.get(claim.uid, ())]
-            # The claim's pod may have been bound just now.
-            if claim.owner is None and claim.key in self._left:
-                of_claim.append(self._left[claim.key][0])
-            elif claim.owner is not None and not of_claim:
-                of_claim.append(None)
-            flights += [
-                Demand(claim.key[0], {claim.uid: claim.containers}, kinds_for(pod, kinds))
-                for pod in of_claim
-                if pod is None or pod.uid not in gated
-            ]
+            if claim.owner is not None and not claim.allocated and claim.uid not in used:
+                started[claim.uid] |= kinds_for(None, kinds)
+        flights = [
+            Demand(claim.key[0], [claim.containers], started[claim.uid])
+            for claim in self._claims.values()
+            if claim.uid in started
+        ]
         return waiting, flights
 
     def templates_in_use(self) -> Iterator[Key]:
@@ -163,9 +163,7 @@ class ClaimWatches(ClusterWatches):
         if after is None:
             self.pods.pop(pod.uid, None)
             self._forget_left()
-            for name in pod.claims:
-                self._left.pop((pod.key[0], name), None)
-                self._left[pod.key[0], name] = (pod, self._clock())
+            self._left[pod.uid] = (pod, self._clock())
         else:
             self.pods[pod.uid] = after
         self.changed.set()

@@ -188,3 +188,21 @@ async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tm
         stage.sim.put_document(picky)
         stage.dra.put("resourceclaims", claim("picky-claim", 20, owner="picky"))
         await until(lambda: not stage.gated("picky"))
+
+
+async def test_limits_of_a_model_hold_while_all_slices_are_withdrawn(dra: DraObjects, tmp_path: Path) -> None:
+    """Agents that are updated withdraw their slices for a while; the claims of a pod without its gate are allocated afterwards."""
+    dra.sim.put_configmap({**quota(0), "data": {"quota.yaml": "team: [{cores: 50, model: A100}]"}})
+    dra.sim.put_node(plugin.node("a", 0, None))
+    device = {"name": "gpu-0", "attributes": {"productName": {"string": "A100"}}, "capacity": {"memory": {"value": "40Gi"}}}
+    dra.put("resourceslices", {"metadata": {"name": "a", "uid": "a"}, "spec": {"nodeName": "a", "devices": [device]}})
+    async with running(dra, tmp_path) as stage:
+        stage.gated_pod("first", 40)
+        await until(lambda: not stage.gated("first"))
+        stage.bind("first", 40)
+        await until(lambda: stage.watches._index.placement("claim-first-claim") is not None)
+        dra.watched["resourceslices"].remove("a")
+        await until(lambda: not stage.watches._slices)
+        stage.gated_pod("second", 40, created="2")
+        await until(lambda: bool(stage.events("second")) or not stage.gated("second"))
+        assert "uses 40 of 50 cores on A100" in stage.events("second")[0]

@@ -1,7 +1,6 @@
 """Writes that the API server refuses: each object has pauses of its own, which grow, and Retry-After is kept to."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -54,29 +53,13 @@ async def test_pauses_grow_to_a_minute(looks: Looks, stage: Stage) -> None:
         await next_try_after(looks, stage, seconds)
 
 
-@pytest.mark.parametrize(("quotas", "meanwhile"), [
-    (None, "pods that name the template stay Pending"),
-    (quota(50), "the pod keeps its scheduling gate and stays Pending"),
-    (quota(20), "the pod's events do not say why it waits"),
-])  # fmt: skip
-async def test_the_log_says_what_happens_until_the_next_try(
-    stage: Stage, quotas: dict[str, Any] | None, meanwhile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: web.Request, word: str, *__: str) -> web.Response | None:
-        return failure(403, "Forbidden", "no") if word in ("pod", "event") else None
-
-    monkeypatch.setattr(stage.sim.written, "refused", refuse)
+async def test_a_failed_write_is_logged_with_its_next_try(stage: Stage) -> None:
     with capture_logs() as logs:
-        if quotas is None:
-            stage.dra.refused = [403] * 1000
-            stage.sim.put_document(pod("one", NAME))
-        else:
-            stage.sim.put_configmap(quotas)
-            await until(lambda: "team" in stage.watches.quotas.limits)
-            stage.gated_pod("one", 40)
+        stage.dra.refused = [403] * 1000
+        stage.sim.put_document(pod("one", NAME))
         await until(lambda: any(each["event"] == "claims_write_failed" for each in logs))
     line = next(each for each in logs if each["event"] == "claims_write_failed")
-    assert line["consequence"] == f"{meanwhile}; the controller tries again after 0.5 s"
+    assert (line["path"].rpartition("/")[2], line["again_after_seconds"]) == ("resourceclaimtemplates", 0.5)
 
 
 async def test_retry_after_is_kept_to(looks: Looks, stage: Stage) -> None:

@@ -1,7 +1,5 @@
 """The order and the limits in which gates are removed."""
 
-import itertools
-
 import pytest
 
 from gpumgr.cluster.claims.gates import Demand, decide, kinds_for
@@ -27,11 +25,8 @@ def share(cores: int, memory: int = 256) -> ContainerRequest:
     return ContainerRequest(cores_per_gpu=cores, memory_mebibytes=memory)
 
 
-numbers = itertools.count()
-
-
-def demand(*containers: ContainerRequest, kinds: frozenset[tuple[GpuKind, int]] = frozenset({A100}), claim: str = "") -> Demand:
-    return Demand("team", {claim or f"claim-{next(numbers)}": containers}, kinds)
+def demand(*containers: ContainerRequest, kinds: frozenset[tuple[GpuKind, int]] = frozenset({A100})) -> Demand:
+    return Demand("team", [containers], kinds)
 
 
 def quotas(*limits: Limit, used: int = 0) -> Quotas:
@@ -53,7 +48,7 @@ def test_what_is_used_and_what_is_on_its_way_counts() -> None:
     assert (allowed, refused) == ([], {
         "a": "namespace team uses 40 of 60 cores; the pod needs 30; it is scheduled as soon as the quota allows it"
     })  # fmt: skip
-    others = [Demand("other", {"theirs": (share(90),)}, frozenset({A100}))]
+    others = [Demand("other", [(share(90),)], frozenset({A100}))]
     assert names(decide(waiting, others, quotas(Limit(cores=60), used=30)))[0] == ["a"]
 
 
@@ -89,41 +84,20 @@ def test_a_pod_that_may_get_forbidden_gpus_needs_a_selector() -> None:
     assert names(decide([(pod("a"), demand(share(10)))], [], made))[0] == ["a"]
 
 
-def test_a_claim_of_several_pods_counts_once_and_with_each_of_them() -> None:
-    shared = demand(share(50), claim="shared")
+def test_a_claim_of_several_pods_counts_for_each_until_it_is_allocated() -> None:
+    shared = demand(share(50))
     users = [(pod("a", "1"), shared), (pod("b", "2"), shared)]
-    assert names(decide(users, [], quotas(Limit(cores=60))))[0] == ["a", "b"]
-    assert names(decide(users[1:], [shared], quotas(Limit(cores=60))))[0] == ["b"]
-    allowed, refused = names(decide(users, [], quotas(Limit(cores=60), used=20)))
-    assert allowed == []
-    assert list(refused) == ["a", "b"]
+    assert names(decide(users, [], quotas(Limit(cores=60))))[0] == ["a"]
+    assert names(decide(users[1:], [shared], quotas(Limit(cores=60))))[0] == []
+    allocated = Demand("team", [], frozenset({A100}))
+    assert names(decide([(pod("b"), allocated)], [], quotas(Limit(cores=60), used=50)))[0] == ["b"]
 
 
-def test_a_shared_claim_that_is_on_its_way_counts_once_beside_a_pod_that_waits_with_it() -> None:
-    flights = [demand(share(50), claim="shared", kinds=BOTH), demand(share(20))]
-    large = Demand("team", {"shared": (share(50),), "own": (share(60),)}, BOTH)
-    waiting = [(pod("large", "1"), large), (pod("small", "2"), demand(share(30), kinds=frozenset({V100})))]
-    limits = Limit(cores=120, label="A100"), Limit(cores=160)
-    allowed, refused = names(decide(waiting, flights, quotas(*limits)))
-    assert (allowed, list(refused)) == (["small"], ["large"])
-
-
-def test_a_refused_pod_does_not_open_the_way_for_its_shared_claim() -> None:
-    """The first pod never fits; the second one is examined with the claim, too."""
-    shared = {"shared": (share(50),)}
-    huge = Demand("team", {**shared, "own": (share(90),)}, frozenset({A100}))
-    small = Demand("team", shared, frozenset({A100}))
-    limit, used = Limit(cores=60), 20
-    assert names(decide([(pod("huge", "1"), huge), (pod("small", "2"), small)], [], quotas(limit, used=used)))[0] == []
-    assert names(decide([(pod("huge", "1"), huge), (pod("small", "2"), small)], [], quotas(limit)))[0] == ["small"]
-
-
-def test_a_shared_claim_counts_on_the_gpus_of_each_of_its_pods() -> None:
-    limits = (Limit(cores=60, label="A100"), Limit(cores=60, label="V100"))
-    flying = demand(share(50), claim="shared")
-    user = (pod("v", model="V100"), demand(share(50), kinds=frozenset({V100}), claim="shared"))
-    later = (pod("w", "2", model="V100"), demand(share(20), kinds=frozenset({V100})))
-    assert names(decide([user, later], [flying], quotas(*limits)))[0] == ["v"]
+def test_all_claims_of_a_pod_count() -> None:
+    both = Demand("team", [(share(40),), (share(30),)], frozenset({A100}))
+    assert names(decide([(pod("a"), both)], [], quotas(Limit(cores=60))))[0] == []
+    assert names(decide([(pod("b"), demand(share(30)))], [both], quotas(Limit(cores=90))))[0] == []
+    assert names(decide([(pod("b"), demand(share(30)))], [both], quotas(Limit(cores=100))))[0] == ["b"]
 
 
 def test_limits_of_other_gpus_hold_no_pod_back() -> None:
