@@ -62,8 +62,7 @@ def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
 
 
 def is_help(text: str) -> bool:
-    """Whether this may be the output of the program's `-h`: it names MPS and the option that starts the daemon. Older programs, which
-    do not know -h, print something else."""
+    """Whether this may be the output of the program's `-h`: it names MPS and the option that starts the daemon."""
     return re.search("mps", text, re.IGNORECASE) is not None and re.search(r"(?<![\w-])(-d|--daemon)(?![\w-])", text) is not None
 
 

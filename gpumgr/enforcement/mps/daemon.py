@@ -37,8 +37,8 @@ _CLIENT_PAUSE_SECONDS: Final = 15.0
 _HANG_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
-#: After the first crash the daemon is restarted at once, after further crashes with pauses that double up to this length.
-_LONGEST_PAUSE_SECONDS: Final = 60.0
+#: The pause between two restarts of a daemon that keeps ending.
+_RESTART_PAUSE_SECONDS: Final = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -89,9 +89,7 @@ class Daemon:
     _client_left: bool = False
     _tried_at: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _failures: int = 0
     _not_before: float = float("-inf")
-    _settled_at: float = float("-inf")
     #: The limits that were set at the present process of the daemon.
     _limits: Limits = field(init=False)
 
@@ -231,7 +229,7 @@ class Daemon:
         if found is None:
             return False
         if found != self.process:
-            self.process, self._settled_at, self._limits = found, self.config.clock(), self._new_limits()
+            self.process, self._limits = found, self._new_limits()
             self.hang, self.silent = None, False
             log.info("mps_daemon_adopted", gpu=self.uuid, pid=found[0])
         if self.folder.allocations():
@@ -250,8 +248,6 @@ class Daemon:
             elif self._others():
                 await self._restart()
             self.trouble, self.silent = None, False
-            if self.config.clock() - self._settled_at >= _LONGEST_PAUSE_SECONDS:
-                self._failures = 0
         except (MpsError, OSError) as error:
             self._set_trouble(error)
 
@@ -277,8 +273,7 @@ class Daemon:
         now = self.config.clock()
         if now < self._not_before:
             raise MpsError(f"the MPS daemon of GPU {self.uuid} keeps ending; it is restarted soon; see {self.folder.log}")
-        self._failures += 1
-        self._not_before = now + min(2.0**self._failures, _LONGEST_PAUSE_SECONDS)
+        self._not_before = now + _RESTART_PAUSE_SECONDS
         self.restarts += 1
         before = self.process and self.process[0]
         log.warning("mps_daemon_restarting", gpu=self.uuid, before=before, restarts=self.restarts)
@@ -311,7 +306,7 @@ class Daemon:
             await self._create_server()
         await self._limit(self.folder.allocations())
         assert self.process is not None
-        self.trouble, self._settled_at = None, config.clock()
+        self.trouble = None
         log.info("mps_daemon_started", gpu=self.uuid, pid=self.process[0], protocol=config.protocol)
 
     async def _await_answer(self) -> None:

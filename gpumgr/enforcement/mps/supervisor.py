@@ -60,9 +60,7 @@ class Supervisor:
         """Checks the daemons that are due. A check that takes longer than a tick continues in the background."""
         now = self.config.clock()
         free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
-        due = sorted((d for d in free if now - d.checked_at >= _CHECK_SECONDS), key=lambda d: d.checked_at)
-        # Only a few are checked in each tick, the longest waiting first, since each check runs programs.
-        for daemon in due[: -(-len(self.daemons()) // int(_CHECK_SECONDS))]:
+        for daemon in (each for each in free if now - each.checked_at >= _CHECK_SECONDS):
             daemon.checked_at = now
             self._begin(self._tasks, daemon, Daemon.check)
         for daemon in free if self.config.protocol == 3 else ():

@@ -62,14 +62,6 @@ async def test_a_program_that_is_broken_or_another_one_cannot_be_used(place: Pla
     await backend.start(tenant())
 
 
-async def test_an_old_program_without_help_is_identified_by_its_message_without_a_daemon(place: Place) -> None:
-    place.program.write_text(
-        "#!/bin/sh\n[ $# = 0 ] && echo 'Cannot find MPS control daemon process' || echo 'Unrecognized option'; exit 1\n"
-    )
-    backend = await place.agent()
-    assert await backend.unavailable() is None
-
-
 async def test_a_program_that_hangs_for_a_while_is_called_again(place: Place) -> None:
     place.behave(hang=["-h"])
     backend = await place.agent(timeout_seconds=0.3)
