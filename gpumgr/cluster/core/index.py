@@ -336,7 +336,7 @@ class ClusterIndex:
 
     def largest(self, offered: NodeSet) -> Largest:
         nodes, profiles = self.node_set(offered).nodes, self._profiles
-        rooms = (room for room in profiles.rooms_of(nodes) if room.offered and (room.nodes[0] | room.nodes[1]) & nodes)
+        rooms = (room for room in profiles.rooms_of(nodes) if room.offered and room.nodes & nodes)
         idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
         return Largest(idle_gpus, frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 

@@ -33,8 +33,6 @@ _FEW: Final = 200
 #: All nodes are numbered again once the slots exceed twice the number of nodes by more than this.
 _UNUSED_SLOTS: Final = 1024
 
-#: Two sets: nodes with enough CPU for the usable cores, and nodes that are short of CPU. Each set has its own lowest rank.
-Nodes = list[int]
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
 #: The first nodes of a set, up to this number, are found bit by bit. All nodes of a set are found faster from the binary digits of the
@@ -71,7 +69,7 @@ class Profile:
     def __init__(self, state: NodeState, used: Used, idle: "Profile | None" = None, rooms: tuple["Room", ...] = ()) -> None:
         self.state, self.used, self.rooms = state, used, rooms
         self.idle = idle or self
-        self.nodes: Nodes = [0, 0]
+        self.nodes = 0
         self.cores: FreeCores = free_cores(state, used)
         self.idle_gpus = idle_gpus(state, used)
         self.choices: dict[int, Ranked | Misfit] = {}
@@ -91,7 +89,7 @@ class Room:
     __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "offered", "usable", "used")
 
     def __init__(self, gpu: GpuState, used: Amounts) -> None:
-        self.gpu, self.used, self.nodes = gpu, used, [0, 0]
+        self.gpu, self.used, self.nodes = gpu, used, 0
         self.cores_free = max(0, CORES_PER_GPU - used.cores)
         self.memory_free = max(0, gpu.memory_mebibytes - used.memory_mebibytes)
         self.blocks_free = self.memory_free // BLOCK_MEBIBYTES
@@ -157,13 +155,12 @@ class Place(msgspec.Struct):
     kind: _Kind
     profile: Profile
     cpu_free: int | None
-    short_of_cpu: bool
 
 
 class Profiles:
     """`rooms` are sorted by key. The sets of nodes: `all`; `with_gpus` and `with_mig`, the nodes with GPUs and with MIG devices;
-    `unnamed`, where the agent chooses the GPUs. `numbering` changes when nodes get other slots. `memberships` counts additions and
-    removals of nodes."""
+    `unnamed`, where the agent chooses the GPUs; `short_of_cpu`, with less free CPU than their usable cores need. `numbering` changes when
+    nodes get other slots. `memberships` counts additions and removals of nodes."""
 
     def __init__(self, cpu_per_core: int) -> None:
         self._cpu_per_core = cpu_per_core
@@ -181,7 +178,7 @@ class Profiles:
         #: Number of idle GPUs -> the set of nodes that have so many.
         self.by_idle_gpus: dict[int, int] = {}
         self.rooms: list[Room] = []
-        self.all = self.with_gpus = self.with_mig = self.unnamed = 0
+        self.all = self.with_gpus = self.with_mig = self.unnamed = self.short_of_cpu = 0
         self._room_of: dict[tuple[GpuState, Amounts], Room] = {}
         self._kinds: dict[_KindKey, _Kind] = {}
 
@@ -190,7 +187,7 @@ class Profiles:
         groups = [kind.idle if idle else kind.profiles for kind in self._kinds.values()]
         if nodes.bit_count() < sum(map(len, groups)):
             return list(dict.fromkeys(each.profile.idle if idle else each.profile for each in self.places_of(nodes)))
-        return [each for group in groups for each in group.values() if (each.nodes[0] | each.nodes[1]) & nodes]
+        return [each for group in groups for each in group.values() if each.nodes & nodes]
 
     def rooms_of(self, nodes: int) -> list[Room]:
         """The rooms on these nodes, sorted by key; rooms on other nodes may be among them."""
@@ -242,30 +239,33 @@ class Profiles:
         place = self.places.get(state.name)
         kind = place.kind if place is not None and place.state is state else self._kind(state)
         profile = kind.profiles.get(used) or self._profile(kind, used)
-        short = cpu_free is not None and cpu_free < profile.cores.usable * self._cpu_per_core
-        if place is not None and place.profile is profile and place.short_of_cpu == short:
+        if place is not None and place.profile is profile:
             place.state, place.cpu_free = state, cpu_free
-            return
-        slot = self._slots_left.pop(state.name, len(self.by_slot)) if place is None else place.slot
-        if place is None:
-            if slot == len(self.by_slot):
-                self.by_slot.append(None)
-                if slot == self._in_order and state.name > self._last_in_order:
-                    self._in_order, self._last_in_order = slot + 1, state.name
-            self.slots[state.name] = slot
-            self.memberships += 1
         else:
-            self._leave(place)
-        self.places[state.name] = self.by_slot[slot] = made = Place(state.name, slot, state, kind, profile, cpu_free, short)
-        self._enter(made)
+            if place is not None:
+                self._leave(place)
+            slot = place.slot if place is not None else self._slot_of_new(state.name)
+            self.places[state.name] = self.by_slot[slot] = place = Place(state.name, slot, state, kind, profile, cpu_free)
+            self._enter(place)
+        short, bit = cpu_free is not None and cpu_free < profile.cores.usable * self._cpu_per_core, 1 << place.slot
+        self.short_of_cpu = self.short_of_cpu | bit if short else self.short_of_cpu & ~bit
+
+    def _slot_of_new(self, name: str) -> int:
+        slot = self.slots[name] = self._slots_left.pop(name, len(self.by_slot))
+        if slot == len(self.by_slot):
+            self.by_slot.append(None)
+            if slot == self._in_order and name > self._last_in_order:
+                self._in_order, self._last_in_order = slot + 1, name
+        self.memberships += 1
+        return slot
 
     def remove(self, name: str) -> None:
         if (place := self.places.pop(name, None)) is None:
             return
         self._leave(place)
-        self.by_slot[place.slot] = None
-        self._slots_left[name] = self.slots.pop(name)
-        self.all &= ~(1 << place.slot)
+        slot = self._slots_left[name] = self.slots.pop(name)
+        self.by_slot[slot] = None
+        self.all, self.short_of_cpu = self.all & ~(1 << slot), self.short_of_cpu & ~(1 << slot)
         self.memberships += 1
         if len(self.by_slot) > 2 * len(self.places) + _UNUSED_SLOTS:
             left = sorted(self.places.values(), key=_name)
@@ -279,11 +279,11 @@ class Profiles:
         bit, state, kind, profile = 1 << place.slot, place.state, place.kind, place.profile
         self._kinds[kind.key], kind.profiles[profile.used], kind.idle[profile.idle.used] = kind, profile, profile.idle
         for room in profile.rooms:
-            if not any(room.nodes):
+            if not room.nodes:
                 insort(self.rooms, room, key=_key)
                 self._room_of[room.gpu, room.used] = room
         for group in _groups(profile):
-            group.nodes[place.short_of_cpu] |= bit
+            group.nodes |= bit
         self.by_idle_gpus[profile.idle_gpus] = self.by_idle_gpus.get(profile.idle_gpus, 0) | bit
         self.all |= bit
         self.with_gpus |= bit if state.gpus else 0
@@ -293,17 +293,17 @@ class Profiles:
     def _leave(self, place: Place) -> None:
         bit, kind, profile = 1 << place.slot, place.kind, place.profile
         for group in _groups(profile):
-            group.nodes[place.short_of_cpu] &= ~bit
+            group.nodes &= ~bit
         self.by_idle_gpus[profile.idle_gpus] &= ~bit
         for room in profile.rooms:
-            if not any(room.nodes):
+            if not room.nodes:
                 position = bisect_left(self.rooms, room.key, key=_key)
                 while self.rooms[position] is not room:
                     position += 1
                 del self.rooms[position], self._room_of[room.gpu, room.used]
-        if not any(profile.idle.nodes):
+        if not profile.idle.nodes:
             del kind.idle[profile.idle.used]
-        if not any(profile.nodes):
+        if not profile.nodes:
             del kind.profiles[profile.used]
         if not kind.profiles:
             del self._kinds[kind.key]

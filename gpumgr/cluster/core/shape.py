@@ -17,6 +17,7 @@ of the group can have; only nodes that may be among the best are examined.
 """
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from functools import lru_cache, reduce
 from heapq import nlargest, nsmallest
@@ -257,21 +258,24 @@ class Shape:
         return profile.idle_gpus if self._whole_gpus else 0, profile.cores.free, profile.memory_free
 
     def _in_profiles(self, offered: int, best: _Best, enough: int | None) -> None:
-        alike: dict[tuple[Rank, FreeCores | None, bool], int] = {}
+        alike = defaultdict[Ranked, int](int)
         for profile, found in self._choices(offered, best.most, enough):
             if isinstance(found, Ranked):
-                for short in (False, True):
-                    if nodes := profile.nodes[short] & offered:
-                        key = found.rank, found.taken, short
-                        alike[key] = alike.get(key, 0) | nodes
-        groups: list[tuple[Rank, int, FreeCores | None, Rank]] = []
-        for (rank, taken, short), nodes in alike.items():
-            least = rank if taken is None else (self._least(taken, short_of_cpu=short), *rank)
-            groups.append((least, nodes, taken, rank))
-        for least, nodes, taken, rank in sorted(groups, key=_least):
+                alike[found] |= profile.nodes & offered
+        groups = [(least, nodes, ranked) for ranked, both in alike.items() for least, nodes in self._with_least(ranked, both)]
+        for least, nodes, ranked in sorted(groups, key=_least):
             if not best.may_take(least):
                 return
-            self._add(nodes, None, least, Ranked(rank, taken), best)
+            self._add(nodes, None, least, ranked, best)
+
+    def _with_least(self, ranked: Ranked, nodes: int) -> list[tuple[Rank, int]]:
+        """Divides nodes with the same `ranked` into sets, each with the lowest rank that a node of it can have."""
+        rank, taken = ranked
+        if taken is None:
+            return [(rank, nodes)] if nodes else []
+        short = nodes & self._profiles.short_of_cpu
+        parts = ((False, nodes & ~short), (True, short))
+        return [((self._least(taken, short_of_cpu=is_short), *rank), part) for is_short, part in parts if part]
 
     # -- rooms of a share --------------------------------------------------------------------------------------------------
 
@@ -283,15 +287,14 @@ class Shape:
         for _, alike in groupby(ordered, key=_tier if share.replica is None else _key):
             if not left:
                 return
-            fits = [room for room in alike if any(nodes & left for nodes in room.nodes) and self._fits(room, share)]
+            fits = [room for room in alike if room.nodes & left and self._fits(room, share)]
             if not fits:
                 continue
             if not best.may_take(self._least_of_cores(fits[0].cores_free, share)):
                 return
             twice = seen = 0
             for room in fits:
-                nodes = room.nodes[0] | room.nodes[1]
-                twice, seen = twice | seen & nodes, seen | nodes
+                twice, seen = twice | seen & room.nodes, seen | room.nodes
             for room in fits:
                 self._in_room(room, share, left & ~twice, best)
             if twice & left:  # between two such rooms on a node, the positions of the GPUs decide
@@ -305,12 +308,10 @@ class Shape:
         taken = FreeCores(wanted.cores, usable, _tight_cores(wanted.cores, cores, entirely_free=room.used == NOTHING))
         for idle, there in sorted(self._profiles.by_idle_gpus.items(), reverse=self.policy == "spread"):
             rank = _by_policy(self.policy, (cores, memory, idle - room.idle))
-            for short in (False, True):
-                if not (nodes := room.nodes[short] & there & left):
-                    continue
-                least = (self._least(taken, short_of_cpu=short), *rank) if self._by_cpu else rank
+            ranked = Ranked(rank, taken if self._by_cpu else None)
+            for least, nodes in self._with_least(ranked, room.nodes & there & left):
                 if best.may_take(least):
-                    self._add(nodes, room, least, Ranked(rank, taken if self._by_cpu else None), best)
+                    self._add(nodes, room, least, ranked, best)
 
     def _add(self, nodes: int, room: Room | None, least: Rank, ranked: Ranked, best: _Best) -> None:
         """Adds nodes with ranks that differ at most in what the pod strands there. No node has a rank below `least`."""
@@ -379,7 +380,7 @@ class Shape:
         kinds: dict[tuple[object, ...], tuple[int, float, int]] = {}
         nearest, others = self._nearest(with_gpus)
         for profile in nearest:
-            found, nodes = self.examined(profile), (profile.nodes[0] | profile.nodes[1]) & with_gpus
+            found, nodes = self.examined(profile), profile.nodes & with_gpus
             assert isinstance(found, Misfit), "no node fits"
             count, distance, there = kinds.get(found.reason, (0, found.distance, 0))
             if found.distance <= distance:
@@ -391,7 +392,7 @@ class Shape:
             found = self.examined(place.profile.idle if self._whole else place.profile)
             assert isinstance(found, Misfit), "no node fits"
             yield count, place.name, replace(found, constraints=self.request.constraints)
-        if rest := reduce(or_, (each.nodes[0] | each.nodes[1] for each in others), 0) & with_gpus:
+        if rest := reduce(or_, (each.nodes for each in others), 0) & with_gpus:
             yield rest.bit_count(), self._first_name(rest), Misfit(container=None, less=True, distance=float("inf"))
 
     def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str, None]]:
@@ -399,7 +400,7 @@ class Shape:
         allowed = closed = 0
         lacks: list[tuple[float, int]] = []
         for room in self._profiles.rooms_of(nodes):
-            if (here := (room.nodes[0] | room.nodes[1]) & nodes) and self._is_allowed(room.gpu):
+            if (here := room.nodes & nodes) and self._is_allowed(room.gpu):
                 allowed |= here
                 lack = self._lack(room, share)
                 if not room.offered:
