@@ -5,7 +5,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -19,8 +18,6 @@ from gpumgr.placement.evaluators.mig import amounts_of, find_place, serves
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.evaluators.select import Placement, find
 from gpumgr.placement.topology.devices import MigProfile
-
-_NO_CAPACITY: Final = GpuCapacity(index=0, cores_free=0, memory_blocks_free=0, entirely_free=False)
 
 
 class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,17 +34,15 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
     no known GPU, or was not examined (`less`).
 
     `closest` is the GPU (NVML's index) that lacks least for a share, with what is free there. `free_gpus` counts the entirely free GPUs.
-    `distance` compares misfits of one container: the node with the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the
-    room. `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some GPUs do, but the scheduler can't name them to
-    the agent. `mig`: all GPUs that the constraints allow are for MIG devices only. `less`: the node was not examined, since other nodes
-    that do not fit have more free.
+    `distance` compares misfits of one container: the node with the lowest lacks least. `none_allowed`: no GPU of the node satisfies the
+    constraints; `agent_chooses`: some GPUs do, but the scheduler can't name them to the agent. `mig`: all GPUs that the constraints allow
+    are for MIG devices only. `less`: the node was not examined, since other nodes that do not fit have more free.
     """
 
     container: ContainerRequest | None
     closest: tuple[int, Amounts] | None = None
     free_gpus: int = 0
     distance: float = 0.0
-    not_offered: bool = False
     constraints: Constraints = UNCONSTRAINED
     none_allowed: bool = False
     agent_chooses: bool = False
@@ -57,29 +52,27 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reason(self) -> tuple[object, ...]:
         """Misfits with equal reasons can be compared by their distance."""
-        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses, self.mig, self.less
+        return self.container, self.constraints, self.none_allowed, self.agent_chooses, self.mig, self.less
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
     """Finds room for the pod's containers, one after another. The Misfit is about the first container without room."""
     constraints = request.constraints
     allowed = node.allowed(request)
-    use, chosen, score, vcuda = PodUse(), list[Shares](), 0, list[GpuCapacity]()
+    use, chosen, score = PodUse(), list[Shares](), 0
     for position, container in enumerate(request.containers):
         if position and container.kind == "init" and container == request.containers[position - 1]:
             chosen.append(chosen[-1])  # the kubelet gives it exactly what the container before it leaves
             continue
         required, devices = _reused(use, container), dict[int, Amounts]()
         if container.replica is not None:
-            same, unused = request.same_gpus[position], constraints.unused
-            positions = required if len(required) == container.gpus else range(len(node.gpus))
-            capacities, devices = _replica_capacities(node, used, use, allowed, same, positions, unused=unused)
+            same = request.same_gpus[position]
+            capacities, devices = _replica_capacities(node, used, use, allowed, same, unused=constraints.unused)
             placement = _find(node, capacities, _any_share(container), required, policy, constraints)
             if placement is None:
                 wanted = max(same.containers, key=_size)
-                capacities, _ = _replica_capacities(node, used, use, allowed, same, range(len(node.gpus)), unused=unused)
         else:
-            capacities = vcuda = _capacities(node, used, use, allowed, vcuda, unused=constraints.unused)
+            capacities = _capacities(node, used, use, allowed, unused=constraints.unused)
             wanted, cores = request.chains[position]
             placement = None
             if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
@@ -146,18 +139,14 @@ def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
     return sorted(pools, key=lambda gpu: (-pools[gpu].cores, gpu))[: container.gpus]
 
 
-def _capacities(
-    node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], before: list[GpuCapacity], *, unused: bool
-) -> list[GpuCapacity]:
-    """`before`: the capacities for the pod's previous vcuda container (empty: there is none). Only GPUs that the pod itself uses have
-    changed since then."""
-    result = list(before) or [_NO_CAPACITY] * len(node.gpus)
-    for position in use.taken if before else range(len(node.gpus)):
-        gpu, held = node.gpus[position], used[position] + use.held(position) if use.taken else used[position]
+def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool], *, unused: bool) -> list[GpuCapacity]:
+    result = []
+    for position, gpu in enumerate(node.gpus):
+        held = used[position] + use.held(position) if use.taken else used[position]
         if (unused and held != NOTHING) or gpu.mig:
             held = Amounts(CORES_PER_GPU, gpu.memory_mebibytes)
         healthy = allowed[position] and gpu.offered
-        result[position] = _capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy)
+        result.append(_capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy))
     return result
 
 
@@ -189,18 +178,17 @@ def _replica_capacities(
     use: PodUse,
     allowed: Sequence[bool],
     same: SameGpus,
-    positions: Iterable[int],
     *,
     unused: bool,
 ) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
-    """The capacities of the GPUs at these positions, and the MIG device that the containers would have on each GPU, by position.
+    """The capacities, and the MIG device that the containers would have on each GPU, by position.
 
     `entirely_free` and `healthy` here mean that each container in `same` has room on the GPU. The free amounts order the GPUs;
     `memory_blocks_free` is in MiB here.
     """
     result, devices = [], dict[int, Amounts]()
-    for position in positions:
-        gpu, held = node.gpus[position], used[position] + use.held(position)
+    for position, gpu in enumerate(node.gpus):
+        held = used[position] + use.held(position)
         if not gpu.mig:
             most = same.most(gpu.memory_mebibytes, gpu.scaling)
         elif device := _device(
@@ -266,25 +254,20 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
     free = max(_free(each) for each in sets)
     if container.replica is not None:
         offered = [each for each in capacities if node.gpus[each.index].offered]
-        rooms = [(each, _on(container, node.gpus[each.index])) for each in capacities if each not in offered]
-        closed = sum(
-            wanted.cores <= each.cores_free and wanted.memory_mebibytes <= each.memory_blocks_free for each, wanted in rooms
-        )
         mig = all(node.gpus[each.index].mig for each in capacities)
         most = max(offered, key=lambda each: (each.memory_blocks_free, each.cores_free), default=None)
         closest = None if mig or most is None else (node.indices[most.index], Amounts(most.cores_free, most.memory_blocks_free))
-        not_offered = free + closed >= container.gpus > free
-        return misfit(free_gpus=free, closest=closest, distance=float(container.gpus - free), not_offered=not_offered, mig=mig)
+        return misfit(free_gpus=free, closest=closest, distance=float(container.gpus - free), mig=mig)
     if container.whole:
-        there = max(sum(each.entirely_free for each in gpus) for gpus in sets)
-        return misfit(free_gpus=free, distance=-float(free), not_offered=there >= container.gpus > free)
-    lacks = [(lack_of(each.cores_free, each.memory_blocks_free, container), each.index, each) for each in capacities]
-    not_offered = any(lack == 0 for lack, _, each in lacks if not each.healthy)
-    if not (healthy := [each for each in lacks if each[-1].healthy]):
-        return misfit(not_offered=not_offered, distance=float("inf"))
-    lack, index, gpu = min(healthy, key=lambda each: each[:2])
+        return misfit(free_gpus=free, distance=-float(free))
+    lacks = [
+        (lack_of(each.cores_free, each.memory_blocks_free, container), each.index, each) for each in capacities if each.healthy
+    ]
+    if not lacks:
+        return misfit(distance=float("inf"))
+    lack, index, gpu = min(lacks, key=lambda each: each[:2])
     room = Amounts(gpu.cores_free, gpu.memory_blocks_free * BLOCK_MEBIBYTES)
-    return misfit(free_gpus=free, closest=(node.indices[index], room), distance=lack, not_offered=not_offered)
+    return misfit(free_gpus=free, closest=(node.indices[index], room), distance=lack)
 
 
 def lack_of(cores: int, memory_blocks: int, container: ContainerRequest) -> float:

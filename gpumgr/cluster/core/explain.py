@@ -65,14 +65,12 @@ def _reason(misfit: Misfit) -> str:
         return f"no GPU{constraints.text}{' with a known NUMA node' if numa else ''}"
     if container.replica is not None:
         wanted = str(container.replica).replace("GPU", "MIG device", 1) if misfit.mig else str(container.replica)
-        text = f"no {'place' if misfit.mig else 'room'} for {wanted}{constraints.text}{numa}"
-    elif container.whole:
+        return f"no {'place' if misfit.mig else 'room'} for {wanted}{constraints.text}{numa}"
+    if container.whole:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
         wanted = f"fewer than {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"
-        text = f"{wanted}{constraints.text}{numa}{memory}"
-    else:
-        text = f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
-    return f"{text} except unhealthy or cordoned ones" if misfit.not_offered else text
+        return f"{wanted}{constraints.text}{numa}{memory}"
+    return f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
 
 
 def _closest(group: _Group, *, name_node: bool = True) -> str:

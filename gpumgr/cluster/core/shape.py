@@ -366,8 +366,8 @@ class Shape:
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
     def misfits(self, offered: int) -> Iterator[tuple[int, str, Misfit | None]]:
-        """For each kind of misfit the number of nodes, the name of the node that lacks least, and its Misfit (None: not computed). The
-        caller has checked that no node fits."""
+        """For each group of nodes their number, the name of the node that lacks least, and its Misfit (None: not computed). The caller has
+        checked that no node fits."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -377,54 +377,29 @@ class Shape:
             apart = self._apart
             yield from self._without_room(self._share, with_gpus & ~apart)
             with_gpus &= apart
-        kinds: dict[tuple[object, ...], tuple[int, float, int]] = {}
         nearest, others = self._nearest(with_gpus)
         for profile in nearest:
             found, nodes = self.examined(profile), profile.nodes & with_gpus
             assert isinstance(found, Misfit), "no node fits"
-            count, distance, there = kinds.get(found.reason, (0, found.distance, 0))
-            if found.distance <= distance:
-                there = nodes | (there if found.distance == distance else 0)
-                distance = found.distance
-            kinds[found.reason] = count + nodes.bit_count(), distance, there
-        for count, _, there in kinds.values():
-            place = next(self._profiles.in_order(there))
-            found = self.examined(place.profile.idle if self._whole else place.profile)
-            assert isinstance(found, Misfit), "no node fits"
-            yield count, place.name, replace(found, constraints=self.request.constraints)
+            yield nodes.bit_count(), self._first_name(nodes), replace(found, constraints=self.request.constraints)
         if rest := reduce(or_, (each.nodes for each in others), 0) & with_gpus:
             yield rest.bit_count(), self._first_name(rest), Misfit(container=None, less=True, distance=float("inf"))
 
     def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str, None]]:
-        """`misfits` for a share. Nodes with enough room on a GPU that is not offered are a misfit of another kind."""
-        allowed = closed = 0
-        lacks: list[tuple[float, int]] = []
+        """`misfits` for a share."""
+        allowed = nearest = 0
+        least = float("inf")
         for room in self._profiles.rooms_of(nodes):
             if (here := room.nodes & nodes) and self._is_allowed(room.gpu):
                 allowed |= here
-                lack = self._lack(room, share)
-                if not room.offered:
-                    closed |= 0 if lack else here
-                elif share.replica is None:  # with replicas each node lacks the same, one GPU
-                    lacks.append((lack, here))
+                if room.offered and share.replica is None:  # with replicas each node lacks the same, one GPU
+                    full = self.request.constraints.unused and room.used != NOTHING
+                    lack = lack_of(0 if full else room.cores_free, 0 if full else room.blocks_free, share)
+                    if lack <= least:
+                        nearest, least = here if lack < least else nearest | here, lack
         yield from self._first(nodes & ~allowed)
-        lacks.sort(key=_least)
-        for part in (allowed & ~closed, closed):
-            if part:
-                nearest = 0
-                for _, alike in groupby(lacks, key=_least):
-                    for _, here in alike:
-                        nearest |= here & part
-                    if nearest:
-                        break
-                yield part.bit_count(), self._first_name(nearest or part), None
-
-    def _lack(self, room: Room, share: ContainerRequest) -> float:
-        full = self.request.constraints.unused and room.used != NOTHING
-        if share.replica is None:
-            return lack_of(0 if full else room.cores_free, 0 if full else room.blocks_free, share)
-        wanted = self._amounts(room, share)
-        return float(wanted.cores > max(1, room.cores_free) or wanted.memory_mebibytes > room.memory_free)
+        if allowed:
+            yield allowed.bit_count(), self._first_name(nearest or allowed), None
 
     def _first(self, nodes: int) -> Iterator[tuple[int, str, None]]:
         if nodes:

@@ -46,12 +46,6 @@ def test_one_node_is_not_counted() -> None:
     assert told == "has no GPU with 50 free cores and 768 MiB (closest: GPU 0, 40 cores and 15 GiB)"
 
 
-def test_unhealthy_gpus_are_a_group_of_their_own() -> None:
-    node, whole = node_state("a", 2, unhealthy=(1,)), request(("app", 100, 0))
-    assert explain([misfit("a", node, whole, (10, 4), (10, 4))]) == "has no entirely free GPU (0 free)"
-    assert explain([misfit("a", node, whole, (10, 4))]) == "has no entirely free GPU except unhealthy or cordoned ones (0 free)"
-
-
 @pytest.mark.parametrize(
     ("containers", "reason"),
     [

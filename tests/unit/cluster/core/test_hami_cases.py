@@ -91,7 +91,7 @@ ONE = node_state("n", 1)
                      ["has no room for 3 GPUs with 512 MiB (2 free)"], id="24"),
         pytest.param([node_state("n", 2, cordoned=(1,))], [hami(memory=512)], "binpack", ["n:0"], id="25"),
         pytest.param([node_state("n", 2, cordoned=(0, 1))], [hami(memory=512)], "binpack",
-                     ["has no room for 1 GPU with 512 MiB except unhealthy or cordoned ones"], id="25, all"),
+                     ["has no room for 1 GPU with 512 MiB"], id="25, all"),
         pytest.param([node_state("n", 2, cordoned=(0,), **other({0: (0, 16256), 1: (0, 16256)}))], [hami(memory=512)], "binpack",
                      ["has no room for 1 GPU with 512 MiB (closest: GPU 1, 100 cores and 128 MiB)"], id="25, no room anywhere"),
         pytest.param([node_state("n", 3, numa=(0, 1, 0), near=((0, 1),), **other({0: (30, 4096)}))],
