@@ -19,11 +19,10 @@ from gpumgr.cli.formats import printable
 from gpumgr.cli.options import ExitingCommand, FiniteRange
 from gpumgr.cluster.simulation import inflate, replay
 from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS
-from gpumgr.cluster.simulation.json_text import short
 from gpumgr.cluster.simulation.model import NodeSpec, Pod
 from gpumgr.cluster.simulation.policies import POLICIES
 from gpumgr.cluster.simulation.replay import ReplayResult
-from gpumgr.cluster.simulation.tables import read_nodes, read_pods
+from gpumgr.cluster.simulation.tables import read_nodes, read_pods, short
 from gpumgr.common.errors import InputError
 from gpumgr.common.units import count_text
 from gpumgr.settings.schema import SchedulerSettings

@@ -1,18 +1,20 @@
 """Reads nodes and pods from CSV or JSON: the columns of the Alibaba trace gpu-v2023, or gpumgr's (docs/simulate.md, "Files").
 
 All errors are InputError and name file, line and column. A JSON file is a list of objects: an error names the line where the object begins,
-and its key as the column.
+and its key as the column, or the byte where the file is not JSON.
 """
 
 import csv
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
-from gpumgr.cluster.simulation.json_text import JsonText, short
+import msgspec
+
 from gpumgr.cluster.simulation.model import GPU_MILLI, NodeSpec, Pod, Shape
 from gpumgr.common.errors import InputError
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import count_text
 from gpumgr.placement.topology.matrix import MAX_GPUS
 
@@ -201,12 +203,27 @@ def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, st
 
 
 def _json(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-    text = JsonText(file, "".join(lines))
-    for number, (at, element) in enumerate(text.elements(), start=1):
-        place = f"{text.place(at)}, element {number}"
-        if not isinstance(element, dict):
-            raise InputError(f"{place}: an object is expected")
+    text = "".join(lines).encode()
+    try:
+        elements = decode_json(text, list[msgspec.Raw])
+    except UnreadableText as error:
+        raise InputError(f"{file}: it is not a list of objects in JSON: {error}") from error
+    line, end = 1, 0
+    for number, raw in enumerate(elements, start=1):
+        begin = text.index(raw, end)
+        line, end = line + text.count(b"\n", end, begin), begin
+        place = f"{file}, line {line}, element {number}"
+        try:
+            element = decode_json(raw, dict[str, Any])
+        except UnreadableText as error:
+            raise InputError(f"{place}: {error}") from error
         for key, value in element.items():
             if isinstance(value, (list, dict, bool)):
                 raise InputError(f"{place}, column {short(key)}: a text or a number is expected")
         yield place, {key: "" if value is None else str(value) for key, value in element.items()}
+
+
+def short(text: str, most: int = 40) -> str:
+    """The text for a message: with "?" for unprintable characters, and cut to `most` characters."""
+    printed = "".join(each if each.isprintable() else "?" for each in text)
+    return printed if len(printed) <= most else printed[: most - 3] + "..."

@@ -20,7 +20,7 @@ from gpumgr.cluster.claims import objects as claims
 from gpumgr.cluster.scheduler.objects import QuotaLabels, decode_pod, parse_node, parse_watched_pod
 from gpumgr.cluster.scheduler.quota_sources import GPU_ADMISSION_KEY, PLAIN_KEY, parse_quotas
 from gpumgr.cluster.scheduler.wire import FilterArgs
-from gpumgr.cluster.simulation.json_text import JsonText
+from gpumgr.cluster.simulation.tables import read_nodes
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import MAX_DEPTH, UnreadableText, convert, decode_json, decode_stored, decode_yaml
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import parse as parse_volume_conf
@@ -48,7 +48,6 @@ _OWN_DECODERS: Final = {
     "settings/load": "its types need a hook for paths, and it collects all mistakes of a file",
     "cli/config": "it decodes what it has encoded itself",
     "runtime/cuda_checkpoint": "the agent wrote its input, and it imports nothing of gpumgr",
-    "cluster/simulation/json_text": "it needs the lines of a JSON file; this package does not import msgspec",
     "sim/apiserver": "a stand-in; it copies its own objects",
     "sim/apiserver_objects": "a stand-in; it copies its own objects",
     "sim/kubelet_pods": "a stand-in; it reads its own file",
@@ -178,7 +177,7 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
     "object of kubectl": (read_documents, (GpumgrError,)),
     "object of kubectl, decoded": (parsed(lambda item: parse_object({"kind": "Pod", "spec": item}, "file")), (GpumgrError,)),
     "state of GPUs": (lambda text: decode_json(text, StateFile), (UnreadableText,)),
-    "nodes in a file": (lambda text: list(JsonText("file", text).elements()), (GpumgrError,)),
+    "nodes in a file": (lambda text: read_nodes("nodes.json", [text]), (GpumgrError,)),
     "objects of a snapshot": (
         parsed(lambda item: live_objects.live_cluster({"nodes": [item, {}], "pods": [item]}, "spread")),
         (),
