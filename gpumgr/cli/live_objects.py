@@ -76,12 +76,10 @@ def read_pod(
 
 
 def _budget(item: Json) -> Budget:
-    convert(item, _PodDisruptionBudget)
     return item["metadata"]["namespace"], (item.get("spec") or {}).get("selector")
 
 
 def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
-    convert(item, _Node)
     node = parse_node(item)
     return node, _live_node(item, node)
 
@@ -231,44 +229,9 @@ class _Rules(TypedDict, total=False):
     affinity: _Affinity | None
 
 
-# -- what is read of each object, so that a message names the path and the expected type ------------------------------------------
+# -- what is read of a pod, so that a message names the path and the expected type ------------------------------------------
 
 _Object = dict[str, Any]
-
-
-class _Metadata(TypedDict, total=False):
-    name: Required[str]
-    uid: Required[str]
-    labels: dict[str, str] | None
-    annotations: _Object | None
-
-
-class _Taint(TypedDict, total=False):
-    key: Required[str]
-    effect: Required[str]
-    value: str | None
-
-
-class _NodeSpec(TypedDict, total=False):
-    unschedulable: bool | None
-    taints: list[_Taint] | None
-
-
-class _Condition(TypedDict):
-    type: str
-    status: str
-
-
-class _NodeStatus(TypedDict, total=False):
-    capacity: _Object | None
-    allocatable: _Object | None
-    conditions: list[_Condition] | None
-
-
-class _Node(TypedDict, total=False):
-    metadata: Required[_Metadata]
-    spec: _NodeSpec | None
-    status: Required[_NodeStatus]
 
 
 class _Owner(TypedDict, total=False):
@@ -276,8 +239,12 @@ class _Owner(TypedDict, total=False):
     controller: bool | None
 
 
-class _PodMetadata(_Metadata, total=False):
+class _PodMetadata(TypedDict, total=False):
     namespace: Required[str]
+    name: Required[str]
+    uid: Required[str]
+    labels: dict[str, str] | None
+    annotations: _Object | None
     ownerReferences: list[_Owner] | None
     creationTimestamp: str | None
     deletionTimestamp: str | None
@@ -310,21 +277,3 @@ class _Pod(TypedDict, total=False):
     metadata: Required[_PodMetadata]
     spec: Required[_PodSpec]
     status: _Object | None
-
-
-class _Selector(TypedDict, total=False):
-    matchLabels: dict[str, str] | None
-    matchExpressions: list[_Requirement] | None
-
-
-class _Namespaced(TypedDict):
-    namespace: str
-
-
-class _BudgetSpec(TypedDict, total=False):
-    selector: _Selector | None
-
-
-class _PodDisruptionBudget(TypedDict, total=False):
-    metadata: Required[_Namespaced]
-    spec: _BudgetSpec | None
