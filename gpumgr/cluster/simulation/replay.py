@@ -4,14 +4,12 @@ At one instant pods end first, then pods arrive, then the queue is tried in the 
 that does not fit does not hold up the pods behind it, and no pod is evicted for another one. A pod runs for its duration from its start.
 """
 
-from array import array
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import pairwise
 from statistics import fmean, quantiles
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -20,9 +18,6 @@ from gpumgr.cluster.simulation.inflate import by_kind
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Pod, Random, Shape
 from gpumgr.cluster.simulation.policies import POLICIES, Placer
 from gpumgr.common.errors import InputError
-
-#: The number of steps in `over_time`.
-_POINTS: Final = 200
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -36,8 +31,7 @@ class Event(msgspec.Struct, frozen=True):
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """`allocated_percent` of all GPU-milli and `queue_length` (mean, max) are over the time from the first arrival to the last arrival or
-    start. `waiting_seconds` (mean, p50, p99) are of the pods that started. `failed_pods`: kind -> how many pods never started. `over_time`:
-    seconds since the first arrival, allocated percent, length of the queue; in equal steps."""
+    start. `waiting_seconds` (mean, p50, p99) are of the pods that started. `failed_pods`: kind -> how many pods never started."""
 
     policy: str
     seed: int
@@ -45,9 +39,8 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     queue_length: dict[str, float]
     waiting_seconds: dict[str, float]
     failed_pods: dict[str, int]
-    over_time: tuple[tuple[float, float, int], ...]
     #: The fields that are printed as JSON.
-    REPORTED: ClassVar = ("policy", "seed", "allocated_percent", "queue_length", "waiting_seconds", "failed_pods", "over_time")
+    REPORTED: ClassVar = ("policy", "seed", "allocated_percent", "queue_length", "waiting_seconds", "failed_pods")
 
 
 def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Event]:
@@ -117,7 +110,8 @@ def run(
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     placer = POLICIES[policy](cluster, cpu_per_gpu_milli, fragmentation, random(seed))
-    times, allocated, queue = array("d"), array("q"), array("q")
+    #: From which second on how many GPU-milli are allocated, and how many pods wait.
+    levels: list[tuple[float, int, int]] = []
     milli = length = last = 0
     started: dict[int, float] = {}
     for event in events(cluster, placer, pods):
@@ -129,27 +123,22 @@ def run(
         else:
             milli, length = milli + pod.shape.total_milli, length - 1
             started[event.pod] = event.seconds - pod.arrival_seconds
-        if not times or event.seconds > times[-1]:
-            times.append(event.seconds)
-            allocated.append(milli)
-            queue.append(length)
-        allocated[-1], queue[-1] = milli, length
+        if levels and event.seconds == levels[-1][0]:
+            levels.pop()
+        levels.append((event.seconds, milli, length))
         if event.what != "ended":
-            last = len(times)
+            last = len(levels)
     p50, p99 = percentiles(list(started.values()))
     failed = Counter(pod.shape.kind for number, pod in enumerate(pods) if number not in started)
-    percent = [100 * each / cluster.capacity_milli for each in allocated[:last]]
-    spans = [after - before for before, after in pairwise(times[:last])]
-    marks = [times[0] + (times[last - 1] - times[0]) * number / _POINTS for number in range(_POINTS + 1)]
-    shown = [(mark, bisect_right(times, mark, hi=last) - 1) for mark in marks]
+    times, allocated, queue = zip(*levels[:last], strict=True)
+    spans = [after - before for before, after in pairwise(times)]
     return ReplayResult(
         policy=policy,
         seed=seed,
-        allocated_percent=_mean_and_max(percent, spans),
-        queue_length=_mean_and_max(queue[:last], spans),
+        allocated_percent=_mean_and_max([100 * each / cluster.capacity_milli for each in allocated], spans),
+        queue_length=_mean_and_max(queue, spans),
         waiting_seconds={"mean": round(fmean(started.values() or [0]), 3), "p50": round(p50, 3), "p99": round(p99, 3)},
         failed_pods=by_kind(failed),
-        over_time=tuple((round(mark - times[0], 3), round(percent[at], 4), queue[at]) for mark, at in shown),
     )
 
 

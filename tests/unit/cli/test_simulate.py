@@ -90,7 +90,6 @@ def test_replay_in_all_outputs(files: tuple[str, str], tmp_path: Path) -> None:
     found = simulate((files[0], str(pods)), *options, "--output", "json")
     assert found.stdout == simulate((files[0], str(pods)), *options, "--output", "json").stdout
     for result in json.loads(found.stdout)["results"]:
-        assert result.pop("over_time")[-1] == [300, 100, 1]
         assert result.pop("failed_pods") == {"none": 0, "share": 0, "1": 0, "2": 0, "4": 0, "8": 1}
         assert result == {
             "policy": result["policy"],
