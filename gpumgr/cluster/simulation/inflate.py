@@ -12,7 +12,7 @@ import msgspec
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Random, Shape
-from gpumgr.cluster.simulation.policies import POLICIES
+from gpumgr.cluster.simulation.policies import make_placer
 from gpumgr.common.errors import InputError
 
 DEMAND_PERCENT: Final = 130
@@ -70,7 +70,7 @@ def run(
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     arriving = inflated(pods, cluster.capacity_milli, random(seed))
-    placer = POLICIES[policy](cluster, cpu_per_gpu_milli, fragmentation, random(seed))
+    placer = make_placer(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
     marks = _Marks(cluster, fragmentation)
     failed: Counter[str] = Counter()
     #: No pod ends, so a request that fits nowhere never fits again.

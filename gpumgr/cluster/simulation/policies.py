@@ -317,51 +317,29 @@ class CorePolicy:
         self._index.remove(uid)
 
 
-#: Makes a policy. The arguments are the cluster, the CPU (in thousandths) that an average pod requests beside one GPU, the fragmentation
-#: by typical requests, and a source of random numbers.
-_Make = Callable[[Cluster, int, Fragmentation, Random], Placer]
-
-
-def _random_order(cluster: Cluster, random: Random) -> list[float]:
-    """Gives the nodes one random order for all decisions. The published simulator takes the first of equal nodes in an order of its own.
-    Results in the file's order would not be comparable: files list equal nodes side by side."""
-    return [random.random() for _ in cluster.nodes]
-
-
-def _scored(score: Score) -> _Make:
-    return lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: ScorePolicy(
-        cluster, score, Node.tightest, _random_order(cluster, random)
-    )
-
-
-def _random(cluster: Cluster, _cpu_per_gpu_milli: int, _fragmentation: Fragmentation, random: Random) -> Placer:
-    return RandomPolicy(cluster, random)
-
-
-def _fgd(cluster: Cluster, _cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Placer:
-    rule = Fgd(fragmentation)
-    return ScorePolicy(cluster, rule.score, rule.choice, _random_order(cluster, random))
-
-
-def _core(policy: Policy) -> _Make:
-    return lambda cluster, cpu_per_gpu_milli, _fragmentation, _random: CorePolicy(cluster, policy, cpu_per_gpu_milli)
-
-
-def _dra(score: Score) -> _Make:
-    return lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: DraPolicy(cluster, random, score)
-
-
-#: The scheduler's policy "topology" is left out: the GPUs here are equally far from each other, so it decides as "binpack" does.
-POLICIES: Final[Mapping[str, _Make]] = {
-    "least-fragmentation": _core("least-fragmentation"),
-    "binpack": _core("binpack"),
-    "spread": _core("spread"),
-    "random": _random,
-    "best-fit": _scored(best_fit),
-    "dot-product": _scored(dot_product),
-    "packing": _scored(packing),
-    "clustering": _scored(clustering),
-    "fgd": _fgd,
-    "dra": _dra(least_allocated),
-    "dra-most-allocated": _dra(most_allocated),
+_SCORES: Final[Mapping[str, Score]] = {
+    "best-fit": best_fit,
+    "dot-product": dot_product,
+    "packing": packing,
+    "clustering": clustering,
 }
+_DRA: Final[Mapping[str, Score]] = {"dra": least_allocated, "dra-most-allocated": most_allocated}
+#: The scheduler's policy "topology" is left out: the GPUs here are equally far from each other, so it decides as "binpack" does.
+POLICIES: Final = ("least-fragmentation", "binpack", "spread", "random", *_SCORES, "fgd", *_DRA)
+
+
+def make_placer(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Placer:
+    """Makes one of POLICIES. `cpu_per_gpu_milli`: the CPU that an average pod requests beside one GPU, in thousandths; `fragmentation`: by
+    typical requests."""
+    match policy:
+        case "least-fragmentation" | "binpack" | "spread":
+            return CorePolicy(cluster, policy, cpu_per_gpu_milli)
+        case "random":
+            return RandomPolicy(cluster, random)
+        case "dra" | "dra-most-allocated":
+            return DraPolicy(cluster, random, _DRA[policy])
+    rule = Fgd(fragmentation)
+    score, choice = (rule.score, rule.choice) if policy == "fgd" else (_SCORES[policy], Node.tightest)
+    # The nodes have one random order for all decisions. The published simulator takes the first of equal nodes in an order of its own.
+    # Results in the file's order would not be comparable: files list equal nodes side by side.
+    return ScorePolicy(cluster, score, choice, [random.random() for _ in cluster.nodes])

@@ -16,7 +16,7 @@ import msgspec
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.inflate import by_kind
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Pod, Random, Shape
-from gpumgr.cluster.simulation.policies import POLICIES, Placer
+from gpumgr.cluster.simulation.policies import Placer, make_placer
 from gpumgr.common.errors import InputError
 
 
@@ -52,15 +52,12 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Ev
     waiting: dict[Shape, list[tuple[int, float, int]]] = {}
     while arriving or ends:
         now = min([pods[each].arrival_seconds for each in arriving[-1:]] + [end for end, _, _ in ends[:1]])
-        freed: set[int] = set()
+        tried = set(waiting) if ends and ends[0][0] <= now else set[Shape]()
         while ends and ends[0][0] <= now:
             _, number, where = heappop(ends)
             cluster.remove(pods[number].shape, where)
             placer.removed(str(number))
-            freed.add(where.node)
             yield Event(now, "ended", number, where)
-        retried = {shape for shape in waiting if _hosted(cluster, shape, freed)}
-        tried = set(retried)
         while arriving and pods[arriving[-1]].arrival_seconds <= now:
             number = arriving.pop()
             pod = pods[number]
@@ -72,9 +69,6 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Ev
         heapify(heads)
         while heads:
             (_, _, number), shape = heads[0]
-            if shape in retried and not _hosted(cluster, shape, freed):  # an earlier pod took the place; cheaper than `find`
-                heappop(heads)
-                continue
             found = placer.find(shape)
             if found is None:
                 heappop(heads)
@@ -109,7 +103,7 @@ def run(
         )
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
-    placer = POLICIES[policy](cluster, cpu_per_gpu_milli, fragmentation, random(seed))
+    placer = make_placer(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
     #: From which second on how many GPU-milli are allocated, and how many pods wait.
     levels: list[tuple[float, int, int]] = []
     milli = length = last = 0
@@ -140,10 +134,6 @@ def run(
         waiting_seconds={"mean": round(fmean(started.values() or [0]), 3), "p50": round(p50, 3), "p99": round(p99, 3)},
         failed_pods=by_kind(failed),
     )
-
-
-def _hosted(cluster: Cluster, shape: Shape, positions: set[int]) -> bool:
-    return any(cluster.nodes[position].hosts(shape) for position in positions)
 
 
 def _mean_and_max(values: Sequence[float], spans: Sequence[float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Shape
-from gpumgr.cluster.simulation.policies import POLICIES, Placer, sample_size
+from gpumgr.cluster.simulation.policies import POLICIES, Placer, make_placer, sample_size
 
 
 def spec(name: str, gpus: int, cpus: int = 64, blocks: int = 0, model: str = "A100") -> NodeSpec:
@@ -31,7 +31,7 @@ class Run:
     def __init__(self, policy: str, specs: list[NodeSpec], trace: list[Shape], seed: int = 1) -> None:
         self.cluster = Cluster(specs)
         fragmentation = Fragmentation(typical_shapes(trace))
-        self.placer: Placer = POLICIES[policy](self.cluster, 8000, fragmentation, random.Random(seed))
+        self.placer: Placer = make_placer(policy, self.cluster, 8000, fragmentation, random.Random(seed))
         self.pods: dict[str, tuple[Shape, Placement]] = {}
 
     def add(self, shape: Shape) -> Placement | None:

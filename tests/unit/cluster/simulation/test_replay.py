@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Shape
-from gpumgr.cluster.simulation.policies import POLICIES
+from gpumgr.cluster.simulation.policies import POLICIES, make_placer
 from gpumgr.cluster.simulation.replay import Event, events, percentiles, run
 from gpumgr.common.errors import InputError
 
@@ -29,7 +29,7 @@ def pod(name: str, gpus: int, arrival: float, duration: float | None, priority: 
 
 def story(nodes: Sequence[NodeSpec], pods: Sequence[Pod], policy: str = "binpack", seed: int = 1) -> list[Event]:
     cluster = Cluster(nodes)
-    return list(events(cluster, POLICIES[policy](cluster, 8000, Fragmentation([]), random.Random(seed)), pods))
+    return list(events(cluster, make_placer(policy, cluster, 8000, Fragmentation([]), random.Random(seed)), pods))
 
 
 def starts(pods: Sequence[Pod], policy: str = "binpack") -> dict[str, float]:
