@@ -1,7 +1,6 @@
 """`gpumgr doctor`: checks this node, and names the remedy of each problem."""
 
 import asyncio
-import errno
 import json
 import os
 import sys
@@ -15,62 +14,15 @@ from msgspec.structs import asdict, replace
 from rich.text import Text
 
 from gpumgr.cli.examination import api_server, enforcement, folders, gpus, kubelet, runtime
-from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, CheckResult, Report, aside, error_of, examine, ok, warning
+from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, Report, examine
 from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.tables import open_table, show
-from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import configure_log
-from gpumgr.common.unix_socket import is_served
 from gpumgr.driver.hardware import Hardware
 from gpumgr.node.node_enforcement import make_nvml
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_offered, mig_on_demand
-from gpumgr.settings.schema import HttpSettings
-from gpumgr.web.credentials import Certificates, TokenFile
-from gpumgr.web.listening import ListenError, listen_tcp
-
-_HTTP_HUNG: Final = (
-    "check whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
-)
-
-
-async def look_at_http(http: HttpSettings) -> CheckResult:
-    """Reports what the agent itself would report: it uses the agent's readers of these files and its function to listen.
-
-    The check of an address binds it for an instant. An agent that starts in that instant ends with code 2 and is started again.
-    """
-    try:
-        await aside(lambda: _read_files(http))
-    except SettingsError as exception:
-        return error_of(exception, "look at http in the settings")
-    place = f"{http.address}:{http.port}" if http.port else f"any port of {http.address}"
-    scheme = "HTTPS" if http.tls_cert_file is not None else "HTTP"
-    try:
-        listeners = await listen_tcp(http.address, http.port)
-    except ListenError as exception:
-        in_use = getattr(exception.__cause__, "errno", None) == errno.EADDRINUSE
-        if in_use and await aside(lambda: _is_served(http.socket)):
-            return ok(f"{place} is in use, probably by the agent that answers at {http.socket} ({scheme})")
-        return error_of(exception, "set http.address and http.port")
-    for listener in listeners:
-        listener.close()
-    return ok(f"{place} is free for {scheme}")
-
-
-def _read_files(http: HttpSettings) -> None:
-    """Raises SettingsError."""
-    if http.token_file is not None:
-        TokenFile(http.token_file)
-    Certificates.of(http.tls_cert_file, http.tls_key_file, http.client_ca_file)
-
-
-def _is_served(path: Path) -> bool:
-    """Whether a process serves this unix socket. If the check has no permission to connect, an existing socket counts as served."""
-    try:
-        return is_served(path)
-    except PermissionError:
-        return True
 
 
 def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, before_start: bool = False) -> tuple[Check, ...]:
@@ -99,11 +51,9 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, hardware.proc_root)
     cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi)
     files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated)
-    backends = enforcement.NodeBackends(settings, seen, hardware, in_pod=in_pod)
+    backends = enforcement.NodeBackends(settings, seen, hardware)
     kubelet_folder = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
-    take_over = Check("take-over", partial(kubelet.look_at_take_over, settings), kubelet.DISKS)
     return (
-        *([] if os.geteuid() == 0 else [Check("user", _look_at_user, "")]),
         *_gpu_checks(settings, hardware, seen),
         Check("mode", partial(api_server.look_at_mode, settings.node.mode), ""),
         *(_claim_checks(settings, seen) if in_dra else [kubelet_folder]),
@@ -113,28 +63,18 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
         Check("host-paths", paths, folders.IF_HUNG),
         Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
         Check("checkpoint", partial(folders.look_at_checkpoint, settings.checkpoint.dir), folders.IF_HUNG),
-        *([] if in_dra else [take_over]),
         Check("cri", partial(runtime.look_at_runtime, cri.socket), runtime.IF_HUNG),
         Check("cgroups", cgroups, runtime.IF_HUNG),
         Check("cdi", cdi, runtime.IF_HUNG),
         Check("driver-files", files, runtime.IF_HUNG),
-        Check("limiter", backends.look_at_limiter, enforcement.IF_HUNG),
+        Check("limiter", partial(backends.look_at, "limiter"), enforcement.IF_HUNG),
         Check("nvml-memory", partial(backends.look_at, "nvml-memory"), enforcement.IF_HUNG),
         Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
         Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
         Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
         Check("burst", partial(enforcement.look_at_bursts, settings), enforcement.IF_HUNG),
-        Check("http", partial(look_at_http, settings.http), _HTTP_HUNG),
         Check("rbac", partial(api_server.look_at_rights, settings), api_server.IF_HUNG),
         Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
-    )
-
-
-async def _look_at_user() -> CheckResult:
-    return warning(
-        f"this runs as user {os.geteuid()}, who may use less than root: files, folders and sockets may be reported as unusable "
-        "although the agent can use them",
-        "run this as root, like the agent",
     )
 
 

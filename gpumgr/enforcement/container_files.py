@@ -20,9 +20,8 @@ from typing import Final, Self
 
 import structlog
 
-from gpumgr.common.files import names_in, replacing
+from gpumgr.common.files import replacing
 from gpumgr.enforcement.mps.launcher import best_method, host_command
-from gpumgr.ledger.ledger import AllocationId
 
 #: For all users: the container's processes run as any user.
 FOR_ALL: Final = 0o666
@@ -172,11 +171,6 @@ def _on_host(folder: Path) -> bool:
         return f" gpumgr-{folder.name} " in Path("/proc/1/mountinfo").read_text(errors="surrogateescape")
     except OSError:
         return False
-
-
-def unbounded(folder: Path) -> list[AllocationId]:
-    """The allocations with files in plain folders; `folder` has one for each allocation. Raises OSError."""
-    return [name for name in names_in(folder) if not (folder / name).is_mount() and not _on_host(folder / name)]
 
 
 def _call(name: str, *arguments: bytes | int) -> None:

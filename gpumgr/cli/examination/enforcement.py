@@ -1,7 +1,6 @@
 """Enforcement: asks each backend whether this node can use it, and chooses one, as the agent does."""
 
 import asyncio
-import contextlib
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -12,30 +11,21 @@ from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.cli.gpu_labels import excess_sentence, gpus_of
 from gpumgr.common.errors import GpumgrError, NvmlError
-from gpumgr.common.proc import mount_of
 from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.backend import NO_MECHANISM, Backend, MechanismChoice, choose_mechanisms
-from gpumgr.enforcement.container_files import unbounded
-from gpumgr.enforcement.hami_core.backend import FOLDER as HAMI_CORE_FOLDER
-from gpumgr.enforcement.limiter.backend import FOLDER as LIMITER_FOLDER
-from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
 from gpumgr.kube.cache import NoPods
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import VERSION, hami_core_library
 
 IF_HUNG: Final = "check whether the driver answers (`nvidia-smi`) and whether the file system does"
-_BOUND: Final = (
-    "run the agent as root; in a pod mount run_dir with Bidirectional propagation from a shared mount of the host (the chart does); then "
-    "restart these containers"
-)
 
 
 class NodeBackends:
-    """The agent's backends, each asked once for all checks. `in_pod`: the command runs in a pod, as the agent would."""
+    """The agent's backends, each asked once for all checks."""
 
-    def __init__(self, settings: Settings, gpus: SharedNvml, hardware: Hardware, *, in_pod: bool) -> None:
-        self._settings, self._gpus, self._hardware, self._in_pod = settings, gpus, hardware, in_pod
+    def __init__(self, settings: Settings, gpus: SharedNvml, hardware: Hardware) -> None:
+        self._settings, self._gpus, self._hardware = settings, gpus, hardware
         self._asked: asyncio.Task[MechanismChoice] | None = None
 
     async def choice(self) -> MechanismChoice:
@@ -75,39 +65,12 @@ class NodeBackends:
             return error(sentence, remedy or "repair that, or choose another enforcement.backend")
         return skipped(f"this node can't use it: {obstacle}")
 
-    async def look_at_limiter(self) -> CheckResult:
-        """The package's libraries, and whether a container can fill enforcement.run_dir through the files (pages) that it shares with the
-        agent."""
-        found = await self.look_at("limiter")
-        if found.state != "ok":
-            return found
-        return await self._bounded(f"{LIBRARY} and {ARBITER} in {library_path(LIBRARY).parent}", LIMITER_FOLDER, "pages")
-
     async def look_at_hami_core(self) -> CheckResult:
-        """The library, and whether a container can fill enforcement.run_dir through its file for HAMi-core (region)."""
+        """Also which library containers get."""
         found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
         if found.state != "ok" or path is None or sha256 is None:
             return found
-        about = f"{path}, SHA-256 {sha256[:12]}…{await aside(lambda: _version(path))}"
-        return await self._bounded(about, HAMI_CORE_FOLDER, "regions")
-
-    async def _bounded(self, about: str, folder: str, files: str) -> CheckResult:
-        """ok with `about`, unless a container can fill enforcement.run_dir through its files there."""
-        if (fault := await aside(lambda: self._unbounded(folder, files))) is None:
-            return ok(about)
-        run_dir = self._settings.enforcement.run_dir
-        return warning(f"{about}; {fault}: a container can fill {run_dir} (enforcement.run_dir)", _BOUND)
-
-    def _unbounded(self, folder: str, files: str) -> str | None:
-        run_dir = self._settings.enforcement.run_dir
-        with contextlib.suppress(OSError):  # only root may list it
-            if plain := unbounded(run_dir / folder):
-                return f"the {files} of {len(plain)} containers are in plain folders, such as {run_dir / folder / plain[0]}"
-        if self._in_pod:
-            mount = mount_of((self._hardware.proc_root / "self/mountinfo").read_text(), run_dir)
-            if mount is None or not mount.shared:
-                return f"mounts below {run_dir} do not reach the host, so {files} are in plain folders"
-        return None
+        return ok(f"{path}, SHA-256 {sha256[:12]}…{await aside(lambda: _version(path))}")
 
     async def look_at_choice(self) -> CheckResult:
         choice = await self.choice()

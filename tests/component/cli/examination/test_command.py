@@ -52,7 +52,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
-    cri, cgroups = found.pop(12), found.pop(12)  # they speak in the words of their stations
+    cri, cgroups = found.pop(11), found.pop(11)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
     kubelet = (
         "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, "
@@ -73,12 +73,10 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         ("host-paths", "skipped", "not in a pod", None),
         ("folders", "ok", "2 folders can be written", None),
         ("checkpoint", "ok", "there is no checkpoint at DIR/gpumgr.sqlite3: the agent creates one", None),
-        ("take-over", "ok", "no container has GPUs from gpu-manager, according to the kubelet", None),
         ("cdi", "skipped", "not used: enforcement.injection is mounts", None),
         ("driver-files", "skipped", "a simulated node has none", None),
         *((name, "skipped", unused, None) for name in ("limiter", "nvml-memory", "mps", "hami-core", "vcuda")),
         ("burst", "skipped", "not used: enforcement.memory_burst is off", None),
-        ("http", "ok", "any port of 127.0.0.1 is free for HTTP", None),
         ("rbac", "skipped", "standalone: no API server is asked", None),
         (
             "enforcement",
@@ -93,7 +91,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 25
+    assert len(lines) == 23
     assert lines[1] == "ok       nvml           driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     states = [line.split()[0] for line in lines]
     first = states.index("error")

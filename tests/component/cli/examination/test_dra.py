@@ -156,7 +156,7 @@ async def test_the_sockets(folder: Path) -> None:
 def test_checks_of_the_mode() -> None:
     names = {mode: {check.name for check in checks_for(Settings(node=NodeSettings(mode=mode)), Hardware())} for mode in MODES}
     assert "mode" in names["plugin"] & names["dra"]
-    assert names["plugin"] - names["dra"] == {"kubelet", "take-over"}
+    assert names["plugin"] - names["dra"] == {"kubelet"}
     assert names["dra"] - names["plugin"] == {"dra-sockets", "dra-slice", "dra-claims"}
     assert Right(verb="patch", resource="pods") in set(needed(Settings(node=NODE)))
 
