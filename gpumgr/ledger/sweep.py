@@ -67,11 +67,11 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
         """Whether `a` ends when `g` does. Names recur: an allocation without a UID that was granted after `g` may be a later pod's, and
         stays. An allocation that was granted before `g` belongs to the same pod if `List` does not show it now, or never shows it (see
-        `unlisted`)."""
-        if a.uid is None and order.index(a.id) > order.index(g.id):
+        `unlisted`): `List` may show a later pod of that name."""
+        earlier = order.index(a.id) <= order.index(g.id)
+        if a.uid is None and not earlier:
             return False
-        never_listed = a.uid is None and g.uid is None and unlisted(a)
-        return never_listed or not _is_shown(a, visible, listing, find_pod)
+        return (earlier and a.uid == g.uid and unlisted(a)) or not _is_shown(a, visible, listing, find_pod)
 
     family = [
         a for a in ledger.allocations.values() if a.device_ids and any(a.same_pod(g) and shares_the_end_of(g, a) for g in gone)

@@ -135,6 +135,15 @@ def test_an_init_containers_allocation_ends_with_its_pod() -> None:
     assert not after_offer(ledger, listed(ledger, b=None), knows().get, {ONE: 1}).allocations
 
 
+def test_an_init_containers_allocation_ends_with_its_pod_although_a_later_pod_has_its_name() -> None:
+    """The cache still has the ended pod, as while the API server can't be reached."""
+    prepare = held("i", {TWO: 0b111}, init=True, container="prepare")
+    later_init = held("later", {TWO: 0b1000}, init=True, container="prepare")  # with the UID that the cache has
+    ledger = ledger_of(prepare, SHARE, later_init)
+    after = after_offer(ledger, listed(ledger, a=None), knows(pod("a")).get, {ONE: 1})
+    assert list(after.allocations) == ["later"]
+
+
 def test_a_later_incarnation_is_not_freed_with_the_earlier_one() -> None:
     old, old_init = held("old", {ONE: 0b11}, uid=None), held("old-init", {ONE: 0b1100}, uid=None, container=None, init=True)
     new = held("new", {TWO: ALL_CORES}, uid=None, container=None)
