@@ -48,9 +48,8 @@ REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: The shortest time between two reads of the files while credentials are refused: a read may run a program, and may give the same ones.
 _RENEW_SECONDS: Final = 5.0
-#: The longest Retry-After that is obeyed, and the most writes for which a Retry-After is remembered, so that memory is bounded.
+#: The longest Retry-After that is obeyed.
 MAX_RETRY_AFTER_SECONDS: Final = 120.0
-_MAX_HELD: Final = 10_000
 
 #: The API group that answers which rights an account has.
 _REVIEWS: Final = "authorization.k8s.io/v1"
@@ -196,10 +195,8 @@ class ApiServer:
 
     def _hold(self, write: tuple[Method, str, str], seconds: float, status: int) -> None:
         now = self._clock()
-        if len(self._held) >= _MAX_HELD:
-            self._held = {key: held for key, held in self._held.items() if held[0] > now}
-        if len(self._held) < _MAX_HELD:
-            self._held[write] = now + min(seconds, self._max_retry_after_seconds), status
+        self._held = {key: held for key, held in self._held.items() if held[0] > now}
+        self._held[write] = now + min(seconds, self._max_retry_after_seconds), status
 
     def _check_held(self, write: tuple[Method, str, str]) -> None:
         """Raises AnswerError."""

@@ -183,8 +183,8 @@ async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, 
 class NodeReporter:
     """`describe_node`: publish the condition, and labels that describe the GPUs. The labels `node_labels` are always published.
 
-    Labels and a condition that must not be published are removed once: an earlier process, or this one with other settings, may have
-    written them. `clock` is monotonic, in seconds.
+    Labels and a condition that must not be published are removed: an earlier process, or this one with other settings, may have written
+    them. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -203,21 +203,14 @@ class NodeReporter:
     def switch(self, *, describe_node: bool, node_labels: tuple[str, ...]) -> None:
         """Sets what is published from now on."""
         self._describe_node, self._node_labels = describe_node, node_labels
-        self._removed = False
 
     def report(self, report: NodeReport) -> None:
         """To be called once a second."""
-        if not self._describe_node and not self._removed:
-            self._removed = True
-            self._node.set_condition(None)
-            if not self._node_labels:  # otherwise the write of these labels below removes all other labels of the agent
-                self._node.label({})
-        if not (self._describe_node or self._node_labels):
-            return
-        if report.nvml_up:  # without the driver, the labels stay as they are
+        if report.nvml_up or not (self._describe_node or self._node_labels):  # without the driver, the labels stay as they are
             snapshot = report.view.inventory.snapshot
             self._node.label(gpu_labels(snapshot, describe=self._describe_node, further=self._node_labels))
-        if self._describe_node and (condition := self._condition(report)) is not None:
+        condition = self._condition(report) if self._describe_node else None
+        if condition is not None or not self._describe_node:
             self._node.set_condition(condition)
 
     def _condition(self, report: NodeReport) -> Condition | None:

@@ -4,6 +4,7 @@ The condition is a core/v1 NodeCondition. `lastTransitionTime` is the time of th
 do not change it.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,14 +110,15 @@ class PodEviction(Desired):
 
 @dataclass(eq=False, slots=True)
 class NodePart(Desired, Generic[_Value]):
-    """A part of the Node object. Callers may want the same state again and again: it is written on change and every RESYNC_SECONDS."""
+    """A part of the Node object. Callers may want the same state again and again: it is written on change and every RESYNC_SECONDS, its
+    removal once."""
 
     value: _Value | None = None
 
     def set(self, value: _Value | None, now: float) -> bool:
         """Sets the state; returns whether a write is due."""
         changed, self.value = value != self.value, value
-        due = changed or now - self.wanted_at >= RESYNC_SECONDS
+        due = changed or now - self.wanted_at >= (RESYNC_SECONDS if value else math.inf)
         self.wanted_at = now if due else self.wanted_at
         return due
 

@@ -194,6 +194,7 @@ async def test_labels_annotation_and_condition_are_removed_with_a_line_in_the_lo
 async def test_where_nothing_is_to_be_removed_nothing_is_written(sim: SimApiServer, stage: Stage) -> None:
     with capture_logs() as logs:
         await remove(stage)
+        stage.time.now += 600
         await remove(stage)
     assert sim.requests == ["node"] * 2
     assert logs == []

@@ -100,14 +100,10 @@ async def test_no_time_is_longer_than_two_minutes_and_a_text_is_none(api: FakeAp
     assert len(api.written) == 5
 
 
-async def test_what_waits_has_a_bound(
-    api: FakeApiServer, server: ApiServer, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpumgr.kube.client._MAX_HELD", 3)
-    api.writes.extend(status(429, "slow down", {"Retry-After": "30"}) for _ in range(6))
-    for number in range(5):
+async def test_what_is_over_is_forgotten(api: FakeApiServer, server: ApiServer, clock: Clock) -> None:
+    api.writes.extend(status(429, "slow down", {"Retry-After": "30"}) for _ in range(4))
+    for number in range(3):
         await refused(server, "slow down", path=f"/{number}")
-    assert len(server._held) == 3
     clock.now = 30
-    await refused(server, "slow down", path="/5")
-    assert len(server._held) == 1, "the others are over"
+    await refused(server, "slow down", path="/3")
+    assert len(server._held) == 1
