@@ -115,7 +115,7 @@ class Binding:
     def call(self, function: str, *arguments: Any) -> Any:
         """The binding's answer. Raises CallError, NvmlAbsent (DriverDown is one) or DriverMismatchError, depending on the code."""
         try:
-            answer = _known(function)(*arguments)
+            answer = getattr(pynvml, function)(*arguments)
         except pynvml.NVMLError as exc:
             raise self._translated(function, exc) from exc
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
@@ -130,8 +130,8 @@ class Binding:
             raise
 
     def structure(self, name: str, **fields: Any) -> Any:
-        """Makes a structure of the binding, as an argument for `call`. Raises CallError if this version of the binding does not have it."""
-        return _known(name)(**fields)
+        """Makes a structure of the binding, as an argument for `call`."""
+        return getattr(pynvml, name)(**fields)
 
     def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:
         """Calls the first of these functions that this driver has, and returns its list; None if the driver has none of them, or if the
@@ -212,14 +212,6 @@ class Binding:
             raise NvmlAbsent("the NVML library is too old: it has neither nvmlInitWithFlags nor nvmlInit_v2") from exc
         if code:
             raise self._translated("nvmlInit_v2", pynvml.NVMLError(code))
-
-
-def _known(name: str) -> Any:
-    """The function or structure of the binding. Raises CallError if this version of the binding does not have it."""
-    try:
-        return getattr(pynvml, name)
-    except AttributeError:
-        raise CallError(name, FUNCTION_NOT_FOUND, "unknown to the NVML binding") from None
 
 
 def _use(library: ctypes.CDLL | None) -> None:

@@ -70,8 +70,8 @@ class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     last_retry_seconds: float = 5.0
     #: If no stream is open for this time, the resource is registered again.
     unwatched_seconds: float = 1.0
-    #: The same limit directly after Register, when a busy kubelet may need longer. It doubles after each registration that gets no stream.
-    first_watch_seconds: float = 5.0
+    #: The same limit directly after Register: a kubelet may dial for 10 s, and kubelets before 1.25 answer Register first.
+    first_watch_seconds: float = 12.0
     #: At a replaced socket: how long calls may go on, and then how long the kubelet may take to disconnect.
     handover_seconds: float = 5.0
     #: The interval of the calls of `held_back_by`.
@@ -190,7 +190,6 @@ class _ResourceLink:
     async def stay_registered(self) -> None:
         """Registers, waits until the registration is lost, and repeats. Never returns."""
         retry_seconds = self._timing.first_retry_seconds
-        first_watch_seconds = self._timing.first_watch_seconds
         kubelet = None
         while True:
             before, kubelet = kubelet, FileIdentity.at(self._kubelet_socket)
@@ -208,9 +207,7 @@ class _ResourceLink:
                 retry_seconds = min(2 * retry_seconds, self._timing.last_retry_seconds)
                 continue
             retry_seconds = self._timing.first_retry_seconds
-            reason, was_watched = await self._until_lost(server, kubelet, first_watch_seconds)
-            first_watch_seconds = self._timing.first_watch_seconds if was_watched else min(2 * first_watch_seconds, 60.0)
-            self._log.warning("registration_lost", reason=reason)
+            self._log.warning("registration_lost", reason=await self._until_lost(server, kubelet))
             self._become(replace(self.state, registered=False))
             # A kubelet that starts removes its former socket before it makes the new one.
             await self._pause(self._timing.unwatched_seconds, None)
@@ -251,27 +248,23 @@ class _ResourceLink:
             self.servers.remove(former)
         return server
 
-    async def _until_lost(
-        self, server: PluginServer, kubelet: FileIdentity | None, first_watch_seconds: float
-    ) -> tuple[str, bool]:
-        """Waits until the registration is lost. Returns the reason, and whether a stream was ever open."""
+    async def _until_lost(self, server: PluginServer, kubelet: FileIdentity | None) -> str:
+        """Waits until the registration is lost, and returns the reason."""
         loop = asyncio.get_running_loop()
-        was_watched = False
-        last_watched = loop.time()
+        watched_by = loop.time() + self._timing.first_watch_seconds
         while True:
             if server.open_streams:
                 await server.wait_streams(until_tick(self._timing.watched_poll_seconds))
             else:
                 await asyncio.sleep(until_tick(self._timing.poll_seconds))
             if FileIdentity.at(self._kubelet_socket) != kubelet:
-                return "kubelet_restarted", was_watched
+                return "kubelet_restarted"
             if not server.in_place:  # a kubelet that starts also removes it
-                return "own_socket_removed", was_watched
+                return "own_socket_removed"
             if server.open_streams:
-                was_watched = True
-                last_watched = loop.time()
-            elif loop.time() - last_watched > (self._timing.unwatched_seconds if was_watched else first_watch_seconds):
-                return "not_watched", was_watched
+                watched_by = loop.time() + self._timing.unwatched_seconds
+            elif loop.time() > watched_by:
+                return "not_watched"
 
     async def _pause(self, seconds: float, kubelet: FileIdentity | None) -> None:
         """Waits until the time has passed or a new kubelet.sock appears."""

@@ -180,13 +180,6 @@ async def test_a_library_without_the_functions(new_node: SimNode) -> None:
         assert nvml.call_errors == {}
 
 
-async def test_a_binding_without_the_functions(new_node: SimNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("pynvml.c_nvmlGetMemoryLimits_v1_t")
-    async with opened(new_node) as nvml:
-        with pytest.raises(NvmlError, match="unknown to the NVML binding"):
-            await nvml.memory_limit(new_node.description.uuid_of(0), "/")
-
-
 async def test_a_driver_whose_limits_are_off(new_node: SimNode, cgroups: Path) -> None:
     new_node.control.set_result("nvmlDeviceGetMemoryLimits_v1", 3)
     nvml = Nvml(library_path=new_node.library_path, cgroup_root=cgroups)

@@ -29,6 +29,7 @@ QUICK = LinkTiming(
     first_retry_seconds=0.01,
     last_retry_seconds=0.05,
     unwatched_seconds=0.2,
+    first_watch_seconds=5,
     handover_seconds=30,
     held_back_seconds=0.01,
 )
