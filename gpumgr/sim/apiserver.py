@@ -1,5 +1,4 @@
-"""A simulated API server. It has what a node agent uses (lists, watches, patches, deletes and evicts the pods of one node), and what the
-scheduler uses (lists and watches nodes, and sends bindings).
+"""A simulated API server. It has what a node agent uses: lists, watches, patches, deletes and evicts the pods of one node.
 
 Invariants:
 
@@ -15,15 +14,13 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any, Final, Self
 
 import yaml
 from aiohttp import web
 
-from gpumgr.sim.apiserver_objects import JSON_PATCH, MERGE, Document, Right, WatchedObjects, Written, failure, merge, problem_of
+from gpumgr.sim.apiserver_objects import Document, Right, WatchedObjects, Written, failure, merge, problem_of
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -32,30 +29,25 @@ _PENDING: Final = PodStatus(phase="Pending")
 
 
 class SimApiServer:
-    """Stores pods, nodes and ConfigMaps and serves them on loopback, between `start` and `stop` (or as an async context manager).
+    """Stores the pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` delays every answer and every event. With `lose_bindings` a binding takes effect, but its answer does not arrive.
-    `bind_hook` is awaited with False before a binding takes effect, and with True afterwards; a response that it returns is sent at once.
-    `routes` are served in addition. `on_delete` is called with the UID of a pod that a client deleted or evicted. `requests` records the
-    requests, as "list", "watch", "read", "bind", "delete", "evict", "pod" (a patch of a pod), and what `Written` records for events, the
-    node and access reviews. `forbidden` has pairs such as ("create", "pods/eviction"). `protected` has the UIDs of pods with a
-    PodDisruptionBudget that allows no eviction. `written` is what clients wrote.
+    `delay_seconds` delays every answer and every event. `routes` are served in addition. `on_delete` is called with the UID of a pod that a
+    client deleted or evicted. `requests` records the requests, as "list", "watch", "read", "delete", "evict", "pod" (a patch of a pod), and
+    what `Written` records for events, the node and access reviews. `forbidden` has pairs such as ("create", "pods/eviction"). `protected`
+    has the UIDs of pods with a PodDisruptionBudget that allows no eviction. `written` is what clients wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
         self.node_name = node_name
         self.delay_seconds = 0.0
-        self.lose_bindings = False
-        self.bind_hook: Callable[[bool], Awaitable[web.Response | None]] | None = None
         self.routes: list[web.RouteDef] = []
         self.requests: list[str] = []
         self.forbidden: set[Right] = set()
         self.protected: set[str] = set()
         self.written = Written(node_name, self.requests, self.forbidden)
         self._on_delete = on_delete
-        kinds = {"pods": "Pod", "nodes": "Node", "configmaps": "ConfigMap"}
-        self._watched = {resource: WatchedObjects(kind, self._delay) for resource, kind in kinds.items()}
-        self._pods = self._watched["pods"]
+        self._pods = WatchedObjects("Pod", self._delay)
+        self._watched = {"pods": self._pods}
         self._port = 0
         self._runner: web.AppRunner | None = None
         self._open: dict[asyncio.Task[Any], web.Request] = {}
@@ -79,12 +71,10 @@ class SimApiServer:
         app = web.Application(middlewares=[self._tracked])
         for resource in self._watched:
             app.router.add_get(f"/api/v1/{resource}", self._list_or_watch)
-        app.router.add_get("/api/v1/namespaces/{namespace}/configmaps", self._list_or_watch)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
         app.router.add_patch("/api/v1/namespaces/{namespace}/pods/{name}", self._patch)
         app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/eviction", self._evict)
         app.router.add_get("/api/v1/namespaces/{namespace}/pods/{name}", self._get_pod)
-        app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind)
         self.written.add_routes(app.router)
         app.router.add_routes(self.routes)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -121,23 +111,6 @@ class SimApiServer:
         return path
 
     # -- objects -----------------------------------------------------------------------------------------------------------
-
-    def put_node(self, document: Document) -> None:
-        """Creates or replaces a node of the list of nodes. It is independent of the one node in `written`, which an agent reads and
-        patches."""
-        self._watched["nodes"].put(document)
-
-    def remove_node(self, uid: str) -> None:
-        """Raises KeyError if it does not exist."""
-        self._watched["nodes"].remove(uid)
-
-    def put_configmap(self, document: Document) -> None:
-        """Creates or replaces a ConfigMap. A list has the ConfigMaps of all namespaces, also if the request names one."""
-        self._watched["configmaps"].put(document)
-
-    def remove_configmap(self, uid: str) -> None:
-        """Raises KeyError if it does not exist."""
-        self._watched["configmaps"].remove(uid)
 
     def put_document(self, pod: Document) -> None:
         """Creates or replaces a pod on any node, or on none."""
@@ -207,17 +180,14 @@ class SimApiServer:
 
     async def _patch(self, request: web.Request) -> web.Response:
         """The UID in a patch is a precondition, like every immutable field."""
-        kind = request.content_type if request.content_type == JSON_PATCH else MERGE
-        if refused := self.written.refused(request, "pod", "patch", "pods", kind):
+        if refused := self.written.refused(request, "pod", "patch", "pods"):
             return refused
         if (pod := self._named(request)) is None:
-            return _not_found(request)
+            return not_found(request)
         patch = await request.json()
-        if kind == JSON_PATCH:
-            return self._json_patch(pod, patch)
         metadata = pod["metadata"]
         if (expected := patch["metadata"].get("uid", metadata["uid"])) != metadata["uid"]:
-            return _conflict(expected, metadata["uid"])
+            return conflict(expected, metadata["uid"])
         changed = json.loads(json.dumps(pod))
         merge(changed, patch)
         if problem := problem_of(changed["metadata"]):
@@ -225,53 +195,11 @@ class SimApiServer:
         self._pods.put(changed)
         return web.json_response(changed)
 
-    def _json_patch(self, pod: Document, operations: list[Document]) -> web.Response:
-        """RFC 6902 with only `test` and `remove`. The real server, too, answers 422 if a test fails."""
-        changed = json.loads(json.dumps(pod))
-        for each in operations:
-            *path, last = (int(part) if part.isdecimal() else part for part in each["path"].split("/")[1:])
-            try:
-                place = reduce(getitem, path, changed)
-                failed = each["op"] == "test" and place[last] != each["value"]
-                if each["op"] == "remove":
-                    del place[last]
-            except (KeyError, IndexError):
-                failed = True
-            if failed:
-                return failure(422, "Invalid", "the server rejected our request due to an error in our request")
-        self._pods.put(changed)
-        return web.json_response(changed)
-
     async def _get_pod(self, request: web.Request) -> web.Response:
         if refused := self.written.refused(request, "read", "get", "pods"):
             return refused
         pod = self._named(request)
-        return web.json_response(pod) if pod is not None else _not_found(request)
-
-    async def _bind(self, request: web.Request) -> web.Response:
-        """Sets the node and merges the annotations, which the real server does not validate here either."""
-        if refused := self.written.refused(request, "bind", "create", "pods/binding"):
-            return refused
-        if self.bind_hook is not None and (answer := await self.bind_hook(False)) is not None:
-            return answer
-        if (pod := self._named(request)) is None:
-            return _not_found(request)
-        binding = await request.json()
-        expected, uid = binding["metadata"].get("uid") or pod["metadata"]["uid"], pod["metadata"]["uid"]
-        if expected != uid:
-            return _conflict(expected, uid)
-        if pod["spec"].get("nodeName"):
-            message = f'pod {pod["metadata"]["name"]} is already assigned to node "{pod["spec"]["nodeName"]}"'
-            return failure(409, "Conflict", message)
-        changed = json.loads(json.dumps(pod))
-        changed["spec"]["nodeName"] = binding["target"]["name"]
-        merge(changed["metadata"], {"annotations": binding["metadata"].get("annotations") or {}})
-        self._pods.put(changed)
-        if self.bind_hook is not None and (answer := await self.bind_hook(True)) is not None:
-            return answer
-        if self.lose_bindings and request.transport is not None:
-            request.transport.abort()
-        return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}, status=201)
+        return web.json_response(pod) if pod is not None else not_found(request)
 
     def _named(self, request: web.Request) -> Document | None:
         """The pod with this name, the later one of two; None if there is none."""
@@ -284,10 +212,10 @@ class SimApiServer:
     ) -> web.Response:
         """`protected`: UIDs of pods that may not be evicted now."""
         if (pod := self._named(request)) is None:
-            return _not_found(request)
+            return not_found(request)
         uid = pod["metadata"]["uid"]
         if (expected := (preconditions or {}).get("uid", uid)) != uid:
-            return _conflict(expected, uid)
+            return conflict(expected, uid)
         if uid in protected:
             message = "Cannot evict pod as it would violate the pod's disruption budget."
             return failure(429, "TooManyRequests", message, {"Retry-After": "10"})
@@ -337,9 +265,9 @@ def _container(container: SimContainer) -> Document:
     return document
 
 
-def _not_found(request: web.Request) -> web.Response:
+def not_found(request: web.Request) -> web.Response:
     return failure(404, "NotFound", f'pods "{request.match_info["name"]}" not found')
 
 
-def _conflict(expected: str, uid: str) -> web.Response:
+def conflict(expected: str, uid: str) -> web.Response:
     return failure(409, "Conflict", f"Precondition failed: UID in precondition: {expected}, UID in object meta: {uid}")

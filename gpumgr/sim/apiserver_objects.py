@@ -24,7 +24,7 @@ MAX_ANNOTATIONS_BYTES: Final = 256 << 10
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _PREFIX: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 MERGE: Final = "application/merge-patch+json"
-JSON_PATCH: Final = "application/json-patch+json"
+
 _STRATEGIC: Final = "application/strategic-merge-patch+json"
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.sim.apiserver import SimApiServer
+from tests.cluster_api import ClusterApiServer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,6 +16,6 @@ def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-async def sim() -> AsyncIterator[SimApiServer]:
-    async with SimApiServer("node-1") as running:
+async def sim() -> AsyncIterator[ClusterApiServer]:
+    async with ClusterApiServer("node-1") as running:
         yield running

@@ -16,12 +16,12 @@ from typing import Final
 import yaml
 
 from gpumgr.kube.cluster_annotations import InventoryGpu
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.script import Script
 from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimContainer
 from tests.background import background, until
+from tests.cluster_api import ClusterApiServer
 from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod
 from tests.component.cluster.scheduler.test_pages import ready, serving
 
@@ -143,7 +143,7 @@ async def test_every_query_and_every_operand_has_data_of_the_scheduler(tmp_path:
     queries = set(dashboard_queries(SCHEDULER_DASHBOARD))
     assert len(queries) > 15
     rules = SCHEDULER_RULES.read_text()
-    async with SimApiServer("a") as sim:
+    async with ClusterApiServer("a") as sim:
         gpus = tuple(InventoryGpu(uuid=f"GPU-a-{gpu}", model="H100", memory=GPU_MEBIBYTES) for gpu in range(2))
         sim.put_node(ready(node("a", 2, inventory("a", 2, gpus=gpus))))
         async with serving(sim, tmp_path, "loopback") as pages:

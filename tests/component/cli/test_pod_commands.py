@@ -13,7 +13,7 @@ import pytest
 from gpumgr.cli.remote_pod import RemotePod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.kube.client import ApiServer
-from gpumgr.sim.apiserver import SimApiServer
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import Gpumgr
 
@@ -62,7 +62,7 @@ PODS = (
 
 @pytest.fixture
 async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
-    async with SimApiServer("node") as api:
+    async with ClusterApiServer("node") as api:
         for document in PODS:
             api.put_document(document)
         yield api.kubeconfig(folder / "kubeconfig")
@@ -119,7 +119,7 @@ async def test_what_is_not_given_stays_also_of_a_request_that_is_not_decided(
     requests = {"main": asked, "side": {"cores": 7}}
     annotations = {"gpumgr.io/resized": json.dumps(DECIDED), "gpumgr.io/resize": json.dumps(requests)}
     document["metadata"]["annotations"] |= annotations
-    async with SimApiServer("node") as api:
+    async with ClusterApiServer("node") as api:
         api.put_document(document)
         kubeconfig = api.kubeconfig(folder / "kubeconfig")
         await gpumgr_command("resize", "team/asked", "--memory", "1024", "--kubeconfig", kubeconfig)

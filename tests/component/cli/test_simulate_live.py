@@ -11,7 +11,7 @@ import yaml
 from aiohttp import web
 
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
-from gpumgr.sim.apiserver import SimApiServer
+from tests.cluster_api import ClusterApiServer
 from tests.component.cluster.scheduler import conftest as objects
 from tests.component.cluster.scheduler.conftest import inventory
 
@@ -49,9 +49,9 @@ async def budgets(_request: web.Request) -> web.Response:
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[SimApiServer]:
+async def api() -> AsyncIterator[ClusterApiServer]:
     """60 cores are free on each GPU of a, and 40 on that of b; c is for others."""
-    api = SimApiServer("a")
+    api = ClusterApiServer("a")
     api.routes.append(web.get("/apis/policy/v1/poddisruptionbudgets", budgets))
     async with api:
         api.put_node(node("a", 2))
@@ -77,12 +77,12 @@ def given(tmp_path: Path) -> Given:
     return write
 
 
-async def simulate(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, *arguments: str | Path) -> Ended:
+async def simulate(gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, *arguments: str | Path) -> Ended:
     return await gpumgr_command("simulate", *arguments, "--from-cluster", "--kubeconfig", api.kubeconfig(tmp_path / "kubeconfig"))
 
 
 async def test_fit_names_node_and_gpus_or_each_reason(
-    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
 ) -> None:
     file = given(pod("new", 50, nodeSelector={"kubernetes.io/hostname": "a"}))
     found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
@@ -100,7 +100,9 @@ async def test_fit_names_node_and_gpus_or_each_reason(
     assert (document["fits"], document["node"], set(document["reasons"])) == (False, None, {"a", "b", "c"})
 
 
-async def test_defrag_prints_the_fewest_moves(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given) -> None:
+async def test_defrag_prints_the_fewest_moves(
+    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
+) -> None:
     file = given(pod("new", 70))
     found = await simulate(gpumgr_command, api, tmp_path, "defrag", file)
     assert (found.code, found.out.splitlines()[:3]) == (
@@ -119,7 +121,7 @@ async def test_defrag_prints_the_fewest_moves(gpumgr_command: Gpumgr, api: SimAp
 
 
 async def test_a_snapshot_answers_as_the_cluster_and_has_no_secrets(
-    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
 ) -> None:
     file = given(pod("new", 50))
     snapshot = tmp_path / "snapshot.json"
@@ -130,7 +132,7 @@ async def test_a_snapshot_answers_as_the_cluster_and_has_no_secrets(
     assert found.out.splitlines()[0] == "Pod team/new fits on node a GPU 0."
 
 
-async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given) -> None:
+async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given) -> None:
     protected = pod("one", 40, "a")
     protected["metadata"]["labels"]["protected"] = "yes"
     api.put_document(protected)
@@ -143,7 +145,7 @@ async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: SimApiServer, t
 
 @pytest.mark.parametrize("status", [403, 404])
 async def test_a_cluster_without_readable_budgets_has_answers(
-    status: int, gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+    status: int, gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
 ) -> None:
     """404: Kubernetes 1.20 has no policy/v1."""
 
@@ -159,7 +161,7 @@ async def test_a_cluster_without_readable_budgets_has_answers(
 
 
 async def test_what_can_not_be_read_is_counted_and_named(
-    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
 ) -> None:
     api.put_node(node("old", 1, text=json.dumps({"version": 9})))
     api.put_node(
@@ -173,7 +175,7 @@ async def test_what_can_not_be_read_is_counted_and_named(
     assert found.out.startswith("Pod team/new fits on node old GPU 0.\n")
     lines = found.err.splitlines()
     assert lines[0] == "3 problems of the snapshot:"
-    assert lines[1].startswith("node old: annotation gpumgr.io/inventory: version 9 is not supported")
+    assert lines[1].startswith("node old: annotation gpumgr.io/inventory: not valid: Invalid enum value 9")
     assert lines[2].startswith("node broken is left out: cpu: quantity 'many' can't be read")
     assert lines[3].startswith("pod team/bad is left out, and what it uses counts as free: ")
 
@@ -214,7 +216,7 @@ def limits(text: str, more: str = "") -> str:
     ],
 )
 async def test_a_pod_that_can_not_be_used(
-    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given, text: str, message: str
+    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given, text: str, message: str
 ) -> None:
     file = given(text)
     found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
@@ -223,7 +225,7 @@ async def test_a_pod_that_can_not_be_used(
 
 
 async def test_wrong_usage_and_clusters_that_can_not_be_read(
-    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
 ) -> None:
     file = given(pod("new", 50))
     snapshot = tmp_path / "snapshot.json"

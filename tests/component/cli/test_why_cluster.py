@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestServer
 from gpumgr.cli import cluster_why
 from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.settings.schema import HttpSettings
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.http_server import PageServer
+from tests.cluster_api import ClusterApiServer
 from tests.component.cluster.scheduler.conftest import inventory, node, pod
 from tests.component.cluster.scheduler.test_pages import PagesStage, ready, serving
 from tests.component.kube.conftest import write_kubeconfig
@@ -88,7 +88,7 @@ async def api(
     if token is not None:
         (tmp_path / "token").write_text(token)
         options["token_file"] = tmp_path / "token"
-    async with SimApiServer("a") as sim:
+    async with ClusterApiServer("a") as sim:
         for name, count in (("a", 2), ("b", 4)):
             sim.put_node(ready(node(name, count, inventory(name, count))))
         text = '{"version":1,"node":"b","containers":{"c0":[["GPU-b-3",60,4096]]}}'

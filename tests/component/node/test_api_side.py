@@ -27,8 +27,8 @@ from gpumgr.settings.schema import (
     KubernetesSettings,
     NodeSettings,
 )
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from tests.cluster_api import ClusterApiServer
 from tests.component.stage.stage import MemoryCheckpoint
 
 POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer(name="main", cores=30, memory_blocks=4),))
@@ -36,7 +36,7 @@ POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer
 
 @asynccontextmanager
 async def started(
-    sim: SimApiServer,
+    sim: ClusterApiServer,
     folder: Path,
     *,
     pods_known: bool = False,
@@ -72,7 +72,7 @@ async def started(
 
 
 async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
-    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(api_side, "report_two_limits", lambda _state, pod: seen.put_nowait(pod.name))
@@ -84,7 +84,7 @@ async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
         assert await seen.get() == "later"
 
 
-async def test_pods_that_can_not_be_read_get_events_as_the_settings_in_force_say(sim: SimApiServer, tmp_path: Path) -> None:
+async def test_pods_that_can_not_be_read_get_events_as_the_settings_in_force_say(sim: ClusterApiServer, tmp_path: Path) -> None:
     def unreadable(name: str) -> dict[str, Any]:
         item = refused(name)
         return {**item, "spec": {**item["spec"], "containers": [{}]}}
@@ -102,7 +102,7 @@ async def test_pods_that_can_not_be_read_get_events_as_the_settings_in_force_say
 
 @pytest.mark.parametrize("delete_failed", [False, True])
 async def test_pods_that_the_agent_refused_are_deleted_only_if_configured(
-    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delete_failed: bool
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delete_failed: bool
 ) -> None:
     """The first one failed before the agent started."""
     asked: asyncio.Queue[str] = asyncio.Queue()
@@ -145,7 +145,7 @@ def terminating(name: str, **annotations: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pods_known", [False, True])
 async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start(
-    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pods_known: bool
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pods_known: bool
 ) -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
 

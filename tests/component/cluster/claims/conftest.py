@@ -16,9 +16,9 @@ from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 from tests.component.cluster.scheduler.conftest import FAST, Clock
 
 Json = dict[str, Any]
@@ -30,7 +30,7 @@ class DraObjects:
     """Claims, templates and slices beside the simulated API server. `refused`: statuses with which the next creations are answered,
     with `headers`."""
 
-    def __init__(self, sim: SimApiServer) -> None:
+    def __init__(self, sim: ClusterApiServer) -> None:
         self.sim = sim
         kinds = ("resourceclaims", "resourceclaimtemplates", "resourceslices")
         self.watched = {kind: WatchedObjects(kind, sim._delay) for kind in kinds}
@@ -179,7 +179,7 @@ async def running(
 
 @pytest.fixture
 async def dra() -> AsyncIterator[DraObjects]:
-    objects = DraObjects(SimApiServer("a"))
+    objects = DraObjects(ClusterApiServer("a"))
     async with objects.sim:
         yield objects
 

@@ -17,8 +17,8 @@ from gpumgr.common.errors import InputError, SettingsError
 from gpumgr.kube.reflector import prompt_watches
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ClaimsSettings, HttpSettings
-from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 from tests.component.cluster.scheduler.conftest import Clock
 from tests.component.cluster.scheduler.leases import Leases
 
@@ -108,7 +108,7 @@ TIMES = LeaseTimes(renew_seconds=0.01, look_seconds=0.01, request_seconds=0.3)
 
 
 async def test_the_leader_alone_writes_and_the_other_one_takes_over(tmp_path: Path) -> None:
-    sim = SimApiServer("a")
+    sim = ClusterApiServer("a")
     dra, leases = DraObjects(sim), Leases(sim)
     clock = Clock()
 

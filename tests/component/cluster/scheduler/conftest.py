@@ -29,9 +29,9 @@ from gpumgr.placement.topology.devices import score_matrix
 from gpumgr.settings import Settings
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.http_server import HttpServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 from tests.topologies import topology_from_matrix
 
 FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
@@ -84,7 +84,7 @@ class Clock:
 class Stage:
     """`url` is that of the verbs."""
 
-    sim: SimApiServer
+    sim: ClusterApiServer
     server: ApiServer
     extender: Extender
     index: ClusterIndex
@@ -138,7 +138,7 @@ class Stage:
 
 @asynccontextmanager
 async def running(
-    sim: SimApiServer,
+    sim: ClusterApiServer,
     folder: Path,
     settings: SchedulerSettings,
     *,
@@ -189,22 +189,22 @@ async def running(
 
 
 @pytest.fixture
-async def sim() -> AsyncIterator[SimApiServer]:
+async def sim() -> AsyncIterator[ClusterApiServer]:
     """Node a has two GPUs, node b four."""
-    async with SimApiServer("a") as server:
+    async with ClusterApiServer("a") as server:
         server.put_node(node("a", 2, inventory("a", 2)))
         server.put_node(node("b", 4, inventory("b", 4)))
         yield server
 
 
 @pytest.fixture
-async def stage(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
+async def stage(sim: ClusterApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
     async with running(sim, tmp_path, SchedulerSettings()) as made:
         yield made
 
 
 @pytest.fixture
-async def soft(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
+async def soft(sim: ClusterApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
     """Answers with up to three nodes, and takes requests of up to 1 MiB."""
     async with running(sim, tmp_path, SchedulerSettings(candidates=3, max_request_mebibytes=1)) as made:
         yield made

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gpumgr.sim.apiserver import SimApiServer
+from tests.cluster_api import ClusterApiServer
 
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
@@ -15,7 +15,7 @@ class Leases:
     """`document` is the only Lease (None: there is none). While `lost` is set no request gets an answer; while `empty` is set the list of
     pods is answered by an empty object."""
 
-    def __init__(self, sim: SimApiServer) -> None:
+    def __init__(self, sim: ClusterApiServer) -> None:
         self.document: dict[str, Any] | None = None
         self.lost = self.empty = False
         self._sim, self._version = sim, 0

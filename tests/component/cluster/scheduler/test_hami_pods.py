@@ -16,9 +16,9 @@ from gpumgr.kube.pods import parse_pod
 from gpumgr.placement.topology.devices import MigProfile
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 from tests.mig_profiles import H100
 
 from .conftest import Json, Stage, inventory, node, pod, running
@@ -51,7 +51,7 @@ def hami_node(name: str, gpus: int, *, vcuda: bool = True, replicas: int = REPLI
 class Quotas:
     """The ResourceQuotas of the simulated API server."""
 
-    def __init__(self, sim: SimApiServer) -> None:
+    def __init__(self, sim: ClusterApiServer) -> None:
         self.sim, self.objects = sim, WatchedObjects("resourcequotas", sim._delay)
         sim.routes.append(web.get("/api/v1/resourcequotas", self._get))
 
@@ -66,16 +66,16 @@ class Quotas:
 
 
 @pytest.fixture
-def both() -> SimApiServer:
+def both() -> ClusterApiServer:
     """Node a has two GPUs, node b four, for which no vcuda resources are offered."""
-    sim = SimApiServer("a")
+    sim = ClusterApiServer("a")
     sim.put_node(hami_node("a", 2))
     sim.put_node(hami_node("b", 4, vcuda=False))
     return sim
 
 
 @pytest.fixture
-def quotas(both: SimApiServer) -> Quotas:
+def quotas(both: ClusterApiServer) -> Quotas:
     return Quotas(both)
 
 

@@ -10,8 +10,8 @@ from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler.objects import parse_node
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import Json, Stage, inventory, node, pod
 
@@ -158,7 +158,7 @@ async def test_a_pod_without_a_uid_is_an_error(stage: Stage, uid: str | None) ->
     ],
 )
 async def test_no_gpu_is_handed_out_twice(
-    sim: SimApiServer, stage: Stage, counts: Sequence[int], cores: int, clients: int, accepted: int
+    sim: ClusterApiServer, stage: Stage, counts: Sequence[int], cores: int, clients: int, accepted: int
 ) -> None:
     """`clients` at once, each with pods one after another; 100 pods in all."""
     names = [f"n{number}" for number in range(len(counts))]

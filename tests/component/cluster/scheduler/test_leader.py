@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from gpumgr.cluster.scheduler.leader import LEADER_LABEL, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import Clock, Stage, inventory, node, pod, running
 from .leases import Leases
@@ -24,8 +24,8 @@ TIMES = LeaseTimes(renew_seconds=0.01, look_seconds=0.01, request_seconds=0.3)
 
 
 @pytest.fixture
-async def leased() -> AsyncIterator[tuple[SimApiServer, Leases]]:
-    sim = SimApiServer("a")
+async def leased() -> AsyncIterator[tuple[ClusterApiServer, Leases]]:
+    sim = ClusterApiServer("a")
     leases = Leases(sim)
     async with sim:
         for name, count in (("a", 2), ("b", 4)):
@@ -36,7 +36,7 @@ async def leased() -> AsyncIterator[tuple[SimApiServer, Leases]]:
 
 
 @asynccontextmanager
-async def replica(sim: SimApiServer, folder: Path, name: str, clock: Clock) -> AsyncIterator[Stage]:
+async def replica(sim: ClusterApiServer, folder: Path, name: str, clock: Clock) -> AsyncIterator[Stage]:
     wanted = Replica(namespace="team", lease="gpumgr-scheduler", identity=name, pod=f"extender-{name}")
     async with running(sim, folder, SchedulerSettings(), replica=wanted, times=TIMES, clock=clock) as stage:
         yield stage
@@ -56,7 +56,7 @@ async def answers(stage: Stage) -> None:
 
 
 @pytest.mark.hami_bug("B39: every replica is ready")
-async def test_one_replica_answers_and_both_are_ready(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
+async def test_one_replica_answers_and_both_are_ready(leased: tuple[ClusterApiServer, Leases], tmp_path: Path) -> None:
     sim, leases = leased
     clock = Clock()
     async with replica(sim, tmp_path, "one", clock) as one:
@@ -69,7 +69,7 @@ async def test_one_replica_answers_and_both_are_ready(leased: tuple[SimApiServer
         assert leases.holder == "one", "only a leader gives the Lease up"
 
 
-async def test_a_leader_that_stops_hands_over_at_once(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
+async def test_a_leader_that_stops_hands_over_at_once(leased: tuple[ClusterApiServer, Leases], tmp_path: Path) -> None:
     """The clock does not move: nothing expires."""
     sim, leases = leased
     clock = Clock()
@@ -85,7 +85,7 @@ async def test_a_leader_that_stops_hands_over_at_once(leased: tuple[SimApiServer
 
 
 async def test_a_leader_without_the_api_server_stops_before_another_one_leads(
-    leased: tuple[SimApiServer, Leases], tmp_path: Path
+    leased: tuple[ClusterApiServer, Leases], tmp_path: Path
 ) -> None:
     sim, leases = leased
     clock, other = Clock(), Clock(1e6)
@@ -107,7 +107,7 @@ async def test_a_leader_without_the_api_server_stops_before_another_one_leads(
 
 
 @pytest.mark.hami_bug("B30: pods are unmanaged during a failover")
-async def test_a_dead_leader_is_replaced_and_its_label_removed(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
+async def test_a_dead_leader_is_replaced_and_its_label_removed(leased: tuple[ClusterApiServer, Leases], tmp_path: Path) -> None:
     """The new leader's watches are late: it lists everything before it answers."""
     sim, leases = leased
     clock = Clock()
@@ -128,7 +128,7 @@ async def test_a_dead_leader_is_replaced_and_its_label_removed(leased: tuple[Sim
         assert leases.document["spec"]["leaseTransitions"] == 4
 
 
-async def test_an_answer_without_a_list_of_pods_is_no_empty_list(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
+async def test_an_answer_without_a_list_of_pods_is_no_empty_list(leased: tuple[ClusterApiServer, Leases], tmp_path: Path) -> None:
     """The label of a dead leader is looked for until the API server has listed the pods."""
     sim, leases = leased
     sim.put_document({**pod("extender-one"), "metadata": {**pod("extender-one")["metadata"], "labels": {LEADER_LABEL: "true"}}})
@@ -142,7 +142,9 @@ async def test_an_answer_without_a_list_of_pods_is_no_empty_list(leased: tuple[S
             await until(lambda: leases.labelled(LEADER_LABEL) == ["extender-two"])
 
 
-async def test_a_replica_without_rights_says_so_and_does_not_answer(leased: tuple[SimApiServer, Leases], tmp_path: Path) -> None:
+async def test_a_replica_without_rights_says_so_and_does_not_answer(
+    leased: tuple[ClusterApiServer, Leases], tmp_path: Path
+) -> None:
     sim, leases = leased
     with capture_logs() as logs:
         leases.lost = True
@@ -154,7 +156,7 @@ async def test_a_replica_without_rights_says_so_and_does_not_answer(leased: tupl
 
 
 async def test_a_leader_that_loses_the_lease_stops_and_removes_its_label(
-    leased: tuple[SimApiServer, Leases], tmp_path: Path
+    leased: tuple[ClusterApiServer, Leases], tmp_path: Path
 ) -> None:
     sim, leases = leased
     async with replica(sim, tmp_path, "one", Clock()) as one:

@@ -16,10 +16,10 @@ from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.cluster.scheduler.reasons import MAX_REQUESTS, Reasons
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.web.access import Origin
 from gpumgr.web.http_server import PageServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
 
@@ -64,7 +64,7 @@ class PagesStage:
 
 
 @asynccontextmanager
-async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: Any) -> AsyncIterator[PagesStage]:
+async def serving(sim: ClusterApiServer, folder: Path, origin: Origin, **options: Any) -> AsyncIterator[PagesStage]:
     async with running(sim, folder, SchedulerSettings()) as stage:
         application = partial(application_of, stage.pages.routes(), stage.watches, origin_of=lambda *_: origin)
         shown = PageServer(application, HttpSettings(port=0, **options))
@@ -74,7 +74,7 @@ async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: An
 
 
 @pytest.fixture
-async def pages(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[PagesStage]:
+async def pages(sim: ClusterApiServer, tmp_path: Path) -> AsyncIterator[PagesStage]:
     for name, count in (("a", 2), ("b", 4)):
         sim.put_node(ready(node(name, count, inventory(name, count))))
     async with serving(sim, tmp_path, "loopback") as made:
@@ -266,7 +266,7 @@ async def test_amounts_are_counted_by_model_and_part(pages: PagesStage) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "s3cret"])
-async def test_other_hosts_read_what_the_settings_allow(sim: SimApiServer, tmp_path: Path, token: str | None) -> None:
+async def test_other_hosts_read_what_the_settings_allow(sim: ClusterApiServer, tmp_path: Path, token: str | None) -> None:
     options = {}
     if token is not None:
         (tmp_path / "token").write_text(token)

@@ -14,8 +14,8 @@ from gpumgr.cluster.scheduler import binding
 from gpumgr.cluster.scheduler.lifecycle import run_scheduler
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, ProcessSettings, SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import inventory, node, pod
 from .leases import Leases
@@ -27,7 +27,7 @@ BINDINGS = 150
 class Process:
     """A scheduler that is ready; it binds pods p0, p1, ... to node b, and each binding waits at the API server until `released`."""
 
-    def __init__(self, sim: SimApiServer, port: int, http_port: int, client: aiohttp.ClientSession) -> None:
+    def __init__(self, sim: ClusterApiServer, port: int, http_port: int, client: aiohttp.ClientSession) -> None:
         self.ports, self.stop, self._client = (port, http_port), asyncio.Event(), client
         self.released, self.held = asyncio.Event(), 0
         sim.bind_hook = self._hold
@@ -55,7 +55,7 @@ class Process:
 
 @asynccontextmanager
 async def running(
-    sim: SimApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch, pods: int, **wanted: object
+    sim: ClusterApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch, pods: int, **wanted: object
 ) -> AsyncIterator[Process]:
     """`wanted`: settings of the section scheduler. It is stopped at the end."""
     monkeypatch.setattr(binding, "WRITE_SECONDS", 60.0)
@@ -88,7 +88,7 @@ async def running(
 async def test_the_lease_is_renewed_while_bindings_wait_for_a_slow_api_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = SimApiServer("a")
+    sim = ClusterApiServer("a")
     leases = Leases(sim)
 
     def renewed() -> str:
@@ -111,7 +111,7 @@ async def test_a_binding_is_finished_at_the_stop_and_nothing_else_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time until SIGKILL is for all servers together."""
-    async with running(SimApiServer("a"), tmp_path, monkeypatch, 1) as process:
+    async with running(ClusterApiServer("a"), tmp_path, monkeypatch, 1) as process:
         bound = asyncio.create_task(process.bind(0))
         await until(lambda: process.held == 1)
         process.stop.set()

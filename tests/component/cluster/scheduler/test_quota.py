@@ -21,8 +21,8 @@ from gpumgr.common import aio
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
 
@@ -46,7 +46,7 @@ async def change(stage: Stage, item: Json) -> None:
 
 
 @pytest.fixture(autouse=True)
-async def labels(sim: SimApiServer) -> None:
+async def labels(sim: ClusterApiServer) -> None:
     for name, model, pool in (("a", "A100", "public"), ("b", "V100", "research")):
         item = node(name, 4, inventory(name, 4))
         item["metadata"]["labels"] = {"gaia.tencent.com/gpu-model": model, "gaia.tencent.com/gpu-pool": pool}
@@ -107,7 +107,9 @@ async def test_filter_and_bind_know_the_gpus_that_the_quota_allows(stage: Stage)
     assert "of 0 cores on A100; the pod needs 50" in await stage.bind(item, "mixed")
 
 
-async def test_the_configmap_is_parsed_on_a_thread(sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_configmap_is_parsed_on_a_thread(
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = set[int]()
 
     def noted(item: Json) -> WatchedQuotas:

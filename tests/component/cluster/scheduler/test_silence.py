@@ -17,9 +17,9 @@ from gpumgr.kube.reflector import prompt_watches
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import Json, Stage, inventory, node, pod, running
 
@@ -58,7 +58,7 @@ def late(watch: Watch) -> Watch:
 
 @pytest.mark.parametrize("fault", [refusing, hanging, late], ids=["429", "hangs", "late"])
 async def test_no_gpu_is_given_twice_while_the_watch_of_pods_does_not_show_the_bindings(
-    fault: Callable[[Watch], Watch], sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[Watch], Watch], sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim._pods, "watch", fault(sim._pods.watch))
     async with running(sim, tmp_path, SchedulerSettings()) as stage:
@@ -88,7 +88,7 @@ async def test_no_gpu_is_given_twice_while_the_watch_of_pods_does_not_show_the_b
 
 
 async def test_a_bound_pod_that_the_watch_does_not_show_is_not_moved(
-    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kube-scheduler that starts, or has a late watch itself, filters it again."""
     monkeypatch.setattr(sim._pods, "watch", hanging(sim._pods.watch))
@@ -103,7 +103,7 @@ async def test_a_bound_pod_that_the_watch_does_not_show_is_not_moved(
         assert stage.cores("a") == [100, 100]
 
 
-async def test_many_assumed_pods_are_looked_up_a_few_at_a_time(sim: SimApiServer, tmp_path: Path) -> None:
+async def test_many_assumed_pods_are_looked_up_a_few_at_a_time(sim: ClusterApiServer, tmp_path: Path) -> None:
     async with running(sim, tmp_path, SchedulerSettings()) as stage:
         for number in range(50):
             await stage.filter(pod(f"p{number}", ("app", 1, 1)))
@@ -115,7 +115,7 @@ async def test_many_assumed_pods_are_looked_up_a_few_at_a_time(sim: SimApiServer
 
 
 async def test_pods_that_cannot_be_read_do_not_keep_others_from_their_look_up(
-    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pods that wait the longest are next."""
     async with running(sim, tmp_path, SchedulerSettings()) as stage:
@@ -135,7 +135,7 @@ async def test_pods_that_cannot_be_read_do_not_keep_others_from_their_look_up(
         assert (len(paths), stage.index.assumed_pods) == (50, 50)
 
 
-async def test_what_changed_during_a_look_up_stays(sim: SimApiServer, tmp_path: Path) -> None:
+async def test_what_changed_during_a_look_up_stays(sim: ClusterApiServer, tmp_path: Path) -> None:
     async with running(sim, tmp_path, SchedulerSettings()) as stage:
         item = pod("one", ("app", 200, 0))
         await stage.filter(item, ["a"])
@@ -154,7 +154,7 @@ async def readyz(url: str) -> tuple[int, str]:
 
 
 async def test_without_watches_and_lists_the_verbs_answer_an_error_until_the_api_server_answers(
-    sim: SimApiServer, tmp_path: Path
+    sim: ClusterApiServer, tmp_path: Path
 ) -> None:
     async with running(sim, tmp_path, SchedulerSettings(), watch_times=TIMES) as stage:
         settings = Settings(http=HttpSettings(address="127.0.0.1"))
@@ -184,7 +184,7 @@ async def test_without_watches_and_lists_the_verbs_answer_an_error_until_the_api
 
 
 @pytest.mark.parametrize("bookmarks", [True, False], ids=["bookmarks", "no bookmarks"])
-async def test_a_quiet_cluster_with_5000_nodes_is_always_ready(sim: SimApiServer, tmp_path: Path, bookmarks: bool) -> None:
+async def test_a_quiet_cluster_with_5000_nodes_is_always_ready(sim: ClusterApiServer, tmp_path: Path, bookmarks: bool) -> None:
     """A quarter of an hour without any change: each watch ends in time, and no list follows."""
     for watched in sim._watched.values():
         watched.needless_bookmarks = bookmarks

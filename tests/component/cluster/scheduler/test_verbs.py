@@ -14,8 +14,8 @@ from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.common import aio
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, Share, decode_placement
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.sim.apiserver import SimApiServer
 from tests.background import until
+from tests.cluster_api import ClusterApiServer
 
 from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
 
@@ -230,7 +230,7 @@ async def test_deleted_and_ended_pods_free_their_gpus(stage: Stage) -> None:
     await until(lambda: stage.cores("a") == [0, 0])
 
 
-async def test_a_restart_rebuilds_the_index_from_bound_pods(sim: SimApiServer, stage: Stage) -> None:
+async def test_a_restart_rebuilds_the_index_from_bound_pods(sim: ClusterApiServer, stage: Stage) -> None:
     await stage.schedule(pod("one", ("init", 60, 16), ("app", 60, 16)))
     await stage.schedule(pod("two", ("app", 200, 0)))
     used = {name: stage.index.used(name) for name in ("a", "b")}
@@ -346,7 +346,7 @@ async def test_the_cpu_of_all_pods_counts(stage: Stage) -> None:
 
 
 async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_after_them(
-    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other requests are answered in between, so two that fit only once do not both get the GPU."""
     monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
