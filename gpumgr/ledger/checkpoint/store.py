@@ -5,13 +5,8 @@ Invariants:
 2. A change is one transaction: if the process is killed, the next start finds all of it or nothing.
 3. A corrupt file is renamed and reported; it is never read as an empty ledger, and never deleted.
 
-`read_checkpoint` works with and without a running agent. It changes nothing and creates no file.
-
-sqlite's read-only mode creates a missing -shm file, and needs the log (-wal) of a killed agent. Therefore:
-- Without a log, or with an empty one, the main file is complete: `read_checkpoint` opens it as immutable.
-- With a log and a -shm file it opens the main file in read-only mode.
-- With a log but without a -shm file it copies the main file and the log, and reads the copy.
-An agent that starts or stops between these checks changes the set of files, so a failed read is retried once.
+`read_checkpoint` works with and without a running agent. It changes no row; sqlite may write the log (-wal) of a killed agent into the main
+file.
 """
 
 import asyncio
@@ -150,7 +145,6 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
         loaded = tables.read(connection)
         if broken := loaded.ledger.violations():
             raise files.CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
-        _transact(connection, lambda: tables.repair_history(connection))
         return connection, loaded
     except sqlite3.Error as error:
         connection.close()
@@ -199,35 +193,21 @@ def read_checkpoint(folder: Path) -> Loaded:
     Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not readable.
     """
     path = folder / files.NAME
-    with contextlib.suppress(OSError, CheckpointError):
-        return _attempt(path)
     try:
-        return _attempt(path)
+        path.stat()
+        return _read(path)
     except FileNotFoundError:
         return Loaded(lost=True, why=f"there is no checkpoint at {path}")
     except OSError as error:
         raise CheckpointError(f"can't read the checkpoint {path}: {error.strerror or error}") from error
 
 
-def _attempt(path: Path) -> Loaded:
-    """Raises FileNotFoundError or another OSError, or CheckpointError."""
-    log, shared = path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
-    path.stat()
-    if not log.exists() or log.stat().st_size == 0:
-        return _read(path, "immutable=1")
-    if shared.exists():
-        return _read(path, "mode=ro")
-    with tempfile.TemporaryDirectory(prefix="gpumgr-checkpoint-") as copy:
-        for file in (path, log):
-            shutil.copyfile(file, Path(copy) / file.name)
-        return _read(Path(copy) / path.name, "mode=rw")
-
-
-def _read(path: Path, mode: str) -> Loaded:
+def _read(path: Path) -> Loaded:
     try:
         with contextlib.closing(
-            sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, isolation_level=None, timeout=2.0)
+            sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, isolation_level=None, timeout=2.0)
         ) as connection:
+            connection.execute("PRAGMA query_only=ON")
             if tables.is_empty(connection):
                 return Loaded(lost=True, why=f"the checkpoint {path} holds no tables")
             tables.check(connection, path)

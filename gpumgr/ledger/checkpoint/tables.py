@@ -79,14 +79,13 @@ def checksum(*texts: str) -> int:
 #: Increase it with every change that another version of gpumgr would misread.
 SCHEMA_VERSION: Final = 8
 
-#: `grant_of`: the allocation, if the entry records its grant.
-_HISTORY: Final = "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)"
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
     "CREATE TABLE gpus (place INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
     "CREATE TABLE allocations (id TEXT PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
     "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
-    _HISTORY,
+    # grant_of: the allocation, if the entry records its grant
+    "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)",
 )
 #: Deletes the entries that are older than the newest N, except the grants of existing allocations.
 _PRUNE: Final = (
@@ -146,14 +145,6 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def repair_history(connection: sqlite3.Connection) -> None:
-    """Creates a damaged history table again, so that entries can be written. To be called inside a transaction."""
-    made = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'history'").fetchone()
-    if made != (_HISTORY,):
-        connection.execute("DROP TABLE IF EXISTS history")
-        connection.execute(_HISTORY)
-
-
 def read(connection: sqlite3.Connection) -> Loaded:
     """Reads all tables at one instant. Raises CorruptError with the cause, which names the row where possible."""
     connection.execute("BEGIN")
@@ -162,7 +153,8 @@ def read(connection: sqlite3.Connection) -> Loaded:
         rows = connection.execute("SELECT id, record, sum FROM allocations ORDER BY rowid")
         allocations = {row[0]: decode_allocation(*row) for row in rows}
         notes = dict(_note(row) for row in connection.execute("SELECT key, value, sum FROM notes ORDER BY key"))
-        entries = _entries(connection)
+        rows = connection.execute("SELECT number, CAST(record AS BLOB), sum FROM history ORDER BY number")
+        entries = [_entry(row) for row in rows]
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptError(f"a row holds values of a wrong type: {error}") from error
     finally:
@@ -199,15 +191,6 @@ def write_entries(connection: sqlite3.Connection, entries: Sequence[HistoryEntry
 def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
     """To be called inside a transaction."""
     connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (key, value, checksum(key, value)))
-
-
-def _entries(connection: sqlite3.Connection) -> list[HistoryEntry | None]:
-    """The history's entries; None for an unreadable entry, and one None for an unreadable table."""
-    try:
-        rows = connection.execute("SELECT number, CAST(record AS BLOB), sum FROM history ORDER BY number").fetchall()
-    except sqlite3.Error:
-        return [None]
-    return [_entry(row) for row in rows]
 
 
 def _entry_row(entry: HistoryEntry) -> tuple[int, str | None, str, int]:

@@ -22,7 +22,7 @@ from gpumgr.ledger.history import HISTORY_ENTRIES, Candidate, HistoryEntry
 from gpumgr.ledger.ids import RegisteredInstance
 from gpumgr.ledger.ledger import Change, Ledger
 
-from .conftest import LEDGER, REGISTRY, Open, allocation, save_ledger
+from .conftest import LEDGER, REGISTRY, Open, allocation
 
 REPOSITORY = Path(__file__).parents[4]
 ASIDE = f"{NAME}.corrupt-19700101T000000Z"
@@ -168,6 +168,7 @@ DAMAGES = {
     "a note of bytes": "UPDATE notes SET value = x'00'",
     "a table that is gone": "DROP TABLE notes",
     "a column that is gone": "ALTER TABLE gpus DROP COLUMN record",
+    "no history": "DROP TABLE history",
     "no version": "DELETE FROM schema",
     "two versions": "INSERT INTO schema VALUES (1)",
     "an earlier schema": "UPDATE schema SET version = 6",
@@ -370,29 +371,6 @@ async def test_a_damaged_entry_does_not_affect_the_ledger(rubbish: str, tmp_path
     loaded = open_checkpoint().load()
     assert (loaded.lost, loaded.unreadable, [each.number for each in loaded.history]) == (False, 1, [1, 3])
     assert loaded.ledger == LEDGER
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        ("ALTER TABLE history DROP COLUMN record",),
-        ("ALTER TABLE history ADD COLUMN more TEXT NOT NULL DEFAULT ''",),
-        ("DROP TABLE history", "CREATE TABLE history (number INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)"),
-        ("DROP TABLE history", "CREATE TABLE history (what)", "INSERT INTO history VALUES (x'fffe')"),
-        ("DROP TABLE history",),
-    ],
-)
-async def test_a_history_with_another_definition_is_created_again(
-    damage: tuple[str, ...], tmp_path: Path, open_checkpoint: Open
-) -> None:
-    await save_ledger(open_checkpoint(), entry(1))
-    execute(tmp_path / NAME, *damage)
-    assert read_checkpoint(tmp_path).ledger == LEDGER
-    checkpoint = open_checkpoint()
-    loaded = checkpoint.load()
-    assert (loaded.lost, loaded.ledger) == (False, LEDGER)
-    await checkpoint.save(Change(entries=(entry(2),)))
-    assert read_checkpoint(tmp_path).history == (entry(2),)
 
 
 async def test_mig_devices_are_stored(tmp_path: Path, open_checkpoint: Open) -> None:
