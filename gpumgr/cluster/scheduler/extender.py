@@ -104,10 +104,6 @@ class Extender:
         """Why no pod can be placed at present."""
         return self._watches.problem
 
-    @property
-    def ready(self) -> bool:
-        return self.problem is None
-
     async def answer_filter(self, args: FilterArgs) -> FilterResult:
         """Decodes the request, computes what the index has no results for, in short slices of the event loop, and calls `filter`."""
         try:
@@ -116,7 +112,7 @@ class Extender:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
         await in_slices(self._index.settling())
         offered = self._index.node_set(names) if pod.wants_gpu else _NO_NODES
-        if self.ready:
+        if self.problem is None:
             await self._preemption.keep_nominated()
             if pod.wants_gpu and pod.refusal is None:
                 # This may take a second at thousands of nodes. No `await` follows before `filter`.
@@ -190,11 +186,11 @@ class Extender:
         except UNREADABLE as error:
             _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
             return PreemptResult()
-        if self.ready:
+        if self.problem is None:
             await self._preemption.keep_nominated()
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
         written = bound or pod.uid in self._sending | self._unsettled
-        if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None:
+        if self.problem is not None or self._quotas.problem is not None or written or pod.refusal is not None:
             return PreemptResult()
         if pod.uid not in self._preemption.kept:
             self._forget(pod.uid)
@@ -208,7 +204,7 @@ class Extender:
         except UNREADABLE:
             return []
         scores = dict.fromkeys(names, 0)
-        if self.ready and names and pod.request.containers:
+        if self.problem is None and names and pod.request.containers:
             shape = self._index.shape(pod.request, pod.policy or self._settings.policy)
             await in_slices(self._index.settling())
             await in_slices(self._index.examine(shape, names, None, reasons=False))
@@ -230,7 +226,7 @@ class Extender:
 
     async def retryable(self) -> WatchedPod | None:
         """A rejected pod that fits now, if there is one."""
-        if not (self.ready and self.answers):
+        if self.problem is not None or not self.answers:
             return None
         await self._preemption.keep_nominated()
         await in_slices(self._index.settling())
@@ -251,11 +247,6 @@ class Extender:
         self._assumed, self._unsettled = assumed, self._unsettled & assumed.keys()
         due = [each for uid, each in assumed.items() if each.due <= self._clock() and uid not in self._sending]
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
-
-    def prepare(self) -> None:
-        """Brings the index up to date, so that the next verb need not."""
-        if self.ready:
-            self._index.settle()
 
     async def _parsed(self, item: msgspec.Raw) -> WatchedPod:
         """Raises UNREADABLE."""

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from gpumgr.cluster.core.request import too_many
-from gpumgr.cluster.scheduler.bodies import Bodies
+from gpumgr.cluster.scheduler.server import Bodies
 from gpumgr.common.foreign_text import decode_answer
 from gpumgr.kube.pods import quantity_or_0
 from gpumgr.settings.hami_resources import ReplicaResources

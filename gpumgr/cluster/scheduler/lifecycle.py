@@ -20,7 +20,7 @@ from gpumgr.cluster.scheduler.binding import pod_path
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.hami_webhook import webhook_application
 from gpumgr.cluster.scheduler.leader import Leadership, Replica
-from gpumgr.cluster.scheduler.pages import make_pages, page_server, serve_pages
+from gpumgr.cluster.scheduler.pages import ClusterPages, page_server, serve_pages
 from gpumgr.cluster.scheduler.rejections import retry_waiting_pods
 from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.cluster.scheduler.watches import ClusterWatches
@@ -136,13 +136,13 @@ async def run_scheduler(
     watches = ClusterWatches(server, index, quotas, wanted, hami=replica_resources(settings))
     leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
-    pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
+    pages = ClusterPages(server, index, watches, quotas, wanted.policy, leader=lambda: extender.answers)
     web_server = page_server(pages.routes(), watches, settings, wanted.http_port)
     application = make_application(
         extender,
         max_request_mebibytes=wanted.max_request_mebibytes,
         client_names=wanted.client_names,
-        answered=metrics.answered,
+        answered=pages.metrics.answered,
     )
     verbs = verb_server(application, listen, tls, stop_seconds=settings.process.stop_grace_seconds)
     running: list[Coroutine[Any, Any, object]] = [watches.run(), persistently("assumed pods", extender.run)]

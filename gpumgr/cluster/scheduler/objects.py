@@ -238,19 +238,12 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = _LABELS, hami: Rep
         except ValueError as error:
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
-    state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
+    cpu = (status.get("allocatable") or {}).get("cpu")
+    state = replace(state, model_label=model, pool=pool, cpu_milli=None if cpu is None else parse_milli(str(cpu)))
     if hami is not None and (listed := str((metadata.get("annotations") or {}).get(DEVICE_CORDON) or "")):
         uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # a GPU without a known UUID has an empty one
         state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
-
-
-def _cpu_milli(status: Mapping[str, Any]) -> int | None:
-    cpu = (status.get("allocatable") or {}).get("cpu")
-    try:
-        return None if cpu is None else parse_milli(str(cpu))
-    except ValueError:
-        return None
 
 
 def _from_inventory(name: str, text: str, hami: ReplicaResources | None) -> NodeState:

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 import gpumgr
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.api import Kind, Why
 from gpumgr.cluster.scheduler.metrics import SchedulerMetrics
 from gpumgr.cluster.scheduler.objects import WatchedPod
@@ -53,18 +54,22 @@ Routes = Mapping[str, tuple[Scope, Handler]]
 
 
 class ClusterPages:
+    """`leader`: whether this replica answers kube-scheduler."""
+
     def __init__(
         self,
         server: ApiServer,
+        index: ClusterIndex,
         watches: ClusterWatches,
-        overview: ClusterOverview,
-        reasons: Reasons,
-        metrics: SchedulerMetrics,
+        quotas: Quotas,
+        policy: Policy,
         *,
-        leader: Callable[[], bool],
+        leader: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._server, self._watches, self._overview = server, watches, overview
-        self._reasons, self._metrics, self._leader = reasons, metrics, leader
+        self._server, self._watches, self._leader = server, watches, leader
+        self._overview = ClusterOverview(index, watches.nodes)
+        self._reasons = Reasons(index, self._overview, policy, quotas)
+        self.metrics = SchedulerMetrics(index, self._overview, watches, leader=leader)
         self._page = IndexPage(PAGE)
         self._computing, self._answering = asyncio.Lock(), asyncio.Semaphore(_MAX_QUESTIONS)
         self._kinds: tuple[float, list[tuple[WatchedPod, Kind | None, str]]] = (-math.inf, [])
@@ -91,7 +96,7 @@ class ClusterPages:
 
     async def _scrape(self, _: web.Request) -> web.Response:
         waiting = await self._waiting()
-        body = self._metrics.page(Counter(kind for _, kind, _ in waiting))
+        body = self.metrics.page(Counter(kind for _, kind, _ in waiting))
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _cluster(self, _: web.Request) -> web.Response:
@@ -189,18 +194,3 @@ async def serve_pages(server: PageServer, *, lost: str) -> None:
         await server.start()
     except ListenError as error:
         _log.error("pages_not_served", error=str(error), consequence=lost)
-
-
-def make_pages(
-    server: ApiServer,
-    index: ClusterIndex,
-    watches: ClusterWatches,
-    quotas: Quotas,
-    settings: Settings,
-    *,
-    leader: Callable[[], bool] = lambda: True,
-) -> tuple[ClusterPages, SchedulerMetrics]:
-    overview = ClusterOverview(index, watches.nodes)
-    reasons = Reasons(index, overview, settings.scheduler.policy, quotas)
-    metrics = SchedulerMetrics(index, overview, watches, leader=leader)
-    return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

@@ -202,13 +202,13 @@ class ClusterWatches:
         elif after.node is not None:  # the pod can hold no GPU
             self._index.remove(after.uid)
             self._index.use_cpu(after.uid, after.node, after.request.cpu_milli)
-        if after.node is None and after.wants_gpu:
-            self.pending[after.uid] = after
-        else:
-            self.pending.pop(after.uid, None)
-        if after.nominated is not None:
-            self.nominated[after.uid] = after
-        else:
-            self.nominated.pop(after.uid, None)
+        for known, belongs in (
+            (self.pending, after.node is None and after.wants_gpu),
+            (self.nominated, after.nominated is not None),
+        ):
+            if belongs:
+                known[after.uid] = after
+            else:
+                known.pop(after.uid, None)
         if after.ending:
             self.ending.add(after.uid)

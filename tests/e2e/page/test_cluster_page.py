@@ -14,10 +14,9 @@ from gpumgr.cluster.core.node import GpuState, NodeState
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
 from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
-from gpumgr.cluster.scheduler.pages import application_of, make_pages
+from gpumgr.cluster.scheduler.pages import ClusterPages, application_of
 from gpumgr.common.units import Amounts
 from gpumgr.placement.topology.devices import Level, Topology
-from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.http_server import PageServer
 from tests.e2e.browser import visit
@@ -72,7 +71,7 @@ class ClusterStage:
         self.wait("large", PodRequest((ContainerRequest(gpus=9, cores_per_gpu=100),)))
         self.wait("scattered", PodRequest((ContainerRequest(gpus=5, cores_per_gpu=100),)))
         self.wait(HOSTILE, SHARE)
-        pages, _ = make_pages(self.server, self.index, self.watched, Quotas(), Settings())  # type: ignore[arg-type]
+        pages = ClusterPages(self.server, self.index, self.watched, Quotas(), "binpack")  # type: ignore[arg-type]
         self.web = PageServer(partial(application_of, pages.routes(), self.watched), HttpSettings(port=0))  # type: ignore[arg-type]
 
     def put(self, node: int) -> None:

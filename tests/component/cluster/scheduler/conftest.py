@@ -18,7 +18,7 @@ from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.leader import Leadership, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
-from gpumgr.cluster.scheduler.pages import ClusterPages, make_pages
+from gpumgr.cluster.scheduler.pages import ClusterPages
 from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
@@ -26,7 +26,6 @@ from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, Inv
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.topology.devices import score_matrix
-from gpumgr.settings import Settings
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.web.http_server import HttpServer
@@ -155,8 +154,10 @@ async def running(
     watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
     extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
-    pages, metrics = make_pages(server, index, watches, quotas, Settings(scheduler=settings))
-    application = make_application(extender, max_request_mebibytes=settings.max_request_mebibytes, answered=metrics.answered)
+    pages = ClusterPages(server, index, watches, quotas, settings.policy)
+    application = make_application(
+        extender, max_request_mebibytes=settings.max_request_mebibytes, answered=pages.metrics.answered
+    )
     listener = HttpServer(application, host="127.0.0.1", port=0)
     await listener.start()
     tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]
