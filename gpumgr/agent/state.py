@@ -124,14 +124,7 @@ class AgentState:
     def _apply(self, ledger: Ledger) -> None:
         """Puts `ledger` in force, logs and records the freed allocations, and checks GPUs without a holder for remaining processes."""
         for a in ledger.freed_since(self.ledger):
-            log.info(
-                "allocation_freed",
-                allocation=a.id,
-                holder=a.describe(),
-                gpus=tuple(a.gpus),
-                cores=a.cores,
-                memory_mebibytes=a.memory_mebibytes,
-            )
+            log.info("allocation_freed", allocation=a.id, holder=a.describe(), gpus=tuple(a.gpus))
             seconds = max(0, round(self.history.now() - a.granted_at))
             self.history.add(about(a, HistoryEntry(what="freed", why=f"held for {seconds} s")))
         for allocation in self.ledger.allocations.keys() - ledger.allocations.keys():

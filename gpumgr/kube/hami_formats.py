@@ -10,7 +10,6 @@ pkg/device/nvidia/links.go and pkg/util/nodelock.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from types import MappingProxyType
 from typing import Annotated, Final
 
@@ -178,7 +177,7 @@ def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfi
 
 REGISTER: Final = "hami.io/node-nvidia-register"
 SCORES: Final = "hami.io/node-nvidia-score"
-#: HAMi's scheduler binds no other pod to the node while the node has this annotation.
+#: HAMi's scheduler binds no other pod to the node while the node has this annotation: the time, and the namespace and name of a pod.
 LOCK: Final = "hami.io/mutex.lock"
 #: UUIDs, separated by commas, of GPUs that get no new pods. Operators write it; a text of another form has no effect.
 DEVICE_CORDON: Final = "hami.io/device-cordon"
@@ -203,16 +202,6 @@ class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     mode: str = field(default_factory=lambda: "hami-core")
     mig_profiles: tuple[RegisteredProfile, ...] = field(name="migProfiles", default=())
     healthy: bool = field(name="health", default=False)
-
-
-def describe_lock(text: str) -> str:
-    """Describes the annotation LOCK: for which pod the node is locked, and since when. The annotation has a time (RFC 3339), then the pod's
-    namespace and name; old schedulers write only the time. Raises ValueError."""
-    time, *pod = text.split(",")
-    since = datetime.fromisoformat(time)
-    if since.tzinfo is None or len(pod) not in (0, 2) or not all(pod):
-        raise ValueError(f"{text[:64]!r} is no time with the namespace and name of a pod")
-    return f"for {'/'.join(pod) or 'a pod'} since {since.isoformat()}"
 
 
 def encode_register(gpus: Iterable[RegisteredGpu]) -> str:

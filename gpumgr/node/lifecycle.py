@@ -39,7 +39,7 @@ from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import Preload, node_held
 from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsReloader, SettingsSource
-from gpumgr.settings.profile import inner_names, replicas
+from gpumgr.settings.profile import inner_names
 from gpumgr.web.read_model import ReadModel
 
 if TYPE_CHECKING:
@@ -64,13 +64,6 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
-    if replicas(settings) and max(settings.hami.device_memory_scaling, settings.hami.device_core_scaling) > 1:
-        log.warning(
-            "gpus_oversubscribed",
-            memory_scaling=settings.hami.device_memory_scaling,
-            core_scaling=settings.hami.device_core_scaling,
-            consequence="containers of nvidia.com/gpu may need more than a GPU has; only the memory of idle ones can be moved to the host",
-        )
     driver = make_driver(settings) if settings.node.mode == "dra" else None
     # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that
     # the next agent does not wait for their end.

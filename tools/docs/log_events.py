@@ -127,9 +127,6 @@ _ROWS: Final = {
     "container_over_limit": "A container uses more memory than it was granted. With `enforcement.evict` its pod is evicted.",
     "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
     "gpu_process_unattributed": "For 10 s no container is charged for this process's memory.",
-    "gpus_oversubscribed": (
-        "`hami.device_memory_scaling` or `device_core_scaling` is above 1: containers may need more than a GPU has."
-    ),
     "container_files_not_bounded": "Containers can fill `enforcement.run_dir` for a second ([why](enforcement.md#hami-core)).",
     "context_measured": ("What a CUDA context takes on a GPU; without `bytes` it was not measured, and counts within a second."),
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`, which takes effect after them.",

@@ -25,7 +25,6 @@ from gpumgr.kube.hami_formats import (
     REGISTER,
     RegisteredGpu,
     decode_register,
-    describe_lock,
     placed_by_hami,
     replica_request,
 )
@@ -203,11 +202,8 @@ def _warnings(running: Sequence[Allocation], found: HamiState) -> Iterator[str]:
         yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not compared"
         return
     if lock := found.annotations.get(LOCK):
-        try:
-            holder = describe_lock(lock)
-        except ValueError as error:
-            holder = f"which can't be read: {error}"
-        yield f"HAMi's scheduler has locked this node ({LOCK} {holder}): wait until the annotation is gone; after 5 minutes, remove it"
+        shown = f"{LOCK}: {lock[:_MOST_SHOWN]}"
+        yield f"HAMi's scheduler has locked this node ({shown}): wait until the annotation is gone; after 5 minutes, remove it"
     try:
         registered = {gpu.uuid: gpu for gpu in decode_register(found.annotations.get(REGISTER) or "[]")}
     except ValueError as error:

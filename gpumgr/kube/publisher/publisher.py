@@ -276,7 +276,7 @@ class Publisher:
             if outage or (error.status in _RETRIED and (error.status != 409 or desired.attempts < _MAX_CONFLICTS - 1)):
                 return self._retry(desired, error)
             remedy = self._log.refused(desired, error)
-            if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
+            if isinstance(desired, PodEviction):
                 why = f"{error}; {remedy}" if error.status == 403 else str(error)
                 self._refused_evictions[desired.uid] = desired.eviction, why
             if desired.insists:

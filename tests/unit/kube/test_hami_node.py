@@ -1,7 +1,5 @@
 """HAMi's annotations of a node, both ways."""
 
-from datetime import datetime, timedelta, timezone
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from msgspec.structs import replace
 from gpumgr.kube.hami_formats import (
     RegisteredGpu,
     decode_register,
-    describe_lock,
     encode_register,
     encode_scores,
     registered_profiles,
@@ -93,31 +90,6 @@ def test_what_is_encoded_is_decoded(gpus: list[RegisteredGpu]) -> None:
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode_register(text)
-
-
-ZONES = st.integers(-720, 840).map(lambda minutes: timezone(timedelta(minutes=minutes)))
-NAMES = st.from_regex("[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
-
-
-@given(st.datetimes(timezones=ZONES), st.none() | st.tuples(NAMES, NAMES))
-def test_a_lock_is_read_as_it_was_written(since: datetime, pod: tuple[str, str] | None) -> None:
-    text = describe_lock(",".join((since.isoformat(), *(pod or ()))))
-    assert text == f"for {'/'.join(pod) if pod else 'a pod'} since {since.isoformat()}"
-
-
-def test_a_lock_of_hamis_scheduler() -> None:
-    """Go writes UTC as Z; an old scheduler writes the time alone."""
-    assert describe_lock("2026-11-24T10:00:00Z,team,one") == "for team/one since 2026-11-24T10:00:00+00:00"
-    assert describe_lock("2026-11-24T10:00:00+08:00") == "for a pod since 2026-11-24T10:00:00+08:00"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "soon", "2026-11-24T10:00:00", "2026-11-24T10:00:00Z,team", "2026-11-24T10:00:00Z,,one", "2026-11-24T10:00:00Z,a,b,c"],
-)
-def test_another_lock_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"isoformat|is no time with"):
-        describe_lock(text)
 
 
 @pytest.mark.parametrize(("model", "expected"), [
