@@ -199,6 +199,10 @@ _ROWS: Final = {
         "The agent could not delete its ResourceSlice. Pods scheduled here within 30 s wait for a minute or longer."
     ),
     # over HTTP
+    "requests_cut": (
+        "Unfinished request bodies took too much memory, so the scheduler closed `count` connections. If it repeats, find the "
+        "client (`last_peer`)."
+    ),
     "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`).",
     "loopback_not_served": "The port is in use on loopback: `kubectl port-forward` does not work.",
     "token_in_plain_http": "The token is sent unencrypted. Set `http.tls_cert_file`.",

@@ -30,6 +30,8 @@ _OTHER_BYTES: Final = 16 << 20
 BODY_SECONDS: Final = 30.0
 #: Added to the age of a body, so that the size decides among bodies that have just begun to arrive.
 _YOUNG_SECONDS: Final = 0.01
+#: Connections that are cut for memory are logged at most once in this time.
+_LOG_SECONDS: Final = 60.0
 _Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
 _Result = FilterResult | BindResult | PreemptResult | list[HostPriority]
 
@@ -54,6 +56,7 @@ class Bodies:
         #: The unfinished bodies, the oldest first.
         self._arriving = dict[_Body, None]()
         self._total = 0
+        self._cut, self._logged_at = 0, float("-inf")
 
     @asynccontextmanager
     async def of(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
@@ -102,6 +105,11 @@ class Bodies:
         body.chunks.clear()
         if body.request.transport is not None:
             body.request.transport.abort()
+        self._cut += 1
+        if (now := self._clock()) >= self._logged_at + _LOG_SECONDS:
+            limit = f"bodies of requests take more than {self._total_bytes >> 20} MiB"
+            _log.warning("requests_cut", path=body.request.path, last_peer=body.request.remote, count=self._cut, reason=limit)
+            self._cut, self._logged_at = 0, now
 
 
 def make_application(

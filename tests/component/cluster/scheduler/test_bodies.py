@@ -55,11 +55,14 @@ async def test_unfinished_bodies_are_cut_and_whole_ones_are_answered(webhook: Ht
     """Clients without a credential send all but the last byte of many bodies."""
     size = MOST_BYTES
     count = 2 * TOTAL_BYTES // size
-    opened = [await begin(webhook.address, PATH, b" " * (size - 1), size) for _ in range(count)]
-    cut = await asyncio.gather(*map(answer, opened[: TOTAL_BYTES // size]))
-    assert cut == [b""] * len(cut)
-    reviewed = await answer(await begin(webhook.address, PATH, REVIEW, len(REVIEW)))
+    with capture_logs() as logs:
+        opened = [await begin(webhook.address, PATH, b" " * (size - 1), size) for _ in range(count)]
+        cut = await asyncio.gather(*map(answer, opened[: TOTAL_BYTES // size]))
+        assert cut == [b""] * len(cut)
+        reviewed = await answer(await begin(webhook.address, PATH, REVIEW, len(REVIEW)))
     assert reviewed.startswith(b"HTTP/1.1 200")
+    (logged,) = [each for each in logs if each["event"] == "requests_cut"]
+    assert (logged["path"], logged["last_peer"]) == (PATH, "127.0.0.1")
     for _, writer in opened:
         writer.close()
 
