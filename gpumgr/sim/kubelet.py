@@ -18,7 +18,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.kubelet.deviceplugin.codec import decode_container_response
 from gpumgr.ledger.answer import ContainerResponse, merged
-from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
+from gpumgr.sim.kubelet_devices import Align, DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, Endpoints, PluginClient, PodResourcesService, Registration
 from gpumgr.sim.kubelet_pods import (
     V1_35,
@@ -50,7 +50,7 @@ class SimKubelet:
         shape: KubeletVersion = V1_35,
         seed: int = 0,
         resource_order: ResourceOrder = "random",
-        numa_aligned: bool = False,
+        align: Align | None = None,
     ) -> None:
         self.plugin_folder = folder / "device-plugins"
         self.pod_resources_socket = folder / "pod-resources" / "kubelet.sock"
@@ -64,7 +64,7 @@ class SimKubelet:
         self.notices_ends.set()
         self.registrations: list[str] = []
         self._random = Random(seed)
-        self._devices = DeviceManager(self._random, shape=shape, resource_order=resource_order, numa_aligned=numa_aligned)
+        self._devices = DeviceManager(self._random, shape=shape, resource_order=resource_order, align=align)
         self._dial_timeout_seconds = 10.0
         self._pods: dict[str, SimPod] = {}
         self._admission = asyncio.Lock()

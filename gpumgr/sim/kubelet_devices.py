@@ -8,14 +8,11 @@ any available ids.
 3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold: ids that were chosen for an Allocate
 call that has not returned are missing in the new table and are offered twice.
 
-The Topology Manager's hints for each resource are merged under the best-effort policy. Source: topology_hints.go in the same
-folder, and pkg/kubelet/cm/topologymanager/policy.go. One simplification: among merged hints that are not preferred, the narrowest is
-used, while the kubelet uses the hint with the width closest to the widest minimum.
+The kubelet's Topology Manager is not part of it; `align` stands for it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import combinations, product
 from random import Random
 from typing import Literal
 
@@ -25,6 +22,20 @@ from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient
 from gpumgr.sim.kubelet_pods import V1_35, Holding, KubeletVersion, PodDevices, SimContainer, SimKubeletError, SimPod, without_cdi
 
 ResourceOrder = Literal["random", "core_first", "memory_first"]
+
+
+class AlignedRequest(msgspec.Struct, frozen=True):
+    """What the Topology Manager knows of a container's request of one resource. `devices`: the NUMA nodes of each id. `available` and
+    `reusable` do not overlap."""
+
+    devices: Mapping[str, frozenset[int]]
+    available: AbstractSet[str]
+    reusable: AbstractSet[str]
+    count: int
+
+
+#: Returns the NUMA nodes for a container with these requests; None: any.
+Align = Callable[[Sequence[AlignedRequest]], frozenset[int] | None]
 
 
 class SimCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,11 +81,11 @@ class DeviceManager:
         *,
         shape: KubeletVersion = V1_35,
         resource_order: ResourceOrder = "random",
-        numa_aligned: bool = False,
+        align: Align | None = None,
     ) -> None:
         self._random, self._shape = random, shape
         self._resource_order = resource_order
-        self._numa_aligned = numa_aligned
+        self._align = align
         self.clients: dict[str, PluginClient] = {}
         self.devices: dict[str, DeviceList] = {}
         self.healthy: dict[str, set[str]] = {}
@@ -119,7 +130,7 @@ class DeviceManager:
         if self._reusable_of != pod.uid:
             self._reusable_of, self._reusable = pod.uid, {}
         wanted = {resource: count for resource, count in container.limits.items() if self._is_known(resource)}
-        affinity = self._affinity(pod, container, free_ended) if self._numa_aligned else None
+        affinity = self._affinity(self._align, pod, container, free_ended) if self._align is not None else None
         asked = False
         for resource in self._order(wanted):
             if not asked:
@@ -256,15 +267,17 @@ class DeviceManager:
                 by_node.setdefault(node, []).append(device_id)
         return {node: tuple(on_node) for node, on_node in by_node.items()}
 
-    def _affinity(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> frozenset[int] | None:
+    def _affinity(
+        self, align: Align, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]
+    ) -> frozenset[int] | None:
         free_ended()
-        hints = []
+        requests = []
         for resource, count in container.limits.items():
             if self.holding(pod.uid, container.name, resource) is None and resource in self.healthy:
                 devices = {device_id: nodes for device_id, (_, nodes) in self.devices.get(resource, {}).items()}
                 available = self.healthy[resource] - self.allocated.get(resource, set())
-                hints.append(hints_for(devices, available, self._reusable.get(resource, set()), count))
-        return best_affinity(hints)
+                requests.append(AlignedRequest(devices, available, self._reusable.get(resource, set()), count))
+        return align(requests)
 
     def _settle_reuse(self, pod: SimPod, container: SimContainer) -> None:
         """Ids of an init container may be reused by later containers; ids of sidecars and app containers may not."""
@@ -299,52 +312,3 @@ class DeviceManager:
         ordered = sorted(ids)
         self._random.shuffle(ordered)
         return ordered
-
-
-#: NUMA nodes of each device id; empty = no preference.
-Devices = Mapping[str, frozenset[int]]
-
-
-class Hint(msgspec.Struct, frozen=True):
-    """A set of NUMA nodes that could serve a request. None = any."""
-
-    nodes: frozenset[int] | None
-    preferred: bool
-
-
-def hints_for(devices: Devices, available: AbstractSet[str], reusable: AbstractSet[str], requested: int) -> Sequence[Hint] | None:
-    """The hints of one resource; None if none of its devices has a NUMA node. `available` and `reusable` do not overlap."""
-    nodes = sorted(frozenset().union(*devices.values()))
-    if not nodes:
-        return None
-    fitting: list[frozenset[int]] = []
-    narrowest = len(nodes)
-    for mask in (frozenset(chosen) for width in range(1, len(nodes) + 1) for chosen in combinations(nodes, width)):
-        if len(mask) < narrowest and sum(bool(on & mask) for on in devices.values()) >= requested:
-            narrowest = len(mask)
-        if any(devices[device_id] and not devices[device_id] & mask for device_id in reusable):
-            continue
-        if sum(bool(devices[device_id] & mask) for device_id in (*available, *reusable)) >= requested:
-            fitting.append(mask)
-    return [Hint(mask, len(mask) == narrowest) for mask in fitting]
-
-
-def best_affinity(hints: Sequence[Sequence[Hint] | None]) -> frozenset[int] | None:
-    """Merges the hints of a container's resources; None = no affinity. A resource without a possible hint does not affect the others."""
-    choices = [[Hint(None, True)] if each is None else each or [Hint(None, False)] for each in hints]
-    merged = [_merge(chosen) for chosen in product(*choices)]
-    possible = [hint for hint in merged if hint.nodes is None or hint.nodes]
-    if not possible:
-        return None
-    return min(possible, key=_rank).nodes
-
-
-def _merge(chosen: Sequence[Hint]) -> Hint:
-    masks = [hint.nodes for hint in chosen if hint.nodes is not None]
-    if not masks:
-        return Hint(None, all(hint.preferred for hint in chosen))
-    return Hint(frozenset.intersection(*masks), all(hint.preferred for hint in chosen) and len(set(masks)) == 1)
-
-
-def _rank(hint: Hint) -> tuple[bool, float, list[int]]:
-    return (not hint.preferred, float("inf") if hint.nodes is None else len(hint.nodes), sorted(hint.nodes or ()))

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
+from tests.topology_manager import best_effort
 from tests.unit.agent.world import ClockLoop, Refused, World
 
 CORES = st.sampled_from([5, 10, 20, 30, 50, 60, 100, 100, 200])
@@ -68,7 +69,7 @@ class Admissions(RuleBasedStateMachine):
         self.loop = ClockLoop()
         self.cleanups.callback(self.loop.close)
         self.runner = self.cleanups.enter_context(asyncio.Runner(loop_factory=lambda: self.loop))
-        self.world = self.do(World.made(snapshot(4, 16, numa=numa), seed=seed, known=known, numa_aligned=numa))
+        self.world = self.do(World.made(snapshot(4, 16, numa=numa), seed=seed, known=known, align=best_effort if numa else None))
         self.loop.clock = self.world.clock
         self.world.pods.too_late = too_late
         # Init containers are not listed: those without a spec and without GetPreferredAllocation may stay without a name, and one that

@@ -19,6 +19,7 @@ from gpumgr.placement.pods import ContainerSpec
 from gpumgr.sim.kubelet_pods import SimPod
 from tests.allocations import block_count
 from tests.component.stage.stage import app, init, snapshot
+from tests.topology_manager import best_effort
 from tests.unit.agent.world import Plugin, Refused, World, played
 
 ORDERS = ["core_first", "memory_first"]
@@ -33,7 +34,7 @@ def gpus_of(world: World, pod: SimPod, container: str = "main") -> set[str]:
 @pytest.mark.parametrize("order", ORDERS)
 async def test_memory_follows_cores_that_the_topology_manager_chose(order: str) -> None:
     """One GPU on each NUMA node. Half of GPU 0 is left and wanted: aligned ids are all taken, no preference is asked for them."""
-    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True, resource_order=order)
+    world = await World.made(snapshot(2, 16, numa=True), align=best_effort, resource_order=order)
     await world.run(world.pod("first", app(50, 8)))
     second = await world.run(world.pod("second", app(50, 8)))
     await world.sweep(2)
@@ -44,7 +45,7 @@ async def test_memory_follows_cores_that_the_topology_manager_chose(order: str) 
 
 async def test_ids_of_an_ended_pods_init_container_are_not_reused() -> None:
     """The kubelet hands a dead pod's ids to another without asking: they are that other pod's, not the dead one's heir's."""
-    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True, seed=1)
+    world = await World.made(snapshot(2, 16, numa=True), align=best_effort, seed=1)
     dead = await world.run(world.pod("dead", init(100, 16), app(100, 16)))
     await world.run(world.pod("other", app(100, 16)))
     world.end(dead, None)
@@ -151,7 +152,7 @@ async def test_a_name_that_recurs_is_not_the_newest_once_another_pod_is_admitted
 
 async def test_ids_without_a_preference_belong_to_the_pod_that_list_shows() -> None:
     """Two equal pods are bound at once and the younger is admitted first; aligned ids are handed out without a preference."""
-    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
+    world = await World.made(snapshot(2, 16, numa=True), align=best_effort)
     await world.run(world.pod("first", app(50, 8)))
     older, younger = world.pod("older", app(50, 8)), world.pod("younger", app(50, 8))
     world.update_cache(older)
@@ -262,7 +263,7 @@ def test_of_several_pods_that_wait_none_is_guessed(order: str, numa: bool) -> No
         await world.run(older)
         world.check_names()
 
-    played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order=order)
+    played(scenario, node=snapshot(2, 16, numa=numa), align=best_effort if numa else None, resource_order=order)
 
 
 @pytest.mark.parametrize("numa", [True, False], ids=["allocate", "prefer"])
@@ -287,7 +288,7 @@ def test_a_call_that_waits_for_the_list_delays_nothing_else(numa: bool) -> None:
         world.check_names()
         world.check_places()
 
-    played(scenario, node=snapshot(2, 16, numa=numa), numa_aligned=numa, resource_order="core_first")
+    played(scenario, node=snapshot(2, 16, numa=numa), align=best_effort if numa else None, resource_order="core_first")
 
 
 def test_a_pod_that_waits_for_the_list_remains_the_one_of_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +403,7 @@ async def test_whole_gpus_that_were_just_freed_are_granted_to_a_memory_call() ->
 
 async def test_ids_of_an_init_container_are_not_passed_on_to_another_pod() -> None:
     """The kubelet dropped them during the Allocate, and the Topology Manager leaves it no choice but these."""
-    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
+    world = await World.made(snapshot(2, 16, numa=True), align=best_effort)
     gone = await world.run(world.pod("gone", app(100)))
     world.clock.now += 2
 

@@ -12,6 +12,7 @@ from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.pods import PodKey, PodSandbox, PodView
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import Clock, MemoryPods, MemoryRuntime, snapshot
+from tests.topology_manager import best_effort
 from tests.unit.agent.world import World
 
 WEB: PodKey = ("team", "web-0")
@@ -134,7 +135,7 @@ async def test_a_late_watch_is_waited_for_and_a_pod_that_runs_only_once() -> Non
 
 async def test_ids_that_the_kubelet_forgot_before_any_list_stay_until_no_listed_pod_lacks_ids() -> None:
     """Aligned ids come without a preference, and the cache has the pod after its admission: the allocation has no name."""
-    world = await World.made(snapshot(2, 16, numa=True), known="late", numa_aligned=True)
+    world = await World.made(snapshot(2, 16, numa=True), known="late", align=best_effort)
     first = world.pod("first", WHOLE)
     await world.admit(first)
     assert [a.pod for a in world.ledger.allocations.values()] == [None]

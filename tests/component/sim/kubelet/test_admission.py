@@ -9,6 +9,7 @@ import pytest
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
 from gpumgr.sim.kubelet import SimContainer, SimKubeletError, SimPod
+from tests.topology_manager import best_effort
 
 CORE: dict[str, int | None] = {f"a-c{number:02}": None for number in range(10)}
 MEMORY: dict[str, int | None] = {f"a-m{number}": None for number in range(10)}
@@ -217,7 +218,7 @@ NUMA_MEMORY: dict[str, int | None] = {f"a-m{number}": number // 5 for number in 
 
 
 async def test_numa_aligned_ids_are_all_that_is_offered(make_node: Any) -> None:
-    kubelet, plugin = await make_node(NUMA_CORE, NUMA_MEMORY, numa_aligned=True)
+    kubelet, plugin = await make_node(NUMA_CORE, NUMA_MEMORY, align=best_effort)
     plugin.core.prefer = lambda available, _must, size: sorted(available, reverse=True)[:size]
     await kubelet.admit(pod("a", app(3, 3)))
     assert {call.available for call in kubelet.calls if call.rpc == "GetPreferredAllocation"} == {5}
@@ -228,7 +229,7 @@ async def test_numa_aligned_ids_are_all_that_is_offered(make_node: Any) -> None:
 
 async def test_aligned_ids_must_be_included_when_they_are_too_few(make_node: Any) -> None:
     """Core fits one node, memory needs both: the merged hint is one node, and memory takes that node's blocks first."""
-    kubelet, _ = await make_node(NUMA_CORE, NUMA_MEMORY, numa_aligned=True)
+    kubelet, _ = await make_node(NUMA_CORE, NUMA_MEMORY, align=best_effort)
     await kubelet.admit(pod("a", app(3, 7)))
     asked = next(call for call in kubelet.calls if call.rpc == "GetPreferredAllocation" and call.resource == MEMORY_RESOURCE)
     assert len(asked.ids) == 5
