@@ -8,7 +8,7 @@ any available ids.
 3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold: ids that were chosen for an Allocate
 call that has not returned are missing in the new table and are offered twice.
 
-The kubelet's Topology Manager is not part of it; `align` stands for it.
+The kubelet's Topology Manager is not part of it; `align` replaces it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -127,7 +127,7 @@ async def test_a_kubelet_that_is_too_old_is_reported_once(folder: Path) -> None:
         before = node.ledger()
         assert node.disagreements() == []
         (line,) = node.agent_log.find("pod_resources_unavailable")
-        assert "has no PodResources API v1, so it is older than 1.20; upgrade it" in line["error"]
+        assert "unknown service v1.PodResourcesLister" in line["error"]
         assert complaints(node) == {"pod_resources_unavailable"}
         await lose_ledger(node)
         await node.start_agent()

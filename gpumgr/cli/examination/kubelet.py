@@ -10,9 +10,8 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
-from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel
+from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.kubelet.deviceplugin.other_plugins import answering, holder, problem_and_remedy
-from gpumgr.kubelet.deviceplugin.podresources import lacks_v1, pod_resources_error
 
 IF_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
 #: The folder is a constant in Kubernetes' kubelet (pkg/kubelet/cm/devicemanager); kubelets of some distributions use another folder.
@@ -49,15 +48,18 @@ async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_second
         with closing(UnixChannel(socket)) as channel:
             await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
     except GRPCError as answer:
-        if lacks_v1(answer):
-            return error_of(pod_resources_error("ask for the pod resources", socket, answer), "upgrade it to 1.20 or newer")
+        if "unknown service" in (answer.message or ""):  # an unknown method of a known service has another message
+            return error(
+                f"the kubelet at {socket} has no PodResources API v1, so it is older than 1.20",
+                "upgrade it: without that API gpumgr can't determine which pod a request is for, and which pods have ended",
+            )
         if needs_cdi and answer.status is Status.UNIMPLEMENTED:
             return error(
                 f"the kubelet at {socket} is older than 1.27 and does not take CDI devices: pods would start without their GPUs",
                 "set enforcement.injection to mounts, or upgrade the kubelet to 1.29 or newer",
             )
     except CALL_FAILURES as exception:
-        known = pod_resources_error("ask for the pod resources", socket, exception)
+        known = kubelet_error("ask for the pod resources", socket, exception)
         return error_of(
             known, "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
         )

@@ -25,8 +25,6 @@ from gpumgr.placement.pods import ClaimKey, Containers, Listing, PodKey
 
 _LIST: Final = "/v1.PodResourcesLister/List"
 _RATE_LIMITED: Final = "rejected by rate limit"
-#: grpc-go's message for an unknown service. An unknown method of a known service has another message.
-_NO_SERVICE: Final = "unknown service"
 
 
 def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) -> Listing:
@@ -128,26 +126,11 @@ class PodResourcesClient:
                 raise KubeletError(f"can't read the pod resources from {self._socket}: {error}") from error
             except CALL_FAILURES as error:
                 if not _rate_limited(error) or asyncio.get_running_loop().time() >= deadline:
-                    raise pod_resources_error("list the pod resources", self._socket, error) from error
+                    raise kubelet_error("list the pod resources", self._socket, error) from error
             await asyncio.sleep(random.uniform(0.010, 0.020))
 
     def close(self) -> None:
         self._channel.close()
-
-
-def lacks_v1(error: Exception) -> bool:
-    """Whether a kubelet before 1.20, which has only v1alpha1, sent this error."""
-    return isinstance(error, GRPCError) and error.status is Status.UNIMPLEMENTED and _NO_SERVICE in (error.message or "")
-
-
-def pod_resources_error(doing: str, socket: Path, error: Exception) -> KubeletError:
-    """The KubeletError for one of CALL_FAILURES."""
-    if lacks_v1(error):
-        return KubeletError(
-            f"the kubelet at {socket} has no PodResources API v1, so it is older than 1.20; upgrade it: without that API gpumgr can't "
-            "determine which pod a request is for, and which pods have ended"
-        )
-    return kubelet_error(doing, socket, error)
 
 
 def _rate_limited(error: Exception) -> bool:
