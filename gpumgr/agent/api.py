@@ -168,7 +168,7 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
     """/api/pods/{namespace}/{pod}: what is known of all pods that had this name.
 
-    `uid` is the UID of the newest pod, `earlier_uids` are newest first. `phase`, `reason` and `message` are from the pod's status.
+    `uid` is the UID of the newest pod. `phase`, `reason` and `message` are from the pod's status.
     `request` has the containers that request GPUs, in the kubelet's order. `allocations` and `history` are oldest first; `gpus`
     are the GPUs of the allocations.
     """
@@ -176,7 +176,6 @@ class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     pod: str
     uid: str | None = None
-    earlier_uids: tuple[str, ...] = ()
     phase: str | None = None
     reason: str | None = None
     message: str | None = None

@@ -31,8 +31,6 @@ def _head(pod: PodDetails) -> Iterator[str]:
     yield ", ".join(fact for fact in facts if fact) + "."
     if status := ": ".join(text for text in (pod.reason, pod.message) if text):
         yield f"Its status: {status}"
-    if pod.earlier_uids:
-        yield f"Earlier pods of this name: uid {', uid '.join(pod.earlier_uids)}."
 
 
 def _request(pod: PodDetails, *, live: bool) -> Iterator[str]:
@@ -61,13 +59,13 @@ def _happened(pod: PodDetails, gpus: GpuLabels) -> Iterator[str]:
         yield "The history has nothing about it."
         return
     yield "What happened:"
-    first = dict[str | None, HistoryEntry]()
+    first = dict[str, HistoryEntry]()
     for entry in pod.history:
-        if entry.what == "granted" and first.setdefault(entry.id, entry).kind != entry.kind:
+        if entry.what == "granted" and entry.id and first.setdefault(entry.id, entry).kind != entry.kind:
             continue  # the kubelet's second call for the container: the first one has placed it
         own = {candidate.gpu: candidate.index for candidate in entry.candidates}
         here = GpuLabels({**gpus.indices, **own})
-        uid = f", uid {entry.pod_uid}" if pod.earlier_uids and entry.pod_uid else ""
+        uid = f", uid {entry.pod_uid}" if entry.pod_uid not in (None, pod.uid) else ""
         yield f"  {clock_time(entry.at)}  {_title(entry, _sizes(entry, pod))}{uid}"
         yield from (f"    {line}" for line in (*_candidates(entry, _request_of(entry, pod)), *_outcome(entry, here)))
 

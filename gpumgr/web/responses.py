@@ -40,32 +40,17 @@ async def on_response_prepare(_request: web.Request, response: web.StreamRespons
 
 def add_common_headers(response: web.StreamResponse) -> None:
     """Sets headers against caching, framing, content sniffing and referrers, and hides the server's version. A page may set its own
-    Cache-Control and Content-Security-Policy."""
+    Content-Security-Policy."""
     response.headers["Server"] = "gpumgr"
-    response.headers.setdefault("Cache-Control", "no-store")
+    response.headers["Cache-Control"] = "no-store"
     response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Referrer-Policy"] = "no-referrer"
 
 
-def ranked(header: str) -> list[tuple[str, float, dict[str, str]]]:
-    """Entries of the header (RFC 9110, 12.4.2): name in lower case, weight 0..1, other parameters. A malformed weight counts as 0."""
-    entries = []
-    for entry in header.split(","):
-        name, *words = (word.strip() for word in entry.split(";"))
-        parameters = {key.strip().lower(): value.strip() for key, _, value in (word.partition("=") for word in words)}
-        try:
-            weight = float(parameters.pop("q", "1"))
-        except ValueError:
-            weight = 0.0
-        entries.append((name.lower(), weight, parameters))
-    return entries
-
-
-def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header allows gzip; a missing header does not."""
-    weights = {name: weight for name, weight, _ in ranked(accept_encoding)}
-    return weights.get("gzip", weights.get("*", 0.0)) > 0
+def accepts(header: str, name: str) -> bool:
+    """Whether an Accept or Accept-Encoding header names this format. As in Prometheus' own client library, weights are not compared."""
+    return any(entry.partition(";")[0].strip().lower() == name for entry in header.split(","))
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -181,29 +166,21 @@ _INLINE: Final = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1\s*>", re.DOTALL |
 
 
 class IndexPage:
-    """The file is compressed once, with an ETag for each form; aiohttp's `enable_compression` would compress it for each request, and
-    ignores the weights of Accept-Encoding."""
+    """The file is read and compressed once; aiohttp's `enable_compression` would compress it for each request."""
 
     def __init__(self, path: Path = PAGE) -> None:
-        content = path.read_bytes()
-        self.plain, self.packed = content, gzip.compress(content, 9, mtime=0)
-        self._tag = hashlib.sha256(content).hexdigest()[:32]
-        self._policy = page_policy(content.decode())
+        self.plain = path.read_bytes()
+        self.packed = gzip.compress(self.plain, 9, mtime=0)
+        self._policy = page_policy(self.plain.decode())
 
     def response(self, request: web.Request) -> web.Response:
-        packed = accepts_gzip(",".join(request.headers.getall("Accept-Encoding", ())))
-        body, tag = (self.packed, f"{self._tag}-gzip") if packed else (self.plain, self._tag)
-        headers = {
-            "ETag": f'"{tag}"',
-            "Vary": "Accept-Encoding",
-            "Cache-Control": "no-cache",
-            "Content-Security-Policy": self._policy,
-        }
-        if {each.value for each in request.if_none_match or ()} & {tag, "*"}:
-            return web.Response(status=304, headers=headers)
+        packed = accepts(",".join(request.headers.getall("Accept-Encoding", ())), "gzip")
+        headers = {"Vary": "Accept-Encoding", "Content-Security-Policy": self._policy}
         if packed:
             headers["Content-Encoding"] = "gzip"
-        return web.Response(body=body, headers=headers, content_type="text/html", charset="utf-8")
+        return web.Response(
+            body=self.packed if packed else self.plain, headers=headers, content_type="text/html", charset="utf-8"
+        )
 
 
 def page_policy(html: str) -> str:

@@ -3,8 +3,8 @@
 A value that is not known is null. Samples taken before the driver became unavailable are null, too, since they may be outdated.
 
 A pod has its request, its allocations, and what happened to it and to its GPUs. Pods of one name may follow each other: `uid` is the UID of
-the newest pod, `earlier_uids` are the UIDs of earlier pods, and each allocation and entry has the UID of its own pod. A static pod has its
-mirror pod's UID; the kubelet's own UID means the same pod.
+the newest pod, and each allocation and entry has the UID of its own pod. A static pod has its mirror pod's UID; the kubelet's own UID
+means the same pod.
 """
 
 import time
@@ -212,14 +212,17 @@ def pod_details(
     entries = [(entry, holder) for entry, holder in entries if concerns(holder)]
     if view is None and not allocations and not entries:
         return None
-    incarnations = _incarnations(view, allocations, entries)
+    seen = [
+        *(holder[1] for entry, holder in entries if entry.what == "freed"),
+        *(a.uid for a in sorted(allocations, key=lambda a: a.granted_at)),
+        *(holder[1] for entry, holder in entries if entry.what != "freed"),
+    ]
     own, held = {entry.number for entry, _ in entries}, {gpu for a in allocations for gpu in a.places}
     periods = _periods(allocations, [entry for entry, _ in entries])
     return PodDetails(
         namespace=namespace,
         pod=pod,
-        uid=incarnations[0] if incarnations else None,
-        earlier_uids=tuple(incarnations[1:]),
+        uid=view.uid if view else next((uid for uid in reversed(seen) if uid), None),
         phase=view.phase if view else None,
         reason=view.reason if view else None,
         message=view.message if view else None,
@@ -251,40 +254,21 @@ def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[History
 
 
 def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry]) -> list[tuple[set[GpuName], float, float]]:
-    """The GPUs of each allocation, with its start and end (unix seconds), where they are known."""
+    """The GPUs of each allocation, with the numbers of the entries of its grant (0: older than the history) and its end."""
     granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
-    ended = [(granted[entry.id], entry.at) for entry in entries if entry.what == "freed" and entry.id in granted]
+    ended = [(granted[entry.id], entry.number) for entry in entries if entry.what == "freed" and entry.id in granted]
     return [
-        *((set(a.places), a.granted_at, inf) for a in allocations),
-        *((set(grant.gpus), grant.at, until) for grant, until in ended),
+        *((set(a.places), granted[a.id].number if a.id in granted else 0, inf) for a in allocations),
+        *((set(grant.gpus), grant.number, until) for grant, until in ended),
     ]
 
 
 def _during(entry: HistoryEntry, periods: Sequence[tuple[set[GpuName], float, float]]) -> bool:
-    """Whether the pod had the GPU at the time of the entry."""
-    return any(not gpus.isdisjoint(entry.gpus) and since <= entry.at <= until for gpus, since, until in periods)
+    """Whether the pod had the GPU when the entry was recorded."""
+    return any(not gpus.isdisjoint(entry.gpus) and since <= entry.number <= until for gpus, since, until in periods)
 
 
 def _uids(pod: PodKey, view: PodView | None, holders: Sequence[Holder]) -> set[str]:
     """All UIDs that pods of this name had."""
     known = {uid for name, uid in holders if name == pod and uid}
     return known | {uid for uid in (view.uid, view.runtime_uid) if uid} if view else known
-
-
-def _incarnations(
-    view: PodView | None, allocations: Sequence[Allocation], entries: Sequence[tuple[HistoryEntry, Holder]]
-) -> list[str]:
-    """The UIDs of all pods of the name, newest first: the API server's, then by the time when each was first seen.
-
-    A pod may end after the next one began, so the order ignores the ends. A pod is last if only its end is known.
-    """
-    first = {holder[1]: -inf for entry, holder in entries if entry.what == "freed"}
-    seen = [(entry.at, holder[1]) for entry, holder in entries if entry.what != "freed"]
-    seen += [(a.granted_at, a.uid) for a in allocations]
-    first.update(
-        (uid, at) for at, uid in sorted(seen, key=lambda pair: -pair[0])
-    )  # the earliest time of a UID is set last, so it stays
-    uids = [uid for uid in sorted(first, key=lambda uid: first[uid]) if uid]
-    if view is not None:
-        uids = [uid for uid in uids if uid not in (view.uid, view.runtime_uid)] + [view.uid]
-    return uids[::-1]

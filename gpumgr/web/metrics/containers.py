@@ -4,7 +4,6 @@ Only shares have limits; a container with whole GPUs has no series of limits. Th
 that it limits have series of their turns.
 """
 
-import operator
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -17,9 +16,6 @@ from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
 
 #: The labels of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
-
-#: Merges two values of one series: successive pods of one name have the same labels, and so have containers without a name yet.
-Merge = Callable[[float, float], float]
 
 
 def _family(name: str, about: str) -> Family:
@@ -36,72 +32,52 @@ def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], floa
     return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
 
 
-def _newer(_: float, newer: float) -> float:
-    """The value of the newer container, so the end of the older one changes nothing. The counter begins again with the newer container, as
-    after a restart."""
-    return newer
-
-
-def _added_ratios(one: float, other: float) -> float:
-    return min(1.0, one + other)
-
-
 _CORES: Final = _family("core_allocated_ratio", "Share of the GPU's cores that the container holds.")
 _MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of a whole GPU's.")
 _OVER: Final = _family("over_limit", "1 while the container stays over its limit of memory.")
-_READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Merge], ...]] = (
+_READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None]], ...]] = (
     (
         _family("memory_used_bytes", "Memory that the container uses, by the driver's count."),
         lambda use: use.memory_bytes,
-        operator.add,
     ),
     (
         _family("memory_request_bytes", "Memory granted to the container, also by a resize."),
         lambda use: use.memory_request_bytes,
-        operator.add,
     ),
     (
         _family("memory_limit_bytes", "Memory that the container may use, with its burst."),
         lambda use: use.memory_limit_bytes,
-        operator.add,
     ),
     (
         _family("core_utilization_ratio", "Share of the driver's sample period in which the container's kernels ran on the GPU."),
         lambda use: ratio(use.utilization_ratio),
-        _added_ratios,
     ),
     (
         _family("core_limit_ratio", "Share of the GPU's cores that the container was granted."),
         lambda use: None if use.memory_limit_bytes is None else use.cores / CORES_PER_GPU,
-        _added_ratios,
     ),
-    (_family("processes", "Processes of the container on the GPU."), lambda use: use.process_count, operator.add),
+    (_family("processes", "Processes of the container on the GPU."), lambda use: use.process_count),
     (
         _family("over_limit_ratio", "Memory that the container uses, relative to its limit."),
         lambda use: (
             use.memory_bytes / use.memory_limit_bytes if use.memory_limit_bytes and use.memory_bytes is not None else None
         ),
-        max,
     ),
     (
         _counter("held_seconds", "How long the container held the GPU (limiter)."),
         _of_turns(lambda turns: turns.held_seconds),
-        _newer,
     ),
     (
         _counter("waited_seconds", "How long the container waited for a turn (limiter)."),
         _of_turns(lambda turns: turns.waited_seconds),
-        _newer,
     ),
     (
         _counter("launches", "Kernels, graphs and large copies that the container launched (limiter)."),
         _of_turns(lambda turns: turns.launches),
-        _newer,
     ),
     (
         _counter("overruns", "Turns that ended before the container's work (limiter)."),
         _of_turns(lambda turns: turns.overruns),
-        _newer,
     ),
 )
 _KINDS: Final = gauge(
@@ -118,7 +94,7 @@ _SUSPENSION: Final = gauge(
     "state",
 )
 
-FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for family, _, _ in _READINGS))
+FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for family, _ in _READINGS))
 
 
 def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
@@ -129,8 +105,8 @@ def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[Rendere
     granted = report.view.ledger.allocations
     ordered = sorted(use.containers.values() if use else (), key=lambda each: granted[each.allocation].granted_at)
     named = [(_labels(each, texts), each) for each in yielding_gil(ordered)]
-    for family, read, merge in _READINGS:
-        yield render(family, _merged(named, read, merge))
+    for family, read in _READINGS:
+        yield render(family, _series(named, read))
     yield render(_KINDS, _by_kind(named))
     states = report.view.suspensions
     yield render(
@@ -142,9 +118,7 @@ def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[Rendere
         },
     )
     over = report.over
-    yield render(
-        _OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else (use.allocation, use.gpu) in over, max)
-    )
+    yield render(_OVER, _series(named, lambda use: None if use.memory_limit_bytes is None else (use.allocation, use.gpu) in over))
 
 
 def _labels(use: ContainerUse, texts: LabelCache) -> str:
@@ -152,23 +126,19 @@ def _labels(use: ContainerUse, texts: LabelCache) -> str:
     return texts.of(namespace, pod, use.container or "", use.uuid)
 
 
-def _merged(
-    named: list[tuple[str, ContainerUse]], read: Callable[[ContainerUse], float | None], merge: Merge
-) -> dict[str, float]:
-    series: dict[str, float] = {}
-    for labels, use in named:
-        if (value := read(use)) is not None:
-            series[labels] = value if (before := series.get(labels)) is None else merge(before, value)
-    return series
+def _series(named: list[tuple[str, ContainerUse]], read: Callable[[ContainerUse], float | None]) -> dict[str, float]:
+    """Successive pods of one name have the same labels, and so have containers without a name yet: the newest container counts. So the end
+    of an older one changes nothing, and a counter begins again with the newer one, as after a restart."""
+    return {labels: value for labels, use in named if (value := read(use)) is not None}
 
 
 def _by_kind(named: list[tuple[str, ContainerUse]]) -> dict[str, float]:
-    series: dict[str, float] = {}
-    for labels, use in named:
-        for kind, size in use.turns.memory_bytes_by_kind.items() if use.turns else ():
-            key = f'{labels},kind="{kind}"'
-            series[key] = series.get(key, 0) + size
-    return series
+    return {
+        f'{labels},kind="{kind}"': size
+        for labels, use in named
+        if use.turns
+        for kind, size in use.turns.memory_bytes_by_kind.items()
+    }
 
 
 def _held(ledger: Ledger, texts: LabelCache) -> Iterator[RenderedFamily]:

@@ -18,7 +18,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import page
 from gpumgr.web.metrics.registry import Metrics
-from gpumgr.web.responses import accepts_gzip, ranked
+from gpumgr.web.responses import accepts
 
 #: A format is rendered for this long after its last scrape: longer than a usual scrape interval.
 WANTED_SECONDS: Final = 150.0
@@ -26,8 +26,6 @@ WANTED_SECONDS: Final = 150.0
 _GZIP_LEVEL: Final = 1
 
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
-_PLAIN_TYPES: Final = ("text/plain", "text/*", "*/*")
-
 
 #: Whether the format is OpenMetrics -> the Content-Type.
 _CONTENT_TYPES: Final = {
@@ -64,8 +62,8 @@ class Exposition:
             self._pages = await self._render(self._scraped_at)
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
-        """Headers and body, in the format and encoding that the request's headers prefer."""
-        variant = (prefers_openmetrics(accept), accepts_gzip(accept_encoding))
+        """Headers and body, in OpenMetrics and gzip if the request's headers name them."""
+        variant = (accepts(accept, _OPENMETRICS_TYPE), accepts(accept_encoding, "gzip"))
         self._scraped_at[variant] = self._clock()
         headers = {"Content-Type": _CONTENT_TYPES[variant[0]], "Vary": "Accept, Accept-Encoding"}
         if variant[1]:
@@ -105,14 +103,3 @@ def _render_pages(metrics: Metrics, variants: Collection[_Variant]) -> dict[_Var
 
 def _compressed(text: bytes) -> bytes:
     return gzip.compress(text, _GZIP_LEVEL, mtime=0)
-
-
-def prefers_openmetrics(accept: str) -> bool:
-    """Whether an Accept header ranks OpenMetrics 1.0 (or its drafts) at least as high as plain text."""
-    openmetrics_weight = plain_weight = 0.0
-    for name, weight, parameters in ranked(accept):
-        if name == _OPENMETRICS_TYPE and parameters.get("version", "1.0.0") in ("1.0.0", "0.0.1"):
-            openmetrics_weight = max(openmetrics_weight, weight)
-        elif name in _PLAIN_TYPES:
-            plain_weight = max(plain_weight, weight)
-    return openmetrics_weight > 0 and openmetrics_weight >= plain_weight

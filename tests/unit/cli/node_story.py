@@ -159,7 +159,6 @@ def story() -> dict[str, Any]:
         "namespace": "team",
         "pod": "resnet-0",
         "uid": "uid-resnet-0",
-        "earlier_uids": [],
         "phase": "Running",
         "reason": None,
         "message": None,

@@ -57,7 +57,7 @@ def told(document: dict[str, Any], *, live: bool = True) -> str:
 
 
 def of(pod: str, *history: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    empty: dict[str, Any] = {"uid": None, "phase": None, "request": [], "allocations": [], "earlier_uids": []}
+    empty: dict[str, Any] = {"uid": None, "phase": None, "request": [], "allocations": []}
     return {"namespace": "team", "pod": pod, "history": list(history), **empty, **facts}
 
 
@@ -179,9 +179,9 @@ def test_the_none_mechanism_is_not_shown_as_a_limit(mechanisms: list[str], sente
 
 
 def test_pods_of_one_name_are_shown_separately() -> None:
-    text = told(of("p", entry(1, "freed", pod_uid="old", why="held for 3 s"), uid="new", earlier_uids=["old"]))
+    text = told(of("p", entry(1, "freed", pod_uid="old", why="held for 3 s"), uid="new"))
     assert "not known: the API server does not have the pod." in text
-    assert text.startswith("Pod team/p, uid new.\nEarlier pods of this name: uid old.\n")
+    assert text.startswith("Pod team/p, uid new.\n")
     assert "freed, uid old\n    held for 3 s" in text
 
 

@@ -113,7 +113,7 @@ def test_turns_that_have_not_been_used_are_0_and_not_absent() -> None:
 
 
 def test_counters_of_two_pods_of_one_name_are_those_of_the_newer_one() -> None:
-    """So they do not drop when the older one ends. What both hold is added."""
+    """So they do not drop when the older one ends."""
     newer, older = replace(share("a"), granted_at=2.0), replace(share("b", blocks=0b100), granted_at=1.0)
     report = picture_of(newer, older, processes={}, owners={})
     report = with_turns(report, {"a": turns(launches=1, alloc=700, pool=1), "b": turns(launches=9, alloc=300)})
@@ -121,7 +121,7 @@ def test_counters_of_two_pods_of_one_name_are_those_of_the_newer_one() -> None:
     alone = with_turns(picture_of(newer, processes={}, owners={}), {"a": turns(launches=1)})
     assert ours(alone, "container_launches_total") == {SERIES: 1.0}
     container, gpu, *pod = SERIES
-    by_kind = {(container, gpu, "alloc", *pod): 1000.0, (container, gpu, "pool", *pod): 1.0}
+    by_kind = {(container, gpu, "alloc", *pod): 700.0, (container, gpu, "pool", *pod): 1.0}
     assert ours(report, "container_memory_by_kind_bytes") == by_kind
 
 
@@ -161,19 +161,19 @@ def test_a_share_without_memory_blocks_has_no_ratio_of_them() -> None:
     assert ours(report, "container_memory_limit_bytes") == {SERIES: 0.0}
 
 
-def test_two_pods_of_one_name_make_one_series() -> None:
+def test_the_newer_of_two_pods_of_one_name_has_the_series() -> None:
     owners: dict[int, Container | None] = {11: container("a", WEB), 12: container("b", WEB)}
     report = picture_of(
-        share("a"),
-        share("b", blocks=0b100),
+        replace(share("a"), granted_at=1.0),
+        replace(share("b", blocks=0b100), granted_at=2.0),
         processes={11: 1, 12: BLOCK_BYTES},
         owners=owners,
         ratios={11: 0.75, 12: 0.5},
         over=frozenset({("b", name_of(0))}),
     )
-    assert ours(report, "container_memory_used_bytes") == {SERIES: BLOCK_BYTES + 1.0}
-    assert ours(report, "container_memory_limit_bytes") == {SERIES: 3.0 * BLOCK_BYTES}
-    assert ours(report, "container_core_utilization_ratio") == {SERIES: 1.0}
+    assert ours(report, "container_memory_used_bytes") == {SERIES: 1.0 * BLOCK_BYTES}
+    assert ours(report, "container_memory_limit_bytes") == {SERIES: 1.0 * BLOCK_BYTES}
+    assert ours(report, "container_core_utilization_ratio") == {SERIES: 0.5}
     assert ours(report, "container_over_limit") == {SERIES: 1.0}
     assert ours(report, "container_over_limit_ratio") == {SERIES: 1.0}
 
