@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import NamespaceQuota, Quotas
+from gpumgr.cluster.core.quota import NamespaceQuota
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.objects import QuotaLabels, parse_node
 from gpumgr.cluster.scheduler.watches import ClusterWatches
@@ -71,9 +70,9 @@ def different(number: int, source: random.Random) -> Json:
 class Bench:
     def __init__(self, nodes: int, pods: int) -> None:
         server, settings = ApiServer.__new__(ApiServer), SchedulerSettings()  # no request is sent
-        self.quotas, self._time = Quotas(), 0.0
-        self.index = ClusterIndex([self.quotas])
-        self.watches = ClusterWatches(server, self.index, self.quotas, settings)
+        self._time = 0.0
+        self.watches = ClusterWatches(server, settings)
+        self.index, self.quotas = self.watches.index, self.watches.quotas
         self.watches.synced = True
         for number in range(nodes):
             item = node(name_of(number))
@@ -86,7 +85,7 @@ class Bench:
             self.index.bind(placed)
         for number in range(20 * nodes):
             self.index.use_cpu(f"cpu-{number}", name_of(number // 20), number * 7 % 1993 + 1)
-        self.extender = Extender(server, self.index, self.quotas, self.watches, settings, clock=lambda: self._time)
+        self.extender = Extender(server, self.watches, settings, clock=lambda: self._time)
         source, names = random.Random(1), [name_of(number) for number in range(nodes)]
         self._orders = [json.dumps(source.sample(names, nodes), separators=(",", ":")) for _ in range(ORDERS)]
         self._calls = 0

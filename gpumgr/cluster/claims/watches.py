@@ -6,10 +6,8 @@ together.
 """
 
 import asyncio
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,16 +16,14 @@ from msgspec.structs import replace
 from gpumgr.cluster.claims import objects
 from gpumgr.cluster.claims.gates import Demand, kinds_for
 from gpumgr.cluster.claims.objects import Key, UnboundPod, WatchedClaim, WatchedSlice, WatchedTemplate
-from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
-from gpumgr.cluster.core.quota import GpuKind, Quotas
-from gpumgr.cluster.scheduler.objects import CpuPod, QuotaLabels
+from gpumgr.cluster.core.quota import GpuKind
+from gpumgr.cluster.scheduler.objects import CpuPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import CORES_PER_GPU, DRA_DRIVER
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import Keyed, Reflector, Watched, WatchTimes, prompt_watches
-from gpumgr.settings.hami_resources import ReplicaResources
+from gpumgr.kube.reflector import Keyed, Watched
 from gpumgr.settings.schema import SchedulerSettings
 
 _Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
@@ -53,20 +49,9 @@ class _ClusterPod(msgspec.Struct, frozen=True):
 class ClaimWatches(ClusterWatches):
     """`changed` is set at each change; the controller clears it. `used_at`: template -> its last use, by the monotonic `clock`."""
 
-    def __init__(
-        self,
-        server: ApiServer,
-        settings: SchedulerSettings,
-        *,
-        hami: ReplicaResources | None = None,
-        watch_times: WatchTimes | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        watch_times = watch_times or prompt_watches(settings.max_silence_seconds)
-        self.quotas = Quotas()
-        super().__init__(
-            server, ClusterIndex([self.quotas]), self.quotas, settings, hami=hami, watch_times=watch_times, clock=clock
-        )
+    def __init__(self, server: ApiServer, settings: SchedulerSettings, **options: Any) -> None:
+        """`options` as for ClusterWatches."""
+        super().__init__(server, settings, **options)
         self.changed = asyncio.Event()
         self.pods: dict[str, UnboundPod] = {}
         self.templates: dict[Key, WatchedTemplate] = {}
@@ -78,14 +63,12 @@ class ClaimWatches(ClusterWatches):
         self._kinds: set[tuple[GpuKind, int]] = set()
         #: Name of the node -> its ResourceSlice.
         self._slices: dict[str, WatchedSlice] = {}
-        self._labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
-        watched = partial(Reflector[Any], server, watch_times=watch_times, clock=clock)
         self._watched += [
-            watched(Watched(path=f"{_API}/resourceclaims", parse=objects.parse_claim), on_change=self._claim_changed),
-            watched(
+            self._watch(Watched(path=f"{_API}/resourceclaims", parse=objects.parse_claim), on_change=self._claim_changed),
+            self._watch(
                 Watched(path=f"{_API}/resourceclaimtemplates", parse=objects.parse_template), on_change=self._template_changed
             ),
-            watched(
+            self._watch(
                 Watched(
                     path=f"{_API}/resourceslices", query={"fieldSelector": f"spec.driver={DRA_DRIVER}"}, parse=objects.parse_slice
                 ),
@@ -97,7 +80,7 @@ class ClaimWatches(ClusterWatches):
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
         """The gated pods for which all claims exist, each with its demand; and the demands of other pods' unallocated claims."""
-        nodes = filter(None, map(self._index.node, self._slices))  # claims get no GPUs of nodes in mode plugin
+        nodes = filter(None, map(self.index.node, self._slices))  # claims get no GPUs of nodes in mode plugin
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         self._kinds = kinds = kinds or self._kinds
         self._forget_left()
@@ -177,9 +160,9 @@ class ClaimWatches(ClusterWatches):
         if claim.template:
             self.used_at[claim.key[0], claim.template] = self._clock()
         if after is not None and after.placed is not None:
-            self._index.bind(after.placed)
+            self.index.bind(after.placed)
         else:
-            self._index.remove(claim.uid)
+            self.index.remove(claim.uid)
         self.changed.set()
 
     def _template_changed(self, before: WatchedTemplate | None, after: WatchedTemplate | None) -> None:
@@ -191,7 +174,7 @@ class ClaimWatches(ClusterWatches):
     def _slice_changed(self, before: WatchedSlice | None, after: WatchedSlice | None) -> None:
         found = _follow(self._slices, before, after)
         if (node := self.nodes.get(found.key)) is not None:
-            self._index.set_node(self._complete(node.state))
+            self.index.set_node(self._complete(node.state))
         self.changed.set()
 
     def _complete(self, state: NodeState) -> NodeState:

@@ -17,8 +17,7 @@ import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, placed_pod
-from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.index import NodeSet, PlacedPod, placed_pod
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from gpumgr.cluster.scheduler.binding import (
@@ -72,20 +71,18 @@ class Extender:
     def __init__(
         self,
         server: ApiServer,
-        index: ClusterIndex,
-        quotas: Quotas,
         watches: ClusterWatches,
         settings: SchedulerSettings,
         *,
         leadership: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._index, self._watches, self._settings, self._clock = server, index, watches, settings, clock
-        self._quotas = quotas
-        self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
+        self._server, self._watches, self._settings, self._clock = server, watches, settings, clock
+        self._index, self._quotas = watches.index, watches.quotas
+        self._preemption = Preemption(watches, settings, clock=clock)
         self._leadership = leadership
         self._kept = KeptRejections()
-        self._rejections = Rejections(index, quotas, watches, self._kept, clock=clock)
+        self._rejections = Rejections(watches, self._kept, clock=clock)
         #: UIDs of the pods for which a Binding is being sent.
         self._sending: set[str] = set()
         #: UIDs of the pods that a Binding has bound, or may have bound, and that the watch does not show as bound yet.

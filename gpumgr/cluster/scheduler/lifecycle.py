@@ -14,8 +14,6 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
-from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.binding import pod_path
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.hami_webhook import webhook_application
@@ -131,12 +129,10 @@ async def run_scheduler(
     hami_webhook = webhook(settings, listen[0])
     replica = this_replica(wanted) if wanted.leader_election else None
     server, lease_server = await connections(kubeconfig or settings.kubernetes.kubeconfig)
-    quotas = Quotas()
-    index = ClusterIndex([quotas], cpu_per_gpu_milli=round(1000 * wanted.cpus_per_gpu))
-    watches = ClusterWatches(server, index, quotas, wanted, hami=replica_resources(settings))
+    watches = ClusterWatches(server, wanted, hami=replica_resources(settings))
     leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
-    extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
-    pages = ClusterPages(server, index, watches, quotas, wanted.policy, leader=lambda: extender.answers)
+    extender = Extender(server, watches, wanted, leadership=leadership)
+    pages = ClusterPages(server, watches, wanted.policy, leader=lambda: extender.answers)
     web_server = page_server(pages.routes(), watches, settings, wanted.http_port)
     application = make_application(
         extender,

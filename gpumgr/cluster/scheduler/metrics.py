@@ -11,7 +11,6 @@ from typing import Final, get_args
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
 import gpumgr
-from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.summary import GPU_PARTS, PARTS, Totals
 from gpumgr.cluster.scheduler.api import KINDS, Kind
 from gpumgr.cluster.scheduler.objects import Inventory
@@ -102,10 +101,8 @@ FAMILIES: Final = (_SECONDS, *_PROCESS, _NODES, _PLACED, _ASSUMED, _WAITING, _GP
 
 
 class SchedulerMetrics:
-    def __init__(
-        self, index: ClusterIndex, overview: ClusterOverview, watches: ClusterWatches, *, leader: Callable[[], bool]
-    ) -> None:
-        self._index, self._overview, self._watches, self._leader = index, overview, watches, leader
+    def __init__(self, watches: ClusterWatches, overview: ClusterOverview, *, leader: Callable[[], bool]) -> None:
+        self._index, self._watches, self._overview, self._leader = watches.index, watches, overview, leader
         self._registry = CollectorRegistry(auto_describe=False)
         seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
         self._seconds = {(verb, outcome): seconds.labels(verb, outcome) for verb in VERBS for outcome in OUTCOMES}

@@ -5,16 +5,16 @@ A refresh runs in slices, so that a verb never waits for all nodes.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
-from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import NOTHING
 from gpumgr.cluster.core.summary import Totals, covers, summarize
 from gpumgr.cluster.scheduler.objects import WatchedNode
+from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.units import Amounts
 
 #: The number of nodes that are computed before the event loop serves other tasks.
@@ -35,8 +35,8 @@ class ClusterOverview:
     """`totals` are the sums over all nodes; `inventories` counts nodes by WatchedNode.inventory. Nodes without GPUs and without an
     inventory are left out."""
 
-    def __init__(self, index: ClusterIndex, nodes: Mapping[str, WatchedNode]) -> None:
-        self._index, self._watched = index, nodes
+    def __init__(self, watches: ClusterWatches) -> None:
+        self._index, self._watched = watches.index, watches.nodes
         self._nodes: dict[str, _Node] = {}
         self._lock = asyncio.Lock()
         self.totals = Totals()

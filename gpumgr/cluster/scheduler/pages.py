@@ -16,8 +16,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 import gpumgr
-from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.api import Kind, Why
 from gpumgr.cluster.scheduler.metrics import SchedulerMetrics
@@ -57,19 +55,12 @@ class ClusterPages:
     """`leader`: whether this replica answers kube-scheduler."""
 
     def __init__(
-        self,
-        server: ApiServer,
-        index: ClusterIndex,
-        watches: ClusterWatches,
-        quotas: Quotas,
-        policy: Policy,
-        *,
-        leader: Callable[[], bool] = lambda: True,
+        self, server: ApiServer, watches: ClusterWatches, policy: Policy, *, leader: Callable[[], bool] = lambda: True
     ) -> None:
         self._server, self._watches, self._leader = server, watches, leader
-        self._overview = ClusterOverview(index, watches.nodes)
-        self._reasons = Reasons(index, self._overview, policy, quotas)
-        self.metrics = SchedulerMetrics(index, self._overview, watches, leader=leader)
+        self._overview = ClusterOverview(watches)
+        self._reasons = Reasons(watches, self._overview, policy)
+        self.metrics = SchedulerMetrics(watches, self._overview, leader=leader)
         self._page = IndexPage(PAGE)
         self._computing, self._answering = asyncio.Lock(), asyncio.Semaphore(_MAX_QUESTIONS)
         self._kinds: tuple[float, list[tuple[WatchedPod, Kind | None, str]]] = (-math.inf, [])

@@ -6,7 +6,6 @@ the victims end.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ import structlog
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, placed_pod
+from gpumgr.cluster.core.index import PlacedPod, placed_pod
 from gpumgr.cluster.core.node import NodeState, Used
-from gpumgr.cluster.core.quota import Quotas, added_holdings
+from gpumgr.cluster.core.quota import added_holdings
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Cost, Eviction, Preemptor, find_eviction
 from gpumgr.cluster.scheduler.objects import WatchedPod
@@ -50,16 +49,9 @@ class _Kept:
 class Preemption:
     """`kept`: the GPUs that are kept, by the UID of their pod. `clock` is monotonic, in seconds."""
 
-    def __init__(
-        self,
-        index: ClusterIndex,
-        quotas: Quotas,
-        watches: ClusterWatches,
-        settings: SchedulerSettings,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._index, self._quotas, self._watches, self._settings, self._clock = index, quotas, watches, settings, clock
+    def __init__(self, watches: ClusterWatches, settings: SchedulerSettings, *, clock: Callable[[], float]) -> None:
+        self._watches, self._settings, self._clock = watches, settings, clock
+        self._index, self._quotas = watches.index, watches.quotas
         self.kept: dict[str, _Kept] = {}
         #: Nominated pods that have been looked at: GPUs are kept once for each nomination.
         self._seen: set[str] = set()

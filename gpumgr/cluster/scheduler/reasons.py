@@ -7,8 +7,6 @@ from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain, memory_text
-from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.summary import covers, free_sum
@@ -16,6 +14,7 @@ from gpumgr.cluster.core.within_quota import RankWithinQuota
 from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.overview import ClusterOverview
+from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.aio import in_slices
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
@@ -27,14 +26,8 @@ MAX_REQUESTS: Final = 48
 
 
 class Reasons:
-    def __init__(
-        self,
-        index: ClusterIndex,
-        overview: ClusterOverview,
-        policy: Policy,
-        quotas: Quotas,
-    ) -> None:
-        self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
+    def __init__(self, watches: ClusterWatches, overview: ClusterOverview, policy: Policy) -> None:
+        self._index, self._quotas, self._overview, self._policy = watches.index, watches.quotas, overview, policy
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
         """Returns the kind of reason, and the obstacle that does not depend on the node, or "". Refresh the overview first. `known` stores

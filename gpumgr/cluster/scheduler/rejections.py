@@ -18,8 +18,7 @@ from typing import Final, NoReturn
 import msgspec
 import structlog
 
-from gpumgr.cluster.core.index import ClusterIndex, Largest, NodeSet
-from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.index import Largest, NodeSet
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
@@ -58,16 +57,9 @@ class _Rejected(msgspec.Struct):
 class Rejections:
     """`pods`: the rejected pods, by UID. `clock` is monotonic, in seconds."""
 
-    def __init__(
-        self,
-        index: ClusterIndex,
-        quotas: Quotas,
-        watches: ClusterWatches,
-        kept: KeptRejections,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._index, self._quotas, self._watches, self._kept, self._clock = index, quotas, watches, kept, clock
+    def __init__(self, watches: ClusterWatches, kept: KeptRejections, *, clock: Callable[[], float]) -> None:
+        self._watches, self._kept, self._clock = watches, kept, clock
+        self._index, self._quotas = watches.index, watches.quotas
         self.pods: dict[str, _Rejected] = {}
         #: For each of the last looks, the nodes that had changed since the look before it.
         self._changed: deque[NodeSet] = deque(maxlen=_REMEMBERED)

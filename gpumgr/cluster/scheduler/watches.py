@@ -24,8 +24,6 @@ from gpumgr.cluster.scheduler.objects import (
 )
 from gpumgr.cluster.scheduler.quota_sources import (
     QuotaSources,
-    WatchedQuotas,
-    WatchedResourceQuota,
     parse_quotas,
     parse_resource_quota,
 )
@@ -44,9 +42,8 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class ClusterWatches:
-    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` the pods among
-    them with a nominated node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas`
-    follows the index and gets its limits here.
+    """`run` it as a daemon. It keeps `index` and `quotas` up to date. `pending` has the pods with GPU requests that are not bound, by UID;
+    `nominated` the pods among them with a nominated node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name.
     `synced`: everything has been listed once. A subclass may add to `_watched`, override `_complete`, and keep more of a pod.
     `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds.
     """
@@ -54,8 +51,6 @@ class ClusterWatches:
     def __init__(
         self,
         server: ApiServer,
-        index: ClusterIndex,
-        quotas: Quotas,
         settings: SchedulerSettings,
         *,
         hami: ReplicaResources | None = None,
@@ -64,38 +59,40 @@ class ClusterWatches:
     ) -> None:
         self._hami, self._clock = hami, clock
         self._gpu_resources = VCUDA_NAMES if hami is None else (*VCUDA_NAMES, hami.count_resource)
-        self._index, self._sources = index, QuotaSources(quotas, settings.quota_configmap)
+        self.quotas = Quotas()
+        self.index = ClusterIndex([self.quotas], cpu_per_gpu_milli=round(1000 * settings.cpus_per_gpu))
+        sources = QuotaSources(self.quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}
         self.ending: set[str] = set()
-        labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        self._labels = labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
         times = watch_times or prompt_watches(settings.max_silence_seconds)
-        watch = partial(Reflector, server, watch_times=times, clock=clock)
+        self._watch = watch = partial(Reflector[Any], server, watch_times=times, clock=clock)
         self.nodes: dict[str, WatchedNode] = {}
-        nodes: Reflector[WatchedNode] = watch(
+        nodes = watch(
             Watched(path="/api/v1/nodes", parse=lambda item: parse_node(item, labels, hami)), on_change=self._node_changed
         )
-        pods: Reflector[Any] = watch(
+        pods = watch(
             Watched(path="/api/v1/pods", query={"fieldSelector": _RUNNING}, decode=self._decode_pod, parse=self._parse_pod),
             on_change=self._pod_changed,
         )
         self._watched: list[Reflector[Any]] = [nodes, pods]
         if settings.quota_configmap:
             namespace, _, name = settings.quota_configmap.partition("/")
-            limits: Reflector[WatchedQuotas] = watch(
+            limits = watch(
                 Watched(
                     path=f"/api/v1/namespaces/{namespace}/configmaps",
                     query={"fieldSelector": f"metadata.name={name}"},
                     parse=parse_quotas,
                     thread_bytes=0,  # YAML of 64 KiB takes 70 ms
                 ),
-                on_change=self._sources.configmap_changed,
+                on_change=sources.configmap_changed,
             )
             self._watched.append(limits)
         if hami is not None:
-            resource_quotas: Reflector[WatchedResourceQuota] = watch(
+            resource_quotas = watch(
                 Watched(path="/api/v1/resourcequotas", parse=lambda item: parse_resource_quota(item, hami)),
-                on_change=self._sources.resource_quota_changed,
+                on_change=sources.resource_quota_changed,
             )
             self._watched.append(resource_quotas)
         self._listed, self._list_again = asyncio.Event(), asyncio.Event()
@@ -129,7 +126,7 @@ class ClusterWatches:
 
     async def run(self) -> NoReturn:
         while True:
-            watching = await run_until(self._list_again.wait(), self._watch())
+            watching = await run_until(self._list_again.wait(), self._watch_all())
             if not watching.cancelled():
                 watching.result()
             self._list_again.clear()
@@ -142,13 +139,13 @@ class ClusterWatches:
         self._list_again.set()
         await self._listed.wait()
 
-    async def _watch(self) -> None:
+    async def _watch_all(self) -> None:
         async with asyncio.TaskGroup() as group:
             for each in self._watched:
                 group.create_task(each.run())
             for each in self._watched:
                 await each.synced.wait()
-            await in_slices(self._index.settling())
+            await in_slices(self.index.settling())
             if not self.synced:
                 gc.collect()
                 gc.freeze()  # a full collection of all listed objects would delay a filter by hundreds of milliseconds
@@ -170,38 +167,38 @@ class ClusterWatches:
 
     def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
         if before is not None and (after is None or after.state.name != before.state.name):
-            self._index.remove_node(before.state.name)
+            self.index.remove_node(before.state.name)
             self.nodes.pop(before.state.name, None)
         if after is None:
             return
-        self._index.set_node(self._complete(after.state))
+        self.index.set_node(self._complete(after.state))
         self.nodes[after.state.name] = after
-        self._index.changed.add(after.state.name)
+        self.index.changed.add(after.state.name)
         if after.problem is not None and (before is None or before.problem != after.problem):
             used = "its capacity" if after.state.gpus else "none of its GPUs"
             _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)
 
     def _pod_changed(self, before: WatchedPod | CpuPod | None, after: WatchedPod | CpuPod | None) -> None:
         if isinstance(after, CpuPod):
-            self._index.use_cpu(after.uid, after.node, after.cpu_milli)
+            self.index.use_cpu(after.uid, after.node, after.cpu_milli)
             return
         if before is not None and (after is None or after.placed is not None or after.node is None):
-            self._index.free_cpu(before.uid)
+            self.index.free_cpu(before.uid)
         before = None if isinstance(before, CpuPod) else before
         if after is None:
             if before is not None:
                 self.pending.pop(before.uid, None)
                 self.nominated.pop(before.uid, None)
                 self.ending.discard(before.uid)
-                self._index.remove(before.uid)
+                self.index.remove(before.uid)
             return
         if after.problem is not None and (before is None or before.problem != after.problem):
             _log.warning("placement_unusable", pod=f"{after.namespace}/{after.name}", pod_uid=after.uid, reason=after.problem)
         if after.placed is not None:
-            self._index.bind(after.placed)
+            self.index.bind(after.placed)
         elif after.node is not None:  # the pod can hold no GPU
-            self._index.remove(after.uid)
-            self._index.use_cpu(after.uid, after.node, after.request.cpu_milli)
+            self.index.remove(after.uid)
+            self.index.use_cpu(after.uid, after.node, after.request.cpu_milli)
         for known, belongs in (
             (self.pending, after.node is None and after.wants_gpu),
             (self.nominated, after.nominated is not None),

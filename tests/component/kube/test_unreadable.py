@@ -12,8 +12,6 @@ from structlog.testing import capture_logs
 
 from gpumgr.cli.simulate_live import read_cluster
 from gpumgr.cluster.claims.watches import ClaimWatches
-from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
@@ -176,8 +174,7 @@ async def watching(api: FakeApiServer, folder: Path, *, claims: bool) -> AsyncIt
     if claims:
         watches = ClaimWatches(server, settings, hami=hami, watch_times=FAST)
     else:
-        quotas = Quotas()
-        watches = ClusterWatches(server, ClusterIndex([quotas]), quotas, settings, hami=hami, watch_times=FAST)
+        watches = ClusterWatches(server, settings, hami=hami, watch_times=FAST)
     async with background(watches.run()) as task:
         async with asyncio.timeout(10):
             while not watches.synced:

@@ -52,10 +52,12 @@ class NoApiServer:
 class Watched:
     """As ClusterWatches, without watches."""
 
+    index: ClusterIndex
     synced: bool = True
     problem: str | None = None
     nodes: dict[str, WatchedNode] = field(default_factory=dict)
     pending: dict[str, WatchedPod] = field(default_factory=dict)
+    quotas: Quotas = field(default_factory=Quotas)
 
     def parse_pod(self, item: dict[str, Any]) -> WatchedPod:
         return parse_watched_pod(item)
@@ -65,13 +67,14 @@ class ClusterStage:
     """Every second GPU is used by 60 %; node 7 is not ready, node 9 has a cordoned and an unhealthy GPU."""
 
     def __init__(self) -> None:
-        self.server, self.watched, self.index = NoApiServer(), Watched(), ClusterIndex()
+        self.server, self.index = NoApiServer(), ClusterIndex()
+        self.watched = Watched(self.index)
         for node in range(NODES):
             self.put(node)
         self.wait("large", PodRequest((ContainerRequest(gpus=9, cores_per_gpu=100),)))
         self.wait("scattered", PodRequest((ContainerRequest(gpus=5, cores_per_gpu=100),)))
         self.wait(HOSTILE, SHARE)
-        pages = ClusterPages(self.server, self.index, self.watched, Quotas(), "binpack")  # type: ignore[arg-type]
+        pages = ClusterPages(self.server, self.watched, "binpack")  # type: ignore[arg-type]
         self.web = PageServer(partial(application_of, pages.routes(), self.watched), HttpSettings(port=0))  # type: ignore[arg-type]
 
     def put(self, node: int) -> None:

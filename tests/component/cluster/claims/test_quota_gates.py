@@ -41,7 +41,7 @@ async def test_gates_are_removed_in_the_order_of_creation_as_others_end(stage: S
 async def test_pods_of_plugin_mode_count(stage: Stage) -> None:
     stage.sim.put_node(plugin.node("a", 1, plugin.inventory("a", 1)))
     stage.sim.put_document(plugin.pod("old", ("app", 70, 4), on="a"))
-    await until(lambda: stage.watches._index.placement("uid-old") is not None)
+    await until(lambda: stage.watches.index.placement("uid-old") is not None)
     stage.gated_pod("new", 40)
     await until(lambda: bool(stage.events("new")))
     assert "uses 70 of 100 cores; the pod needs 40" in stage.events("new")[0]
@@ -89,7 +89,7 @@ async def test_a_shared_claim_counts_between_the_binding_of_its_pod_and_its_allo
     assert stage.gated("late")
     assert "uses 90 of 100 cores; the pod needs 20" in stage.events("late")[0]
     stage.dra.put("resourceclaims", claim("shared", 90, on="a"))
-    await until(lambda: stage.watches._index.placement("claim-shared") is not None)
+    await until(lambda: stage.watches.index.placement("claim-shared") is not None)
     stage.clock.now += 3600
     stage.gated_pod("probe", 10, created="0")  # a look has passed when it has no gate
     await until(lambda: not stage.gated("probe"))
@@ -179,7 +179,7 @@ async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tm
         stage.gated_pod("first", 90)
         await until(lambda: not stage.gated("first"))
         stage.bind("first", 90)
-        await until(lambda: stage.watches._index.placement("claim-first-claim") is not None)
+        await until(lambda: stage.watches.index.placement("claim-first-claim") is not None)
         stage.gated_pod("any", 20)
         await until(lambda: bool(stage.events("any")))
         assert "uses 90 of 100 cores on A100" in stage.events("any")[0]
@@ -200,7 +200,7 @@ async def test_limits_of_a_model_hold_while_all_slices_are_withdrawn(dra: DraObj
         stage.gated_pod("first", 40)
         await until(lambda: not stage.gated("first"))
         stage.bind("first", 40)
-        await until(lambda: stage.watches._index.placement("claim-first-claim") is not None)
+        await until(lambda: stage.watches.index.placement("claim-first-claim") is not None)
         dra.watched["resourceslices"].remove("a")
         await until(lambda: not stage.watches._slices)
         stage.gated_pod("second", 40, created="2")

@@ -148,13 +148,12 @@ async def running(
     watch_times: WatchTimes = FAST,
 ) -> AsyncIterator[Stage]:
     """With `replica` it takes part in the election of a leader."""
-    quotas, clock = Quotas(), clock or Clock()
+    clock = clock or Clock()
     server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"), clock=lambda: clock.now)
-    index = ClusterIndex([quotas])
-    watches = ClusterWatches(server, index, quotas, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
+    watches = ClusterWatches(server, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
-    extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
-    pages = ClusterPages(server, index, watches, quotas, settings.policy)
+    extender = Extender(server, watches, settings, leadership=leadership, clock=lambda: clock.now)
+    pages = ClusterPages(server, watches, settings.policy)
     application = make_application(
         extender, max_request_mebibytes=settings.max_request_mebibytes, answered=pages.metrics.answered
     )
@@ -167,8 +166,8 @@ async def running(
             sim=sim,
             server=server,
             extender=extender,
-            index=index,
-            quotas=quotas,
+            index=watches.index,
+            quotas=watches.quotas,
             watches=watches,
             clock=clock,
             leadership=leadership,

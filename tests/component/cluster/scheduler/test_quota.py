@@ -181,9 +181,9 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     elif asked == "retry":
         assert await stage.extender.retryable() is None
     else:
-        overview = ClusterOverview(stage.index, stage.watches.nodes)
+        overview = ClusterOverview(stage.watches)
         await overview.refresh()
-        found = await reasons.Reasons(stage.index, overview, "binpack", stage.quotas).kind(stage.watches.pending["uid-one"])
+        found = await reasons.Reasons(stage.watches, overview, "binpack").kind(stage.watches.pending["uid-one"])
         assert found[0] == "quota"
     ended.set()
     await counting
