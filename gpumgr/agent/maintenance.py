@@ -14,8 +14,15 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.api import MaintainedGpu, MaintenanceResult, container_row
-from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons
+from gpumgr.agent.api import (
+    CORDONS_NOTE,
+    REASON_CHARACTERS,
+    Cordon,
+    MaintainedGpu,
+    MaintenanceResult,
+    container_row,
+    decode_cordons,
+)
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.history import about
@@ -109,7 +116,7 @@ class Maintenance:
             self._health.cordon(uuid, cordon.sentence)
 
     async def evict_again(self) -> None:
-        """After a restart, once the pods are known: requests the evictions of drains again."""
+        """Requests the evictions of drains again, once the pods are known: after a restart, and later for pods that became known since."""
         async with self._lock:
             for uuid, cordon in self.cordons.items():
                 gpu = self._agent_state.ledger.gpu_registry.by_uuid.get(uuid)
@@ -184,11 +191,10 @@ class Maintenance:
             if not names:
                 staying.append(f"{holder.describe()}: its pod is not known")
         for (pod, uid), holder in pods.items():
-            log.info("gpu_drain_evicts", allocation=holder.id, pod="/".join(pod), pod_uid=uid, reason=reason)
             if not again:
                 entry = HistoryEntry(what="event", code=EVICTED, pod=pod, pod_uid=uid, why=f"the pod is evicted: {reason}")
                 self._agent_state.history.add(about(holder, entry))
-        evictor.evict(_requester(gpu), [Eviction(uid=uid, pod=pod, reason=reason) for pod, uid in pods], immediately=True)
+        evictor.evict(_requester(gpu), [Eviction(uid=uid, pod=pod, reason=reason) for pod, uid in pods], immediately=not again)
         return {"evicting": tuple("/".join(pod) for pod, _ in pods), "not_evicted": tuple(staying)}
 
     async def _put(self, gpu: RegisteredGpu, cordon: Cordon | None, why: str) -> bool:
@@ -209,10 +215,7 @@ class Maintenance:
             log.info("gpu_uncordoned", gpu=gpu.uuid, reason=why)
             self._health.uncordon(gpu.uuid)
         else:
-            if cordon.draining:
-                log.info("gpu_draining", gpu=gpu.uuid, reason=why)
-            else:
-                log.info("gpu_cordoned", gpu=gpu.uuid, reason=why)
+            log.info("gpu_cordoned", gpu=gpu.uuid, draining=cordon.draining, reason=why)
             self._health.cordon(gpu.uuid, cordon.sentence)
         await self._health.publish_health()
         return True

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuLimits

@@ -11,8 +11,7 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.agent.api import ContainerRow, MaintenanceResult, NodeState
-from gpumgr.agent.cordons import REASON_CHARACTERS
+from gpumgr.agent.api import REASON_CHARACTERS, ContainerRow, MaintenanceResult, NodeState
 from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, converted, read_result, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, Utf8, agent_options, output_option

@@ -11,8 +11,7 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from gpumgr.agent.api import GpuRow, to_json_data
-from gpumgr.agent.cordons import Cordon, decode_cordons
+from gpumgr.agent.api import Cordon, GpuRow, decode_cordons, to_json_data
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView

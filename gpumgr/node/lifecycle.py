@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gpumgr import __version__
-from gpumgr.agent.cordons import CORDONS_NOTE
+from gpumgr.agent.api import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.mig_devices import INCOMPLETE_NOTE, MigDevices
 from gpumgr.agent.state import SUSPENSIONS_NOTE
@@ -51,6 +51,8 @@ log = structlog.get_logger(__name__)
 FIRST_PODS_SECONDS = 0.2
 FIRST_SNAPSHOT_SECONDS = 10.0
 REPORT_SECONDS = 1.0
+#: How often the pods on drained GPUs are looked up again.
+EVICT_SECONDS = 60.0
 FIRST_REPORT_SECONDS = 0.1
 #: The number of this parameter of mallopt(3), from malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -248,10 +250,12 @@ async def _tend(mig_devices: MigDevices) -> None:
 
 
 async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
-    """Continues the drains that were running before a restart, once the pods are known."""
+    """Continues the drains that were running before a restart, once the pods are known, and evicts pods that become known later."""
     if isinstance(api_side.pods, PodCache):
         await api_side.pods.wait_synced()
-        await maintenance.evict_again()
+        while True:
+            await maintenance.evict_again()
+            await asyncio.sleep(EVICT_SECONDS)
 
 
 async def _report(components: Components, notifier: Notifier) -> None:

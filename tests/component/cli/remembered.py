@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpumgr.agent.cordons import CORDONS_NOTE, Cordon
+from gpumgr.agent.api import CORDONS_NOTE, Cordon
 from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.checkpoint.notes import encode_note
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon
 from gpumgr.cli.agent_client import read_state
 from tests.unit.cli.node_story import state, usage_text
 

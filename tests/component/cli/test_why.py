@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon
 from gpumgr.ledger.checkpoint.files import NAME
 from tests.unit.cli.node_story import story
 from tests.unit.cli.test_why_story import told

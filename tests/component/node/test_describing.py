@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.kube.publisher.node_reporter import PATIENCE_SECONDS, NodeReporter, report_node
 from gpumgr.kube.publisher.objects import Condition

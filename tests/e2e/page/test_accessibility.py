@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from playwright.async_api import Browser, expect
 
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon
 from tests.e2e.browser import Stage, visit
 from tests.node_reports import NOW, PODS
 from tests.unit.web.metrics.pictures import name_of, uuid_of

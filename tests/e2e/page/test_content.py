@@ -6,8 +6,7 @@ import pytest
 from msgspec.structs import replace
 from playwright.async_api import Browser, expect
 
-from gpumgr.agent.api import to_json_data
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon, to_json_data
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.agent.api import to_json_data
-from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
+from gpumgr.agent.api import CORDONS_NOTE, Cordon, decode_cordons, to_json_data
 from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus
 from gpumgr.agent.inventory import EMPTY, HardwareHealth
 from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
@@ -277,6 +276,9 @@ async def test_a_container_without_a_known_pod_is_not_evicted_and_reported(bench
     bench.world.end(pod, None)
     answer = await bench.maintain("drain", evict=True)
     assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main): its pod is not known"])
+    bench.world.update_cache(pod, "Running")
+    await bench.maintenance.evict_again()
+    assert [name for name, _, _ in bench.evicted] == [("team", "first")]
 
 
 @pytest.mark.parametrize("ledger_has", ["the mirror's UID", "the kubelet's UID", "no name"])

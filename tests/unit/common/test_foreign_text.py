@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gpumgr.agent.cordons import CORDONS_NOTE, decode_cordons
+from gpumgr.agent.api import CORDONS_NOTE, decode_cordons
 from gpumgr.cli import agent_client as schema
 from gpumgr.cli import live_objects
 from gpumgr.cli.examination.cluster_config import parse_config

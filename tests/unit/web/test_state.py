@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import gpumgr
-from gpumgr.agent.api import to_json_data
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon, to_json_data
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.agent.writer import AgentView

@@ -5,8 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpumgr.agent.api import to_json_data
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon, to_json_data
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.ledger import Allocation

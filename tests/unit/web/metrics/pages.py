@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_share import GpuLimits

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.api import Cordon
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_share import GpuLimits
