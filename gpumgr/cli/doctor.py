@@ -19,7 +19,7 @@ from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.tables import open_table, show
 from gpumgr.common.log import configure_log
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.node.node_enforcement import make_nvml
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import mig_offered, mig_on_demand

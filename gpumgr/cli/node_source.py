@@ -13,7 +13,7 @@ import msgspec
 
 from gpumgr.cli.options import sim_option
 from gpumgr.common.errors import TopologyError
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.placement.topology.devices import Gpu, NodeSnapshot, Topology
 from gpumgr.placement.topology.matrix import Nic, ParsedTopology, parse_topology
 

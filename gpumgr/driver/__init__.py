@@ -1,0 +1,14 @@
+"""NVML: sessions, calls on threads with time limits, snapshots, samples, health, MIG."""
+
+from pathlib import Path
+
+import msgspec
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """Where NVML, sysfs and proc are. A simulated node has its own library, sysfs and proc, but no kernel module and no device nodes."""
+
+    library_path: str | None = None
+    sysfs_root: Path = Path("/sys")
+    proc_root: Path = Path("/proc")
+    simulated: bool = False

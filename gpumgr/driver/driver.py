@@ -11,8 +11,7 @@ import msgspec
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.driver.health import Observation
-from gpumgr.driver.mig import read_mig_enabled, read_mig_instances
-from gpumgr.driver.mig_devices import create_mig_instance, destroy_mig_instance, enable_mig
+from gpumgr.driver.mig import create_mig_instance, destroy_mig_instance, enable_mig, read_mig_enabled, read_mig_instances
 from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_gpu, read_health, read_processes
 from gpumgr.driver.session import Session
 from gpumgr.driver.snapshot import DescribedGpu, describe_gpu, read_levels, read_node, read_pci_gpus, with_gpus
@@ -255,7 +254,8 @@ class Nvml(Session):
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
         """Destroys the MIG device `instance` (its UUID) of the GPU; does nothing if it does not exist. Needs root. If processes use it,
         the NvmlError has their pids."""
-        await self._change_mig(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance))
+        processes_of = partial(read_processes, self._binding)
+        await self._change_mig(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance, processes_of))
 
     async def _change_mig(self, uuid: str, fn: Callable[[Handle], T]) -> T:
         async with self._session_lock:

@@ -30,7 +30,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor

@@ -26,7 +26,7 @@ from gpumgr.agent.state import SUSPENSIONS_NOTE
 from gpumgr.common.aio import finish_shielded, forever, next_tick, persistently, report_event_loop_lag, until_tick, wait_at_most
 from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.systemd import Notifier
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, entries_if_readable, reconcile
 from gpumgr.kubelet.node_mode import make_driver, of_existing_pods

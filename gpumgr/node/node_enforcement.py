@@ -22,8 +22,8 @@ from gpumgr.common.aio import wait_at_most
 from gpumgr.common.proc import HostProcesses, environment
 from gpumgr.compat.gpu_manager.driver_files.node_files import RUNTIME_SECONDS, NodeDriverFiles
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.driver import Hardware
 from gpumgr.driver.driver import Nvml
-from gpumgr.driver.hardware import Hardware
 from gpumgr.enforcement.backend import Backend, Mechanisms, Unlimited, not_enforced, unlimited_message
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.driver_memory import DriverMemory

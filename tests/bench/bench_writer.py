@@ -17,7 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.decisions import DecisionReporter

@@ -11,7 +11,7 @@ from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.cli.gpu_labels import excess_sentence, gpus_of
 from gpumgr.common.errors import GpumgrError, NvmlError
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.enforcement.backend import NO_MECHANISM, Backend, MechanismChoice, choose_mechanisms
 from gpumgr.kube.cache import NoPods
 from gpumgr.node.node_enforcement import NodeEnforcement

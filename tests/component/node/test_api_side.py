@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.checkpoint.tables import Loaded

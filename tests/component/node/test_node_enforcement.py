@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.enforcement.backend import MechanismChoice
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer

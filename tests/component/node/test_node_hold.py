@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 import pytest
 
 from gpumgr.common.errors import CheckpointError
-from gpumgr.driver.hardware import Hardware
+from gpumgr.driver import Hardware
 from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
 from gpumgr.kubelet.dra.registration import DraDriver

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from gpumgr.cli.examination.enforcement import NodeBackends, look_at_bursts
 from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.gpus import SharedNvml
+from gpumgr.driver import Hardware
 from gpumgr.driver.driver import Nvml
-from gpumgr.driver.hardware import Hardware
 from gpumgr.settings import Settings, load_settings
 from gpumgr.sim.library import prepare
 from tests.component.cli.fake_agent import FakeAgent
