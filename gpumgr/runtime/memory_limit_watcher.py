@@ -258,27 +258,20 @@ class _Evictions:
     def __init__(self, evictor: Evictor | None, events: ContainerEvents, count: Callable[[], None]) -> None:
         self._evictor, self._events, self._count = evictor, events, count
         self._requested: frozenset[str] = frozenset()
-        self._not_evicted: frozenset[AllocationId] = frozenset()
 
     def request(self, uses: Sequence[ContainerUse]) -> None:
-        """Requests the eviction of the pods that are over their memory now, and of no others."""
+        """Requests the eviction of the known pods that are over their memory now, and of no others."""
+        if self._evictor is None:
+            return
         wanted: dict[str, Eviction] = {}
-        nameless = []
         for use in uses:
             name, reason = self._events.pod_of(use.allocation), f"container {use.container or '?'} stayed over its GPU memory"
-            if self._evictor is None or name is None:
-                nameless.append(use)
-            elif name[1] not in wanted:
+            if name is not None and name[1] not in wanted:
                 wanted[name[1]] = Eviction(uid=name[1], pod=name[0], reason=reason)
                 if name[1] not in self._requested:
                     self._count()
                     self._events.add_once(use.allocation, EVICTED, f"the pod is evicted: {reason}", use.gpu)
-        for use in nameless:
-            if use.allocation not in self._not_evicted:
-                why = "there is no API server to request it from" if self._evictor is None else "its pod is not known"
-                log.warning("not_evicted", allocation=use.allocation, holder=use.describe(), reason=why)
-        self._not_evicted = frozenset(use.allocation for use in nameless)
-        if self._evictor is not None and (wanted or self._requested):
+        if wanted or self._requested:
             self._evictor.evict(_REQUESTER, wanted.values())
         self._requested = frozenset(wanted)
 

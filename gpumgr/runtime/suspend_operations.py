@@ -14,7 +14,7 @@ from gpumgr.agent.ports import Runs
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
-from gpumgr.ledger.history import RESUMED, SUSPENDED, HistoryEntry
+from gpumgr.ledger.history import RESUMED, SUSPENDED
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.suspension import AGAIN_SECONDS, HostMemory, Moved, Suspension, Verb, ahead, used_by
 from gpumgr.ledger.usage.node_use import Container
@@ -255,10 +255,6 @@ class SuspendOperations:
         self._reported_at[allocation.id] = self._clock()
         await self._save(allocation.id, replace(known, reason=why))
         self._events.add_once(allocation.id, WAITS, f"the container asks to be resumed: {why}")
-        if allocation.limits:  # its memory is oversubscribed
-            text = f"the containers that work on the GPU do not fit at once: {allocation.describe()} waits ({why})"
-            entry = HistoryEntry(what="gpu", code="overcommitted", gpus=tuple(known.memory_bytes), why=text)
-            self._agent_state.history.add_unless_repeated(entry)
 
     async def _fail(self, allocation: Allocation, begun: Suspension, moved: Moved) -> None:
         reason = f"{moved.error or 'the driver reports a failed state'}; {_HOPELESS}"
