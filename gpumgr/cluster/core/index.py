@@ -15,11 +15,10 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.node import NodeState, Used, plus_taken
+from gpumgr.cluster.core.node import NodeState, Used, covers, plus_taken
 from gpumgr.cluster.core.profiles import Profile, Profiles, Rank
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
-from gpumgr.cluster.core.summary import covers, frontier
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 
@@ -234,10 +233,6 @@ class ClusterIndex:
         self.settle()
         return self._profiles.places[name].profile
 
-    @property
-    def node_count(self) -> int:
-        return len(self._nodes)
-
     def pods_on(self, name: str) -> Mapping[str, PlacedPod]:
         """Bound and assumed pods of a node, by UID."""
         found = self._nodes.get(name)
@@ -338,7 +333,7 @@ class ClusterIndex:
         nodes, profiles = self.node_set(offered).nodes, self._profiles
         rooms = (room for room in profiles.rooms_of(nodes) if room.offered and room.nodes & nodes)
         idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
-        return Largest(idle_gpus, frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
+        return Largest(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 
     @property
     def version(self) -> int:
@@ -495,3 +490,12 @@ def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
     """All cores of a GPU include all its memory. A MIG device has its own memory, even if it has all cores."""
     whole = amounts.whole and not amounts.slices
     return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts
+
+
+def _frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
+    """The amounts that no other covers."""
+    best: list[Amounts] = []
+    for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
+        if not best or each.memory_mebibytes > best[-1].memory_mebibytes:
+            best.append(each)
+    return tuple(best)

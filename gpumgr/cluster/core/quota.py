@@ -193,7 +193,7 @@ class Quotas:
     def denials(self, namespace: str, request: PodRequest) -> Iterator[Denial]:
         """Yields what the quota denies the pod, for each group of nodes with the same GPUs."""
         denied = self._denied(namespace, chain.from_iterable(found.gpus for found in self._classes.values()), request)
-        for found in self._classes.values() if denied else ():
+        for found in self._classes.values():
             if refused := found.gpus & denied.keys():
                 yield Denial(found.names, min(denied[gpu] for gpu in refused), len(refused) == len(found.gpus), _types(refused))
 

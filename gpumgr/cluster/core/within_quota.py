@@ -85,6 +85,8 @@ class RankWithinQuota:
         return self.namespace in self.quotas.limits
 
     def _denials(self, offered: NodeSet) -> _Denials:
+        if not self._limited:
+            return []
         found = ((each, self.index.node_set(each.nodes).nodes) for each in self.quotas.denials(self.namespace, self.request))
         return [(each, nodes & offered.nodes) for each, nodes in found if nodes & offered.nodes]
 

@@ -11,7 +11,7 @@ from typing import Final, get_args
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
 import gpumgr
-from gpumgr.cluster.core.summary import GPU_PARTS, PARTS, Totals
+from gpumgr.cluster.core.node import GPU_PARTS, PARTS, Totals
 from gpumgr.cluster.scheduler.api import KINDS, Kind
 from gpumgr.cluster.scheduler.objects import Inventory
 from gpumgr.cluster.scheduler.overview import ClusterOverview

@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from gpumgr.cluster.core.node import NodeState, Used
+from gpumgr.cluster.core.node import NodeState, Totals, Used, covers, summarize
 from gpumgr.cluster.core.request import NOTHING
-from gpumgr.cluster.core.summary import Totals, covers, summarize
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.units import Amounts

@@ -7,9 +7,9 @@ from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain, memory_text
+from gpumgr.cluster.core.node import covers, free_sum
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.summary import covers, free_sum
 from gpumgr.cluster.core.within_quota import RankWithinQuota
 from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.cluster.scheduler.objects import WatchedPod

@@ -16,11 +16,10 @@ from gpumgr.cluster.core import shape
 from gpumgr.cluster.core.choose import NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, named_shares
-from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.node import NodeState, covers
 from gpumgr.cluster.core.profiles import FreeCores
 from gpumgr.cluster.core.request import PodRequest, Policy, Shares
 from gpumgr.cluster.core.shape import Rejection, least_stranded, stranded
-from gpumgr.cluster.core.summary import covers
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind

@@ -2,9 +2,8 @@
 
 import pytest
 
-from gpumgr.cluster.core.node import GpuState, NodeState
+from gpumgr.cluster.core.node import GpuState, NodeState, summarize
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest
-from gpumgr.cluster.core.summary import covers, frontier, summarize
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
 
@@ -61,14 +60,3 @@ def test_each_amount_is_in_one_part() -> None:
         ("memory", "B", "used"): 2100,
     }
     assert sums == Amounts(210, 2300), "of the GPUs that are offered; more than all is not less than nothing"
-
-
-def test_the_frontier_covers_what_any_of_the_sums_covers() -> None:
-    sums = [Amounts(cores, memory) for cores, memory in ((1, 9), (5, 5), (9, 1), (4, 4), (5, 2), (9, 0), (1, 9))]
-    best = frontier(sums)
-    assert set(best) == {Amounts(1, 9), Amounts(5, 5), Amounts(9, 1)}
-    for cores in range(11):
-        for memory in range(11):
-            wanted = Amounts(cores, memory)
-            assert any(covers(each, wanted) for each in best) == any(covers(each, wanted) for each in sums)
-    assert frontier([]) == ()
