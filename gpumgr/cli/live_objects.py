@@ -1,13 +1,12 @@
 """Decodes nodes and pods of a snapshot for `gpumgr.cluster.simulation.live`, with the scheduler's own functions."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal, Required, TypedDict, TypeVar
 
 from gpumgr.cluster.core.request import Policy
-from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.cluster.scheduler.objects import PodSpec, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.cluster.simulation.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.cluster.simulation.node_filters import selects
 from gpumgr.common.foreign_text import convert
@@ -113,7 +112,7 @@ def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Seque
         name=f"{pod.namespace}/{pod.name}",
         spec=rules,
         rules=json.dumps(rules, sort_keys=True),
-        requests=_requests(spec),
+        requests=_requests(convert(spec, PodSpec)),
         request=pod.request,
         policy=pod.policy,
         home=Spot(node.state.name, pod.shares) if node is not None else None,
@@ -152,23 +151,10 @@ def _unchecked(spec: Json) -> list[str]:
     return [name for name, there in zip(UNCHECKED, found, strict=True) if there]
 
 
-def _requests(spec: Json) -> dict[str, int]:
-    """Adds requests as kube-scheduler does: init containers run one after another, each beside the sidecars that started before it."""
-    sidecars, peak = Counter[str](), Counter[str]()
-    for container in spec.get("initContainers") or ():
-        own = Counter(_wanted(container))
-        peak |= sidecars + own
-        sidecars += own if container.get("restartPolicy") == "Always" else Counter()
-    total = sum((Counter(_wanted(each)) for each in spec["containers"]), sidecars) | peak
-    whole = spec.get("resources") or {}
-    pod_level = Counter({**_amounts(whole.get("limits") or {}), **total, **_amounts(whole.get("requests") or {})})
-    return {**pod_level + Counter(_amounts(spec.get("overhead") or {})), "pods": 1}
-
-
-def _wanted(holder: Json) -> dict[str, int]:
-    """The requests of a container or pod; a missing request equals the limit, as the API server sets it."""
-    resources = holder.get("resources") or {}
-    return _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+def _requests(spec: PodSpec) -> dict[str, int]:
+    """CPU in thousandths, all other resources in whole units, rounded up."""
+    milli = {name: spec.milli(name) for name in spec.resources_named}
+    return {**{name: each if name == "cpu" else -(-each // 1000) for name, each in milli.items() if each}, "pods": 1}
 
 
 def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
@@ -250,15 +236,8 @@ class _PodMetadata(TypedDict, total=False):
     deletionTimestamp: str | None
 
 
-class _Resources(TypedDict, total=False):
-    limits: _Object | None
-    requests: _Object | None
-    claims: list[_Object] | None
-
-
 class _Container(TypedDict, total=False):
     name: Required[str]
-    resources: _Resources | None
     ports: list[_Object] | None
     env: list[_Object] | None
 
@@ -267,8 +246,6 @@ class _PodSpec(_Rules, total=False):
     nodeName: str | None
     containers: Required[list[_Container]]
     initContainers: list[_Container] | None
-    resources: _Resources | None
-    overhead: _Object | None
     volumes: list[_Object] | None
     resourceClaims: list[_Object] | None
 

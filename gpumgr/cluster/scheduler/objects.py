@@ -95,18 +95,23 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
         return any(each.wants_any(names) for each in self.all_containers)
 
     @property
-    def cpu_milli(self) -> int:
-        """What kube-scheduler counts: the sum of app containers and sidecars, or what is needed while an init container runs, if that is
-        more. A request of the pod itself replaces this amount. The pod's overhead is added. The API server sets missing requests to the
-        limits."""
+    def resources_named(self) -> set[str]:
+        """The names of all resources that the pod or a container requests."""
+        holders = [self.resources, *(each.resources for each in self.all_containers)]
+        return {name for each in holders for name in _wanted(each)} | (self.overhead or {}).keys()
+
+    def milli(self, resource: str) -> int:
+        """What kube-scheduler counts, in thousandths: the sum of app containers and sidecars, or what is needed while an init container
+        runs, if that is more. A request of the pod itself replaces this amount. The pod's overhead is added. The API server sets missing
+        requests to the limits."""
         most = sidecars = 0
         for each in self.init_containers or ():
-            cpu = _cpu(each.resources)
-            most = max(most, sidecars + cpu)
-            sidecars += cpu if each.restart_policy == "Always" else 0
-        total = max(most, sidecars + sum(_cpu(each.resources) for each in self.containers or ()))
+            own = _milli(_wanted(each.resources), resource)
+            most = max(most, sidecars + own)
+            sidecars += own if each.restart_policy == "Always" else 0
+        total = max(most, sidecars + sum(_milli(_wanted(each.resources), resource) for each in self.containers or ()))
         whole = self.resources or _NONE
-        return (_milli(whole.requests) or total or _milli(whole.limits)) + _milli(self.overhead)
+        return (_milli(whole.requests, resource) or total or _milli(whole.limits, resource)) + _milli(self.overhead, resource)
 
 
 class _Metadata(msgspec.Struct):
@@ -126,7 +131,7 @@ def decode_pod(item: msgspec.Raw, gpu_resources: Iterable[str] = VCUDA_NAMES) ->
         found: dict[str, Any] = decode_stored(item)
         return found
     node = pod.spec.node_name
-    return CpuPod(pod.metadata.uid, node, pod.spec.cpu_milli) if node else None
+    return CpuPod(pod.metadata.uid, node, pod.spec.milli("cpu")) if node else None
 
 
 def _wanted(resources: _Resources | None) -> dict[str, Any]:
@@ -134,12 +139,13 @@ def _wanted(resources: _Resources | None) -> dict[str, Any]:
     return {**(found.limits or {}), **(found.requests or {})}
 
 
-def _cpu(resources: _Resources | None) -> int:
-    return _milli(_wanted(resources))
-
-
-def _milli(amounts: _Amounts) -> int:
-    return _cached_milli(str(amounts["cpu"])) if amounts and "cpu" in amounts else 0
+def _milli(amounts: _Amounts, resource: str) -> int:
+    if not amounts or resource not in amounts:
+        return 0
+    try:
+        return _cached_milli(str(amounts[resource]))
+    except ValueError as error:
+        raise ValueError(f"{resource}: {error}") from error
 
 
 _cached_milli = lru_cache(maxsize=4096)(parse_milli)
@@ -319,7 +325,7 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     node_policy = node_policy_of(annotations)
     pod = replace(
         base,
-        request=replace(request, cpu_milli=decoded.cpu_milli, constraints=view.constraints, node_policy=node_policy),
+        request=replace(request, cpu_milli=decoded.milli("cpu"), constraints=view.constraints, node_policy=node_policy),
         containers=tuple(each.name for each in wanted),
         places=tuple(apps.get(each.name) for each in wanted),
         every_container=tuple(each.name for each in view.containers) if any(each.replicas for each in wanted) else (),
