@@ -24,8 +24,7 @@ def typical_shapes(shapes: Iterable[Shape]) -> list[tuple[Shape, float]]:
             gpus=each.gpus,
             gpu_milli=each.gpu_milli,
             cpu_milli=each.cpu_milli,
-            use_models=each.use_models,
-            avoid_models=each.avoid_models,
+            constraints=each.constraints,
         )
         for each in shapes
     )
@@ -63,7 +62,7 @@ class Fragmentation:
         drops = dict.fromkeys(self._cpus, 0.0)
         for shape, weight in self._typical:
             room = bool(gpu_milli) and gpu_milli[-1] >= shape.gpu_milli if shape.share else idle >= shape.gpus
-            if shape.gpus and room and shape.allows(model):
+            if shape.gpus and room and shape.constraints.allows("", model):
                 drops[shape.cpu_milli] += weight * (free - sum(each for each in gpu_milli if each < shape.gpu_milli))
         amounts = [float(free)]
         for cpu in self._cpus:

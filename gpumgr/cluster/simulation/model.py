@@ -6,6 +6,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+
 GPU_MILLI: Final = 1000
 #: A policy keeps the state of all nodes for at most this many requests, the last ones: a trace with many different requests would fill the
 #: memory.
@@ -36,18 +38,14 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """A request. `gpu_milli` is on each of the `gpus`; `memory_blocks` on all of them together.
-
-    `use_models` and `avoid_models`: parts of the model's name without regard to case, as in the scheduler's constraints.
-    """
+    """A request. `gpu_milli` is on each of the `gpus`; `memory_blocks` on all of them together. `constraints` has only models."""
 
     gpus: int = 0
     gpu_milli: int = 0
     memory_blocks: int = 0
     cpu_milli: int = 0
     ram_mebibytes: int = 0
-    use_models: tuple[str, ...] = ()
-    avoid_models: tuple[str, ...] = ()
+    constraints: Constraints = UNCONSTRAINED
 
     @property
     def total_milli(self) -> int:
@@ -61,13 +59,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def kind(self) -> str:
         """The class of the pod in results: none, share, or the number of whole GPUs."""
         return "share" if self.share else str(self.gpus) if self.gpus else "none"
-
-    def allows(self, model: str) -> bool:
-        if not (self.use_models or self.avoid_models):
-            return True
-        folded = model.casefold()
-        used = not self.use_models or any(each.casefold() in folded for each in self.use_models)
-        return bool(folded) and used and not any(each.casefold() in folded for each in self.avoid_models)
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +102,7 @@ class Node:
             return False
         if not shape.gpus:
             return True
-        if self.free_milli < shape.gpus * shape.gpu_milli or not shape.allows(self.spec.model):
+        if self.free_milli < shape.gpus * shape.gpu_milli or not shape.constraints.allows("", self.spec.model):
             return False
         if shape.share:
             return any(

@@ -20,7 +20,6 @@ from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
 from gpumgr.cluster.simulation.model import GPU_MILLI, MAX_SHAPES, Cluster, Gpus, Node, NodeSpec, Placement, Random, Shape
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.constraints import Constraints
 
 _CPU_SCALE: Final = 128_000
 _GPU_SCALE: Final = 8_000
@@ -246,8 +245,7 @@ def request_of(shape: Shape) -> PodRequest:
         cores_per_gpu=-(-shape.gpu_milli * CORES_PER_GPU // GPU_MILLI),
         memory_mebibytes=shape.memory_blocks * BLOCK_MEBIBYTES,
     )
-    constraints = Constraints(use_models=shape.use_models, avoid_models=shape.avoid_models)
-    return PodRequest((container,), constraints, shape.cpu_milli)
+    return PodRequest((container,), shape.constraints, shape.cpu_milli)
 
 
 def state_of(spec: NodeSpec) -> NodeState:

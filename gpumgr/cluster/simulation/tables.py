@@ -16,6 +16,7 @@ from gpumgr.cluster.simulation.model import GPU_MILLI, NodeSpec, Pod, Shape
 from gpumgr.common.errors import InputError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import count_text
+from gpumgr.placement.evaluators.constraints import Constraints
 from gpumgr.placement.topology.matrix import MAX_GPUS
 
 MAX_ROWS: Final = 1_000_000
@@ -105,8 +106,9 @@ def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> lis
     for row in _rows(file, lines, _POD_COLUMNS, ("name", "gpus", "cpu_milli", "ram_mebibytes")):
         shape = _shape(row)
         if shape not in shapes:
-            if shape.use_models and not any(map(shape.allows, models)):
-                raise row.error("gpu_models", f"no node has a GPU of model '{short('|'.join(shape.use_models))}'")
+            used = shape.constraints.use_models
+            if used and not any(shape.constraints.allows("", model) for model in models):
+                raise row.error("gpu_models", f"no node has a GPU of model '{short('|'.join(used))}'")
             if shape.memory_blocks and not memory:
                 raise row.error("memory_blocks", "the file of the nodes has no GPU memory; add its column memory_blocks")
         arrival, duration = row.seconds("arrival_seconds") or 0.0, row.seconds("duration_seconds")
@@ -156,8 +158,7 @@ def _shape(row: _Row) -> Shape:
         memory_blocks=blocks,
         cpu_milli=row.number("cpu_milli"),
         ram_mebibytes=row.number("ram_mebibytes"),
-        use_models=row.names("gpu_models"),
-        avoid_models=row.names("avoid_gpu_models"),
+        constraints=Constraints(use_models=row.names("gpu_models"), avoid_models=row.names("avoid_gpu_models")),
     )
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Shape
 from gpumgr.cluster.simulation.policies import POLICIES, Placer, make_placer, sample_size
+from gpumgr.placement.evaluators.constraints import Constraints
 
 
 def spec(name: str, gpus: int, cpus: int = 64, blocks: int = 0, model: str = "A100") -> NodeSpec:
@@ -98,11 +99,13 @@ def test_least_fragmentation_keeps_cpu_beside_gpus_and_gpus_beside_memory() -> N
     assert run.add(share(500, 1, 90)) == Placement(0, (0,))  # 500 milli that are free there are used with the memory beside them
 
 
-def test_models_and_memory() -> None:
-    run = Run("best-fit", [spec("a", 1, blocks=10), spec("b", 1, blocks=20, model="T4")], TRACE)
+@pytest.mark.parametrize("policy", ["best-fit", "binpack"])
+def test_models_and_memory(policy: str) -> None:
+    """A model is compared as HAMi registers it, with NVIDIA- before it."""
+    run = Run(policy, [spec("a", 1, blocks=10), spec("b", 1, blocks=20, model="T4")], TRACE)
     assert run.add(share(100, 1, 11)) == Placement(1, (0,))
-    assert run.add(replace(share(100, 1, 1), use_models=("t4",))) == Placement(1, (0,))
-    assert run.add(replace(share(100, 1, 1), avoid_models=("T4",))) == Placement(0, (0,))
+    assert run.add(replace(share(100, 1, 1), constraints=Constraints(use_models=("nvidia-t4",)))) == Placement(1, (0,))
+    assert run.add(replace(share(100, 1, 1), constraints=Constraints(avoid_models=("T4",)))) == Placement(0, (0,))
     assert run.add(whole(1)) is None
 
 

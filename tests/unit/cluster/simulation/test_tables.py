@@ -8,6 +8,7 @@ from gpumgr.cluster.simulation import tables
 from gpumgr.cluster.simulation.model import NodeSpec, Shape
 from gpumgr.cluster.simulation.tables import read_nodes, read_pods
 from gpumgr.common.errors import InputError
+from gpumgr.placement.evaluators.constraints import Constraints
 
 NODE = NodeSpec(name="a", gpus=2, model="A100", memory_blocks=40, cpu_milli=8000, ram_mebibytes=64)
 POD_HEADER = "name,gpus,cores,memory_blocks,cpu_milli,ram_mebibytes,gpu_models,arrival_seconds"
@@ -31,7 +32,9 @@ def test_alibabas_columns() -> None:
     share, whole, none = read_pods(
         "p.csv", lines(ALIBABA, "x,500,16,1,460,A100|T4,LS,Running,5,25,6", "y,1,2,2,1000,,,,,,", "z,1,2,0,0,,,,,,"), nodes
     )
-    assert share.shape == Shape(gpus=1, gpu_milli=460, cpu_milli=500, ram_mebibytes=16, use_models=("A100", "T4"))
+    assert share.shape == Shape(
+        gpus=1, gpu_milli=460, cpu_milli=500, ram_mebibytes=16, constraints=Constraints(use_models=("A100", "T4"))
+    )
     assert (share.arrival_seconds, share.duration_seconds, share.shape.kind) == (5, 19, "share")
     assert (whole.shape.total_milli, whole.shape.kind, whole.duration_seconds) == (2000, "2", None)
     assert none.shape.kind == "none"
