@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.agent.api import REASON_CHARACTERS, ContainerRow, MaintenanceResult, NodeState
+from gpumgr.agent.api import REASON_CHARACTERS, MaintenanceResult
 from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, converted, read_result, read_state, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, Utf8, agent_options, output_option
@@ -209,65 +209,42 @@ async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_se
     """
     async with AgentClient(socket) as agent:
         first = await request_maintenance(agent, "drain", gpu, reason=reason, evict=evict)
-        last = first if wait_seconds is None else await _Wait(agent, first, time.monotonic() + wait_seconds).run()
+        last = first if wait_seconds is None else await _until_empty(agent, first, time.monotonic() + wait_seconds)
     return {**last, **{field: first[field] for field in ("changed", "evicting", "not_evicted") if field in first}}
 
 
-class _Wait:
-    """The wait of one drain. It reports each change on stderr."""
-
-    def __init__(self, agent: AgentClient, first: dict[str, Any], deadline: float) -> None:
-        self._agent, self._deadline = agent, deadline
-        self._document, self._result = first, read_result(first)
-        self._reported, self._unavailable = "", False
-        #: The time of the first state that was read (unix seconds); the agent may have made that state before the drain.
-        self._first_at: float | None = None
-
-    async def run(self) -> dict[str, Any]:
-        while not self._result.empty and (left := self._deadline - time.monotonic()) > 0:
-            await asyncio.sleep(min(POLL_SECONDS, left))
-            try:
-                await self._poll()
-            except AgentUnavailable as error:
-                if not self._unavailable:
-                    report_unavailable(str(error))
-                self._unavailable = True
-            else:
-                self._unavailable = False
-        if not self._result.empty and not self._unavailable:
-            with contextlib.suppress(AgentUnavailable):
-                await self._request()
-        return self._document
-
-    async def _poll(self) -> None:
-        """Reads the agent's state, which costs the agent little. Requests the drain again only when the GPU seems to be empty."""
-        state = read_state(await self._agent.get(STATE))
-        self._first_at = self._first_at or state.at
-        # A state from before the drain is ignored. Times are not enough to recognize a later one: the node's clock may have been set back.
-        if (state.at >= self._result.at or state.at != self._first_at) and self._seems_empty(state):
-            await self._request()
-
-    async def _request(self) -> None:
-        self._document = await request_maintenance(self._agent, "drain", self._result.gpu.uuid)
-        self._result = read_result(self._document)
-
-    def _seems_empty(self, state: NodeState) -> bool:
-        row = next((row for row in state.gpus if row.uuid == self._result.gpu.uuid), None)
-        if row is None:
-            return False  # a restarted agent may not have detected the GPU yet
-        if row.cordon is None:
-            raise GpumgrError(f"{self._result.gpu.label} was uncordoned by another request: it is no longer drained")
-        left = [container for container in state.containers if container.gpu == row.name]
-        processes = (row.unattributed.processes or 0) if row.unattributed else 0
-        self._report(left, processes)
-        return not left and not processes
-
-    def _report(self, left: list[ContainerRow], processes: int) -> None:
-        names = ", ".join(sorted({each.pod_name for each in left})) or "they belong to no container"
-        now = f"waiting for {counted(len(left), processes)}: {names}"
-        if (left or processes) and now != self._reported:
-            click.echo(now, err=True)
-            self._reported = now
+async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Reads the state until the GPU seems to be empty, and requests the drain again only then: it would cordon a GPU that was uncordoned in
+    the meantime. Reports each change on stderr. Returns the last response."""
+    gpu, reported, available, first_at = read_result(document).gpu, "", True, None
+    while not read_result(document).empty and (remaining := deadline - time.monotonic()) > 0:
+        await asyncio.sleep(min(POLL_SECONDS, remaining))
+        try:
+            state, available = read_state(await agent.get(STATE)), True
+            # The first state may be of before the drain, without its cordon; a state of another time is not.
+            first_at = first_at or state.at
+            row = next((row for row in state.gpus if row.uuid == gpu.uuid), None)
+            if row is not None and row.cordon is None and state.at != first_at:
+                raise GpumgrError(f"{gpu.label} was uncordoned by another request: it is no longer drained")
+            if row is None or row.cordon is None:
+                continue
+            left = [container for container in state.containers if container.gpu == row.name]
+            processes = (row.unattributed.processes or 0) if row.unattributed else 0
+            names = ", ".join(sorted({each.pod_name for each in left})) or "they belong to no container"
+            now = f"waiting for {counted(len(left), processes)}: {names}"
+            if not left and not processes:
+                document = await request_maintenance(agent, "drain", gpu.uuid)
+            elif now != reported:
+                click.echo(now, err=True)
+                reported = now
+        except AgentUnavailable as error:
+            if available:
+                report_unavailable(str(error))
+            available = False
+    if not read_result(document).empty and available:
+        with contextlib.suppress(AgentUnavailable):
+            return await request_maintenance(agent, "drain", gpu.uuid)
+    return document
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
