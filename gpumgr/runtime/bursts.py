@@ -23,6 +23,8 @@ from gpumgr.runtime.burst_demands import BurstDemands
 
 #: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
+#: Why the limits of containers are not in force before the container runtime has answered the agent.
+NOT_LISTED: Final = "the container runtime has not listed it yet"
 
 Shares = Mapping[AllocationId, GpuShare]
 
@@ -151,7 +153,9 @@ class Bursts:
 
     async def make_room(self, allocation: Allocation) -> None:
         """Call it before a container starts. For a share, waits until the limits of other containers' bursts are lowered to what they use.
-        Raises Refusal if that takes too long, or if the starting container's memory is not free then."""
+        Raises Refusal if that takes too long, or if the starting container's memory is not free then. If the container runtime has not
+        answered the agent in this time, only the free memory decides: the kubelet starts containers with that runtime, so the agent's
+        connection is wrong, and may stay so."""
         gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._contested(allocation, gpu)]
         if not gpus:
             return
@@ -162,12 +166,13 @@ class Bursts:
                 while any(self._may_lack_memory(allocation, gpu) for gpu in gpus):
                     await self.measured()
         except TimeoutError:
-            why = [": ".join(found) for gpu in gpus if (found := self._not_lowered(self._reach(allocation, gpu)))]
-            raise Refusal(
-                "internal",
-                f"the memory limits of other containers on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
-                f"{f': {why[0]}' if why else ''}; the kubelet tries again by itself",
-            ) from None
+            why = [found for gpu in gpus if (found := self._not_lowered(self._reach(allocation, gpu)))]
+            if not why or why[0][1] != NOT_LISTED or any(self._missing_bytes(allocation, gpu) for gpu in gpus):
+                raise Refusal(
+                    "internal",
+                    f"the memory limits of other containers on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
+                    f"{': '.join(('', *why[0])) if why else ''}; the kubelet tries again by itself",
+                ) from None
         finally:
             del self._starting[key]
         for gpu in gpus:
@@ -216,8 +221,13 @@ class Bursts:
 
     def _may_lack_memory(self, allocation: Allocation, gpu: GpuName) -> bool:
         """Whether other containers may still take memory that the starting container needs."""
-        reach_bytes, need_bytes = sum(self._reach(allocation, gpu).values()), self._needed_bytes(allocation, gpu)
-        return bool(reach_bytes and self._others(allocation, gpu).missing_bytes(need_bytes, need_bytes, reach_bytes))
+        reach_bytes = sum(self._reach(allocation, gpu).values())
+        return bool(reach_bytes and self._missing_bytes(allocation, gpu, reach_bytes))
+
+    def _missing_bytes(self, allocation: Allocation, gpu: GpuName, reach_bytes: int = 0) -> int:
+        """How many bytes the GPU lacks for the starting container if other containers take `reach_bytes` more."""
+        need_bytes = self._needed_bytes(allocation, gpu)
+        return self._others(allocation, gpu).missing_bytes(need_bytes, need_bytes, reach_bytes)
 
     def _needed_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """How many bytes a starting container needs on the GPU in addition to what it uses."""
@@ -256,7 +266,7 @@ class Bursts:
         """Raises Refusal if the container's memory is not free, and another container holds more than the slack above its request."""
         need_bytes, others = self._needed_bytes(allocation, gpu), self._others(allocation, gpu)
         burst_bytes, holder = max(((each.burst_bytes, name) for name, each in others.containers.items()), default=(0, ""))
-        if (missing := others.missing_bytes(need_bytes, need_bytes)) and burst_bytes > self.slack_bytes:
+        if (missing := self._missing_bytes(allocation, gpu)) and burst_bytes > self.slack_bytes:
             raise Refusal(
                 "conflict",
                 f"GPU {gpu} has {need_bytes - missing >> 20} MiB of memory left for the container, which needs {need_bytes >> 20} MiB: "

@@ -26,7 +26,7 @@ from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.burst_demands import BurstDemands
-from gpumgr.runtime.bursts import Bursts
+from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.resizes import decide_resizes
@@ -40,8 +40,6 @@ EVICTED: Final = "GpuPodEvicted"
 _REQUESTER: Final = "memory limit"
 #: How long an evaluation waits for the container runtime, and for the enforcement backends.
 TIMEOUT_SECONDS: Final = 0.5
-
-_NOT_LISTED: Final = "the container runtime has not listed it yet"
 
 Mechanisms = tuple[str, ...]
 
@@ -203,7 +201,7 @@ class MemoryLimitWatcher:
         """Calls `observe` before `adjust`, which corrects what `observe` must find. `number`: the number of the evaluation.
         `unknown`: allocations with containers that may run although the runtime has not listed them yet."""
         self._findings.report(await self._backends.observe(running), self._agent_state.ledger.allocations)
-        obstacles = {**dict.fromkeys(unknown, _NOT_LISTED), **await self._backends.adjust(running)}
+        obstacles = {**dict.fromkeys(unknown, NOT_LISTED), **await self._backends.adjust(running)}
         self.bursts.enforced(Enforced(number=number, obstacles=obstacles, kept_bytes=self._backends.kept_bytes()))
 
     # -- memory ------------------------------------------------------------------------------------------------------------

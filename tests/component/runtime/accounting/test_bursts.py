@@ -343,7 +343,8 @@ async def test_what_an_earlier_agent_let_a_container_have_is_lowered_and_counted
 
 
 async def test_before_the_runtime_has_listed_the_containers_no_limit_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent has restarted, and sets limits only of containers that it knows."""
+    """The agent has restarted, and sets limits only of containers that it knows. A runtime that never answers prevents no start for which
+    there is memory."""
     node = bursting(limit=None)
     containers, node.runtime.containers = node.runtime.containers, []
     node.runtime.answers.clear()
@@ -352,10 +353,13 @@ async def test_before_the_runtime_has_listed_the_containers_no_limit_is_in_force
         await node.sampled(uses(a=512))
     with monkeypatch.context() as patch:
         patch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
+        await node.memory_watcher.bursts.make_room(T)
+        await node.sampled(uses(a=1536))
         with pytest.raises(
             Refusal, match=r"team/web .main.: the container runtime has not listed it yet; the kubelet tries again"
         ):
             await node.memory_watcher.bursts.make_room(T)
+        await node.sampled(uses(a=512))
     node.runtime.containers = containers
     node.runtime.answers.set()
     start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
