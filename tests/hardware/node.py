@@ -18,8 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
-from gpumgr.enforcement.limiter.backend import PAGES_IN_CONTAINER
-from gpumgr.enforcement.limiter.libraries import LIBRARY
+from gpumgr.enforcement.limiter.backend import LIBRARY, PAGES_IN_CONTAINER
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod

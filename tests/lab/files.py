@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from gpumgr.enforcement.limiter.libraries import LIBRARY, library_path
+from gpumgr.enforcement.limiter.backend import LIBRARY, library_path
 
 LAB: Final = "GPUMGR_LAB"
 LAB_MPS: Final = "GPUMGR_LAB_MPS"

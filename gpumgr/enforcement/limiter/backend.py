@@ -8,6 +8,7 @@ Without an agent the library limits the container by itself.
 """
 
 import asyncio
+import platform
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.common.errors import GpumgrError, Refusal
+from gpumgr.common.errors import GpumgrError, InputError, Refusal
 from gpumgr.common.units import CORES_PER_GPU, Resource
 from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.container_processes import Identities, PidInContainerOf
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
-from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path
 from gpumgr.enforcement.limiter.monitor import PageMonitor
 from gpumgr.enforcement.limiter.page_files import PageFiles, page_path
 from gpumgr.enforcement.limiter.pages import SIZES, PageLimits
@@ -34,11 +34,27 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
 
+#: LIBRARY is for containers, ARBITER for the agent itself.
+LIBRARY: Final = "libgpumgr.so"
+ARBITER: Final = "libgpumgr-arbiter.so"
 #: Where the library looks for its pages (PLACE in process.c). The library itself is beside them.
 PAGES_IN_CONTAINER: Final = "/etc/gpumgr"
 _LIBRARY_IN_CONTAINER: Final = Path(PAGES_IN_CONTAINER, LIBRARY)
 #: A folder in run_dir, with a folder for each allocation.
 FOLDER: Final = "limiter"
+
+
+def library_path(name: str) -> Path:
+    """The file of LIBRARY or ARBITER for this machine's architecture, which tools/limiter.py compiles when the package is built. Raises
+    InputError if the package was built without it."""
+    machine = platform.machine()
+    path = Path(__file__).with_name("lib") / machine / name
+    if not path.is_file():
+        raise InputError(
+            f"this installation of gpumgr has no {name} for {machine} ({path} is missing): build the package where a C compiler for "
+            f"{machine} is installed, or, in a source tree, install one and run `make libraries`"
+        )
+    return path
 
 
 class Limiter(PreloadedBackend[PageMonitor]):

@@ -66,7 +66,7 @@ def test_it_brings_the_limiters_libraries(installed: Installed) -> None:
     said = installed.run(
         "python",
         "-c",
-        "import ctypes; from gpumgr.enforcement.limiter.libraries import ARBITER, LIBRARY, library_path as path; "
+        "import ctypes; from gpumgr.enforcement.limiter.backend import ARBITER, LIBRARY, library_path as path; "
         "print(path(LIBRARY), ctypes.CDLL(path(ARBITER)).gm_arbiter_add(-1, 0, -1, -1))",
     )
     library, answer = said.split()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import InputError
-from gpumgr.enforcement.limiter.libraries import library_path
+from gpumgr.enforcement.limiter.backend import library_path
 from tests.component.enforcement.limiter.harness import PROGRAMS, Container, Node, Target, hooks, take_all_slots
 from tools.limiter import LIBRARY, SOURCES, compile_program
 
