@@ -7,7 +7,7 @@ not match.
 
 import asyncio
 import ssl
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -31,29 +31,26 @@ T = TypeVar("T")
 _Stamp = tuple[FileIdentity | None, ...]
 
 
-class _Files(Generic[T]):
-    """The value that `make` returns for the files `paths`. A thread makes it again when the files have changed, since a file system may
-    hang.
+class _Files(ABC, Generic[T]):
+    """The value that `_make` returns for the files `paths`. A thread makes it again when the files have changed, since a file system may
+    hang. The constructor raises what `_make` raises."""
 
-    The constructor raises what `make` raises. `read_again` is called when changed files were read and can be used. `unusable` gets the
-    reason and the earlier value, and returns the value to use from then on.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        make: Callable[[], T],
-        *,
-        read_again: Callable[[], None],
-        unusable: Callable[[SettingsError, T], T],
-    ) -> None:
-        self._paths, self._make, self._read_again, self._unusable = paths, make, read_again, unusable
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
         self._calls = DaemonCalls("web-credentials")
         self._looking: asyncio.Task[None] | None = None
         #: None if the files could not be used at the last check, because of `_error`.
         self._stamp: _Stamp | None = _stamp(*paths)
         self._error: str | None = None
-        self._value = make()
+        self._value = self._make()
+
+    @abstractmethod
+    def _make(self) -> T:
+        """Reads the files. Raises SettingsError."""
+
+    @abstractmethod
+    def _report(self, error: SettingsError | None) -> T:
+        """Logs that changed files were read (None), or why they can't be used. Returns the value to use after an error."""
 
     async def current(self) -> T:
         """Returns within LOOK_SECONDS; simultaneous calls wait for one check of the files."""
@@ -74,9 +71,9 @@ class _Files(Generic[T]):
         self._stamp, made = found
         if not isinstance(made, SettingsError):
             self._value, self._error = made, None
-            self._read_again()
+            self._report(None)
         elif str(made) != self._error:
-            self._error, self._value = str(made), self._unusable(made, self._value)
+            self._error, self._value = str(made), self._report(made)
 
     def _changed(self, before: _Stamp | None) -> tuple[_Stamp | None, T | SettingsError] | None:
         """Runs on the thread. After an error the stamp is None, so that the next check reads the files again: an error of the file system
@@ -89,31 +86,26 @@ class _Files(Generic[T]):
             return None, error
 
 
-class TokenFile:
-    """The file http.token_file. The constructor raises SettingsError if it has no token."""
+class TokenFile(_Files[bytes | None]):
+    """The file http.token_file; `current` returns the token, or None if the file can't be used now. The constructor raises SettingsError if
+    it has no token."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._files = _Files[bytes | None](
-            (path,),
-            lambda: _read_token(path),
-            read_again=lambda: _log.info("token_read_again", path=str(path)),
-            unusable=self._unusable,
-        )
+    def _make(self) -> bytes:
+        return _read_token(*self._paths)
 
-    async def current(self) -> bytes | None:
-        """The token; None if the file can't be used now."""
-        return await self._files.current()
-
-    def _unusable(self, error: SettingsError, _earlier: bytes | None) -> None:
-        _log.error("token_unusable", error=str(error), consequence="no token is accepted until the file can be used")
+    def _report(self, error: SettingsError | None) -> bytes | None:
+        if error is None:
+            _log.info("token_read_again", path=str(self._paths[0]))
+        else:
+            _log.error("token_unusable", error=str(error), consequence="no token is accepted until the file can be used")
+        return None
 
 
-class Certificates:
-    """The TLS context of a server; with `client_ca_file` clients may present a certificate. `section` is the section of the settings that
-    name the files.
+class Certificates(_Files[ssl.SSLContext]):
+    """The TLS context of a server, which `current` returns for the next connection. `section` is the section of the settings that name the
+    files.
 
-    With `clients_required` they must present one. The constructor raises SettingsError.
+    With `client_ca_file` clients may present a certificate, with `clients_required` they must. The constructor raises SettingsError.
     """
 
     def __init__(
@@ -127,12 +119,7 @@ class Certificates:
     ) -> None:
         self._names = (cert_file, key_file, client_ca_file)
         self._section, self.clients_required = section, clients_required
-        self._files = _Files(
-            tuple(file for file in self._names if file is not None),
-            self._make,
-            read_again=lambda: _log.info("certificates_read_again", path=str(cert_file)),
-            unusable=self._unusable,
-        )
+        super().__init__(*(file for file in self._names if file is not None))
 
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
@@ -143,19 +130,18 @@ class Certificates:
             return None
         return cls(cert_file, key_file, client_ca_file)
 
-    async def context(self) -> ssl.SSLContext:
-        """The TLS context for the next connection."""
-        return await self._files.current()
-
     def _make(self) -> ssl.SSLContext:
         context = _context(self._section, *self._names)
         if self.clients_required:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def _unusable(self, error: SettingsError, earlier: ssl.SSLContext) -> ssl.SSLContext:
-        _log.error("certificates_unusable", error=str(error), consequence="the earlier certificates stay in use")
-        return earlier
+    def _report(self, error: SettingsError | None) -> ssl.SSLContext:
+        if error is None:
+            _log.info("certificates_read_again", path=str(self._names[0]))
+        else:
+            _log.error("certificates_unusable", error=str(error), consequence="the earlier certificates stay in use")
+        return self._value
 
 
 def _stamp(*paths: Path) -> _Stamp:

@@ -190,7 +190,7 @@ class HttpServer:
             transport, _ = await loop.connect_accepted_socket(
                 server,
                 connected,
-                ssl=await tls.context() if tls is not None and secure else None,
+                ssl=await tls.current() if tls is not None and secure else None,
                 ssl_handshake_timeout=limits.request_seconds if secure else None,
             )
         except OSError:  # the client has gone, or the handshake failed
