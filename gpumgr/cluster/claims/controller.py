@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 import structlog
 
 from gpumgr.cluster.claims.gates import Decision, decide
-from gpumgr.cluster.claims.objects import GATE, Key, UnboundPod, WatchedTemplate
+from gpumgr.cluster.claims.objects import GATE, Key, UnboundPod
 from gpumgr.cluster.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
@@ -33,8 +33,6 @@ _PAUSES_SECONDS: Final = (0.5, 60.0)
 _EVENT_SECONDS: Final = 60.0
 #: The most events of one step; the next step sends the remaining ones, after templates and gates.
 _MAX_EVENTS: Final = 50
-#: Takes the place of the UID of a created template, until the watch shows the template or the next sweep begins.
-_UNSEEN: Final = ""
 #: What is written; "sweep": an unused template is deleted.
 OBJECTS: Final = ("template", "gate", "event", "sweep")
 OUTCOMES: Final = ("ok", "error")
@@ -134,11 +132,8 @@ class ClaimsController:
 
     async def _create_template(self, key: Key, shape: Shape) -> None:
         path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates"
-        created = await self._write("template", key, "POST", path, template(*key, shape), but=(409,))
-        if created:
+        if await self._write("template", key, "POST", path, template(*key, shape), but=(409,)):
             _log.info("template_created", namespace=key[0], template=key[1])
-        if created is not None:  # this entry stays until the watch delivers the template
-            self._watches.templates.setdefault(key, WatchedTemplate(uid=_UNSEEN, key=key, managed=True))
 
     async def _sweep(self) -> None:
         """Deletes the templates that no pod has used for `template_idle_hours`."""
@@ -146,8 +141,6 @@ class ClaimsController:
         used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
         for key in used_at.keys() - templates.keys():
             del used_at[key]
-        for key in [key for key, each in templates.items() if each.uid == _UNSEEN]:  # the template may have been deleted by now
-            del templates[key]
         for key, each in list(templates.items()):
             if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
                 path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates/{key[1]}"
@@ -216,8 +209,8 @@ class ClaimsController:
     ) -> bool | None:
         """Returns True after a write. False: the API server refused it with a status in `but`, because another client changed the object
         first. None: the write failed (logged unless the last failure had the same text), or was not sent, because this process does not
-        lead or the object's pause has not ended. `key` identifies the object. Its pause begins with a refusal or a failure, and doubles
-        each time."""
+        lead or the object's pause has not ended. `key` identifies the object. Its pause begins with each request, and doubles with each
+        refusal or failure."""
         due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
         if not self.leads or self._clock() < due:
             return None
@@ -235,7 +228,6 @@ class ClaimsController:
             return None
         self.writes[about, "ok"] += 1
         self._logged = ""
-        self._paused.pop((about, key), None)
-        if not done:
-            self._paused[about, key] = self._clock() + slept, longer
+        # The watch may show the change later, so there is a pause after a success, too.
+        self._paused[about, key] = self._clock() + slept, _PAUSES_SECONDS[0] if done else longer
         return done

@@ -92,6 +92,7 @@ async def test_a_template_that_vanishes_while_a_pod_waits_comes_back(stage: Stag
     await until(lambda: bool(stage.watches.templates))
     (uid,) = stage.dra.watched["resourceclaimtemplates"].items
     stage.dra.watched["resourceclaimtemplates"].remove(uid)
+    stage.clock.now += 1
     await until(lambda: stage.dra.posted == [f"team/{NAME}"] * 2)
 
 
