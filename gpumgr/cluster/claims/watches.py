@@ -27,23 +27,9 @@ from gpumgr.kube.reflector import Keyed, Watched
 from gpumgr.settings.schema import SchedulerSettings
 
 _Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
-#: (what the index needs of a pod, what the controller needs of it)
-_Decoded = tuple[dict[str, Any] | CpuPod | None, dict[str, Any] | None]
 _API = "/apis/resource.k8s.io/v1"
 #: How long the claims of a pod count after the pod was bound or deleted: the watch of claims may show their allocation later.
 _BOUND_SECONDS = 10.0
-
-
-class _ClusterPod(msgspec.Struct, frozen=True):
-    """`counted`: the pod for the index. `unbound`: the pod for the controller, until the pod is bound. None: not needed there."""
-
-    counted: Any = None
-    unbound: UnboundPod | None = None
-
-    @property
-    def uid(self) -> str:
-        known: Any = self.counted or self.unbound
-        return str(known.uid)
 
 
 class ClaimWatches(ClusterWatches):
@@ -114,29 +100,26 @@ class ClaimWatches(ClusterWatches):
 
     # -- what the watches report ---------------------------------------------------------------------------------------------
 
-    def _decode_pod(self, item: msgspec.Raw) -> _Decoded | None:
+    def _decode_pod(self, item: msgspec.Raw) -> dict[str, Any] | CpuPod | None:
         """Keeps pods without GPU requests, too, while they wait for the controller."""
-        found = super()._decode_pod(item)
+        found: dict[str, Any] | CpuPod | None = super()._decode_pod(item)
         if isinstance(found, CpuPod):
-            return found, None
+            return found
         pod: dict[str, Any] = found or decode_stored(item)
-        waiting = pod if objects.waits(pod) else None
-        return (found, waiting) if found or waiting else None
+        return pod if objects.waits(pod) else found
 
-    def _parse_pod(self, decoded: _Decoded) -> Keyed:
-        found, waiting = decoded
-        return _ClusterPod(
-            None if found is None else super()._parse_pod(found),
-            None if waiting is None else objects.parse_unbound(waiting, self._labels),
-        )
+    def _parse_pod(self, pod: Any) -> Keyed:
+        """A pod that waits is parsed for the controller, every other one for the index."""
+        waits = isinstance(pod, dict) and objects.waits(pod)
+        return objects.parse_unbound(pod, self._labels) if waits else super()._parse_pod(pod)
 
     def _pod_changed(self, before: Any, after: Any) -> None:
-        """`before` and `after` are a `_ClusterPod` or None."""
-        before, after = before or _ClusterPod(), after or _ClusterPod()
-        if before.counted != after.counted:
-            super()._pod_changed(before.counted, after.counted)
-        if before.unbound != after.unbound:
-            self._unbound_changed(before.unbound, after.unbound)
+        unbound = [each if isinstance(each, UnboundPod) else None for each in (before, after)]
+        if unbound != [None, None]:
+            self._unbound_changed(*unbound)
+        counted = [None if isinstance(each, UnboundPod) else each for each in (before, after)]
+        if counted != [None, None]:
+            super()._pod_changed(*counted)
 
     def _unbound_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
         pod = after or before
