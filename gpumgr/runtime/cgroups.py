@@ -4,8 +4,7 @@ Needs the host's pid and cgroup namespaces (a service of the host has both). Sou
 Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
 
 The functions that read the path of a cgroup are pure, and accept any text. Sources: the kubelet's naming of pod cgroups (pkg/kubelet/cm),
-containerd's and CRI-O's `linux.cgroupsPath`, runc's expansion of slices, cgroups(7), and proc(5) for /proc/PID/cgroup. `<uid>` is the pod's
-UID, for a static pod the 32 hex digits of its file's hash:
+cgroups(7), and proc(5) for /proc/PID/cgroup. `<uid>` is the pod's UID, for a static pod the 32 hex digits of its file's hash:
 
     cgroupfs driver   [...]/kubepods[/burstable|/besteffort]/pod<uid>/<id>                    (CRI-O: /crio-<id>)
     systemd driver    [...]/kubepods[-burstable|-besteffort]-pod<uid, _ for ->.slice/cri-containerd-<id>.scope   (crio-, docker-)
@@ -92,39 +91,10 @@ def own_cgroup(path: str, container_id: str) -> str | None:
     return above + found + path[len(above) + len(found) :].partition("/")[0] if found else None
 
 
-def expand_cgroups_path(cgroups_path: str) -> str | None:
-    """The OCI spec's `linux.cgroupsPath` -> a path. A path loses empty segments, "slice:prefix:name" is a systemd scope below its slices.
-
-    None: the text is malformed, or relative to the cgroup of the runtime.
-    """
-    if cgroups_path.startswith("/"):
-        segments = [each for each in cgroups_path.split("/") if each]
-        return "/" + "/".join(segments) if segments and ".." not in segments else None
-    parts = cgroups_path.split(":")
-    if len(parts) != 3 or "/" in cgroups_path or not parts[2]:
-        return None
-    slice_name, prefix, name = parts
-    above = _expand(slice_name or "system.slice")
-    if above is None:
-        return None
-    unit = name if name.endswith(".slice") else f"{prefix}-{name}.scope" if prefix else f"{name}.scope"
-    return f"{above}/{unit}"
-
-
 def parse_nspid(text: str) -> int | None:
     """/proc/PID/status -> the process's number in its own (innermost) pid namespace."""
     found = _NSPID.search(text)
     return int(found["pid"]) if found else None
-
-
-def _expand(slice_name: str) -> str | None:
-    """systemd.slice(5): "a-b.slice" lies in "a.slice", "-.slice" is the root."""
-    if slice_name == "-.slice":
-        return ""
-    parts = slice_name.removesuffix(".slice").split("-")
-    if not slice_name.endswith(".slice") or not all(parts):
-        return None
-    return "".join(f"/{'-'.join(parts[: count + 1])}.slice" for count in range(len(parts)))
 
 
 def _pod_uid(segments: Sequence[str], at: int) -> str | None:

@@ -32,7 +32,7 @@ class RuntimeVersion(msgspec.Struct, frozen=True, kw_only=True):
 class FirstProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A container's first process, from the verbose status. CRI does not define the content of that verbose part. None = not reported.
 
-    `cgroups_path` is `linux.cgroupsPath` of the OCI runtime spec, which may not be a path yet: see `cgroups.expand_cgroups_path`.
+    `cgroups_path` is `linux.cgroupsPath` of the OCI runtime spec if that is a path; for the systemd driver it is not.
     """
 
     pid: int | None = None
@@ -74,7 +74,7 @@ def parse_status(status: ContainerStatusResponse) -> FirstProcess:
         return FirstProcess()
     info = decode_json(text, _Info)
     path = info.spec.linux.cgroups_path if info.spec is not None and info.spec.linux is not None else ""
-    return FirstProcess(pid=info.pid if info.pid > 0 else None, cgroups_path=path or None)
+    return FirstProcess(pid=info.pid if info.pid > 0 else None, cgroups_path=path if path.startswith("/") else None)
 
 
 def _container(data: bytes, start: int, end: int) -> Container | None:

@@ -16,7 +16,7 @@ from gpumgr.agent.ports import Runs
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
 from gpumgr.ledger.usage.node_use import Container
-from gpumgr.runtime.cgroups import Cgroups, container_cgroup_in, container_id_in, expand_cgroups_path, own_cgroup
+from gpumgr.runtime.cgroups import Cgroups, container_cgroup_in, container_id_in, own_cgroup
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import FirstProcess
 
@@ -33,7 +33,7 @@ UNKNOWN_PERIOD_SECONDS: Final = 0.02
 _EARLY_SECONDS: Final = 0.1
 
 #: The first process's pid and the container's cgroup, requested from the runtime once for each container.
-Location = tuple[int | None, str | None]
+Location = tuple[int | None, str]
 
 
 class Containers:
@@ -61,7 +61,7 @@ class Containers:
         #: Whether the runtime has ever answered.
         self.listed = False
         self._table: dict[str, Container] = {}
-        #: Container's id -> its location. None: the request failed; the failure was logged, and the request is repeated.
+        #: Container's id -> its location. None: it is not known yet, and the request is repeated; a failure was logged.
         self._locations: dict[str, Location | None] = {}
         self._processes: dict[Process, str] = {}
         #: Container ids that occur in cgroups, but that the runtime does not list: the pods' sandboxes.
@@ -202,10 +202,9 @@ class Containers:
         pid, cgroup = self._locations.get(container.id) or (None, None)
         return replace(container, pid=pid if container.running else None, cgroup=cgroup)
 
-    def _location(self, container_id: str, first: FirstProcess) -> Location:
+    def _location(self, container_id: str, first: FirstProcess) -> Location | None:
         """(pid, cgroup). The cgroup of the first process counts if it can be read, since the spec's path is only a request (runc may
         choose another)."""
         path = self._cgroups.path_of(first.pid) if first.pid is not None else None
-        if path is not None and (cgroup := own_cgroup(path, container_id)) is not None:
-            return first.pid, cgroup
-        return first.pid, expand_cgroups_path(first.cgroups_path) if first.cgroups_path is not None else None
+        cgroup = (own_cgroup(path, container_id) if path is not None else None) or first.cgroups_path
+        return (first.pid, cgroup) if cgroup is not None else None

@@ -10,7 +10,6 @@ from gpumgr.runtime.cgroups import (
     ContainerCgroup,
     container_cgroup_in,
     container_id_in,
-    expand_cgroups_path,
     memory_path,
     own_cgroup,
     parse_nspid,
@@ -146,38 +145,8 @@ def test_no_text_is_too_much(text: str) -> None:
         assert path is not None
         assert path.strip("/").startswith(place.cgroup.strip("/"))
         assert container_cgroup_in(place.cgroup) == place
-    assert expand_cgroups_path(text) is None or str(expand_cgroups_path(text)).startswith("/")
     number = parse_nspid(text)
     assert number is None or number >= 0
-
-
-@pytest.mark.parametrize(
-    ("cgroups_path", "path"),
-    [
-        (f"/kubepods/burstable/pod{UID}/{A}", f"/kubepods/burstable/pod{UID}/{A}"),
-        (f"//kubepods/pod{UID}/{A}/", f"/kubepods/pod{UID}/{A}"),
-        (f"kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{A}", f"{SLICES}/cri-containerd-{A}.scope"),
-        (f"kubepods-pod{SLICE_UID}.slice:crio:{A}", f"{GUARANTEED}/crio-{A}.scope"),
-        (f"kubepods.slice:crio:{A}", f"/kubepods.slice/crio-{A}.scope"),
-        (f":docker:{A}", f"/system.slice/docker-{A}.scope"),
-        (f"-.slice:docker:{A}", f"/docker-{A}.scope"),
-        ("a-b.slice::c", "/a.slice/a-b.slice/c.scope"),
-        ("a-b.slice:x:a-b-c.slice", "/a.slice/a-b.slice/a-b-c.slice"),
-        ("", None),
-        ("/", None),
-        ("relative/path", None),
-        ("/up/../there", None),
-        ("a.slice:b", None),
-        ("a:b:c:d", None),
-        ("a--b.slice:crio:c", None),
-        (".slice:crio:c", None),
-        ("noslice:crio:c", None),
-        ("a.slice:crio:", None),
-        ("a/b.slice:crio:c", None),
-    ],
-)
-def test_the_cgroup_parent_of_the_runtime_becomes_a_path(cgroups_path: str, path: str | None) -> None:
-    assert expand_cgroups_path(cgroups_path) == path
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ class Node:
 
 @dataclass
 class Runtime:
-    """A container runtime. `service` is what it answers under; while `hold` is set (and not cleared) it says nothing."""
+    """A container runtime. `failures`: container's id, or "" for the list of containers -> the answer. While `hold` is set (and not
+    cleared) it says nothing."""
 
-    service: str = "runtime.v1.RuntimeService"
     listed: Any = field(default_factory=cri.ListContainersResponse)
     sandboxes: Any = field(default_factory=cri.ListPodSandboxResponse)
     statuses: dict[str, Any] = field(default_factory=dict)
@@ -111,7 +111,10 @@ class Runtime:
             "ContainerStatus": self._status,
             "Status": self._runtimes,
         }
-        return {f"/{self.service}/{name}": Handler(call, Cardinality.UNARY_UNARY, bytes, bytes) for name, call in calls.items()}
+        return {
+            f"/runtime.v1.RuntimeService/{name}": Handler(call, Cardinality.UNARY_UNARY, bytes, bytes)
+            for name, call in calls.items()
+        }
 
     async def _version(self, stream: Any) -> None:
         cri.VersionRequest.FromString(await stream.recv_message())
@@ -132,6 +135,8 @@ class Runtime:
 
     async def _list(self, stream: Any) -> None:
         cri.ListContainersRequest.FromString(await stream.recv_message())
+        if "" in self.failures:
+            raise self.failures[""]
         self.lists += 1
         self.began.set()
         if self.hold is not None:

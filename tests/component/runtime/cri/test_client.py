@@ -16,7 +16,7 @@ from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import FirstProcess
 from tests.component.runtime.cri.node import Runtime, serving
 from tests.cri_api import cri, recorded_list, recorded_status
-from tests.unit.runtime.test_codec import CONTAINERD_ID, CONTAINERD_UID, CRIO_ID
+from tests.unit.runtime.test_codec import CONTAINERD_ID, CONTAINERD_UID
 
 
 @pytest.fixture
@@ -30,12 +30,7 @@ async def client(socket: Path) -> AsyncIterator[CriClient]:
     ("name", "first"),
     [
         ("containerd", FirstProcess(pid=7873, cgroups_path=f"/kubepods/burstable/pod{CONTAINERD_UID}/{CONTAINERD_ID}")),
-        (
-            "crio",
-            FirstProcess(
-                pid=48213, cgroups_path=f"kubepods-besteffort-pod7d1f0b9c_52f6_4d5b_8b1c_6a0a3f8e2c11.slice:crio:{CRIO_ID}"
-            ),
-        ),
+        ("crio", FirstProcess(pid=48213)),
     ],
     ids=["containerd", "crio"],
 )
@@ -106,7 +101,8 @@ async def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_a_runtime_with_only_v1alpha2_is_an_error(socket: Path, client: CriClient) -> None:
-    async with serving(Runtime(service="runtime.v1alpha2.RuntimeService"), socket):
+    unknown = GRPCError(Status.UNIMPLEMENTED, "unknown service runtime.v1.RuntimeService")
+    async with serving(Runtime(failures={"": unknown}), socket):
         with pytest.raises(
             CriError,
             match=r"the program there does not support CRI v1; .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",

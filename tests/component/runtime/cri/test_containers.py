@@ -116,7 +116,8 @@ async def test_the_status_of_each_running_container_is_read_once(stage: Stage) -
     await stage.containers.refresh()
     await stage.containers.refresh()
     assert stage.runtime.asked == names
-    stage.runtime.listed.containers[2].state = cri.CONTAINER_RUNNING
+    stage.runtime.remove(container_id(3))
+    stage.start(3)
     await stage.containers.refresh()
     await stage.containers.refresh()
     assert stage.runtime.asked == [*names, container_id(3)]
@@ -159,16 +160,18 @@ async def test_the_cgroup_comes_from_the_kernel(stage: Stage) -> None:
 
 async def test_without_the_first_process_the_cgroup_comes_from_the_runtime(stage: Stage) -> None:
     slices = f"kubepods-pod{UID.replace('-', '_')}.slice"
-    stage.runtime.container(1, f"{slices}:cri-containerd:{container_id(1)}", pid=4711)
+    stage.runtime.container(1, f"{slices}:cri-containerd:{container_id(1)}", pid=4711)  # the systemd driver's is no path
     stage.node.process(4712, f"{POD}/{container_id(5)}")
     stage.runtime.container(2, f"{POD}/{container_id(2)}", pid=4712)  # a number used again: the process is another container's
     stage.runtime.container(3)
     await stage.containers.refresh()
     one, two, three = stage.containers.running()
-    assert one.cgroup == f"/kubepods.slice/{slices}/cri-containerd-{container_id(1)}.scope"
-    assert two.cgroup == f"{POD}/{container_id(2)}"
-    assert three.cgroup is None
+    assert (one.cgroup, two.cgroup, three.cgroup) == (None, f"{POD}/{container_id(2)}", None)
     assert stage.containers.pids(three) == ()
+    stage.node.process(4711, f"/kubepods.slice/{slices}/cri-containerd-{container_id(1)}.scope")
+    await stage.containers.refresh()
+    one, *_ = stage.containers.running()
+    assert one.cgroup == f"/kubepods.slice/{slices}/cri-containerd-{container_id(1)}.scope", "it is asked for again"
 
 
 async def test_an_unknown_container_is_looked_up_once(stage: Stage) -> None:
@@ -288,7 +291,7 @@ async def test_while_it_hangs_the_path_answers(stage: Stage) -> None:
 async def test_one_bad_container_does_not_affect_others(stage: Stage) -> None:
     ending = stage.runtime.container(3)  # during its lookup, which is no error
     del stage.runtime.statuses[ending]
-    bad = stage.runtime.container(1)
+    bad = stage.start(1)
     stage.runtime.failures[bad] = GRPCError(Status.UNKNOWN, "failed to get container runtime spec")
     stage.start(2)
     with structlog.testing.capture_logs() as logs:
