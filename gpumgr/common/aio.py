@@ -25,6 +25,7 @@ T = TypeVar("T")
 SLICE_SECONDS = 0.005
 #: A repeated bug is logged at most this often.
 BUG_LOG_SECONDS: Final = 60.0
+_KILL_SECONDS: Final = 2.0
 
 _log = structlog.get_logger(__name__)
 #: The shielded tasks. The references keep them alive: the event loop itself has only weak references to its tasks.
@@ -174,6 +175,14 @@ class DaemonCalls:
 def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
     while True:
         calls.get()()
+
+
+async def kill_program(program: asyncio.subprocess.Process) -> None:
+    """Kills the program unless it has ended, and waits for its end, for a short time: a program that waits for a lost GPU does not end."""
+    with suppress(ProcessLookupError, TimeoutError):
+        program.kill()
+        async with asyncio.timeout(_KILL_SECONDS):
+            await program.wait()
 
 
 async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:

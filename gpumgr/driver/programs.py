@@ -2,18 +2,16 @@
 
 import asyncio
 import shutil
-from contextlib import suppress
 from typing import Final
 
 import structlog
 
+from gpumgr.common.aio import kill_program
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.monitor import Monitor
 
 MODPROBE: Final = ("modprobe", "-a", "nvidia", "nvidia-uvm")
 _MODPROBE_SECONDS: Final = 30.0
-#: How long a killed program may take to end (it can be blocked inside the driver); after that the agent no longer waits for it.
-_END_SECONDS: Final = 2.0
 
 log = structlog.get_logger()
 
@@ -34,11 +32,7 @@ async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
         async with asyncio.timeout(timeout_seconds):
             output, _ = await process.communicate()
     finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError, TimeoutError):
-                process.kill()
-                async with asyncio.timeout(_END_SECONDS):
-                    await process.wait()
+        await kill_program(process)
     return process.returncode or 0, output.decode(errors="replace").strip()
 
 

@@ -1,12 +1,12 @@
 """Runs the program that suspends and resumes processes (gpumgr.runtime.cuda_checkpoint), once for each operation."""
 
 import asyncio
-import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import Final
 
+from gpumgr.common.aio import kill_program
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.suspension import Moved, Suspension, Verb
@@ -17,7 +17,6 @@ PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
 WORK_SECONDS: Final = 10.0
 #: The time limit of one operation: a fixed part, and more for each GiB. An H200 moved 1.6 GiB/s or more.
 _LIMIT_SECONDS, _LIMIT_SECONDS_PER_GIB = 60.0, 10.0
-_END_SECONDS: Final = 2.0
 
 
 async def move(
@@ -51,11 +50,7 @@ async def move(
         async with asyncio.timeout(seconds):
             said, errors = await program.communicate(request)
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            program.kill()
-        with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end, even if it is killed
-            async with asyncio.timeout(_END_SECONDS):
-                await program.wait()
+        await kill_program(program)
         return Moved(held=all_of_them, error=f"the driver did not {verb} it within {seconds:g} s")
     try:
         return decode_json(said, Moved)

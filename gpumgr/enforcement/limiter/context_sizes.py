@@ -1,7 +1,6 @@
 """Measures once how much memory a CUDA context takes on a GPU: a program makes one, and the driver reports what the program uses."""
 
 import asyncio
-import contextlib
 import os
 import sys
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -9,12 +8,12 @@ from typing import Final
 
 import structlog
 
+from gpumgr.common.aio import kill_program
 from gpumgr.common.errors import NvmlError
 from gpumgr.enforcement import cuda_client
 from gpumgr.placement.topology.devices import GpuProcess
 
 _TIMEOUT_SECONDS: Final = 10.0
-_END_SECONDS: Final = 2.0
 #: A failure is tried again after this time.
 _RETRY_SECONDS: Final = 600.0
 
@@ -80,9 +79,5 @@ class ContextSizes:
             used = [process.memory_bytes for process in await self._processes(uuid) or () if process.pid == program.pid]
             return (used[0] or 0) if used else 0
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                program.kill()
-            with contextlib.suppress(TimeoutError):  # a process that waits for a lost GPU does not end
-                async with asyncio.timeout(_END_SECONDS):
-                    await program.wait()
+            await kill_program(program)
             self._pids.discard(program.pid)
