@@ -1,8 +1,9 @@
-"""Renders the topology tree, with the containers that hold each GPU, as text."""
+"""Renders the topology tree, with the containers that hold each GPU, as text and as nested dictionaries."""
 
 from collections.abc import Iterator
 from typing import Any
 
+from gpumgr.agent.api import container_row
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, RESOURCES, GpuName
 from gpumgr.ledger.ledger import Allocation
@@ -22,6 +23,24 @@ def graph_text(view: AgentView) -> str:
     return "\n".join(lines) + "\n"
 
 
+def graph_data(view: AgentView) -> dict[str, Any]:
+    """`tree`: its leaves have the row of their GPU under `gpus`; `gpus`: every GPU with its free amounts and holders, also a GPU that is
+    not in the tree; and the versions of driver and CUDA."""
+    snapshot = view.inventory.snapshot
+    return {
+        "driver_version": snapshot.driver_version,
+        "cuda_version": snapshot.cuda_version,
+        "tree": _tree(view),
+        "gpus": [
+            {
+                **_gpu(view, registered.name),
+                "holders": [container_row(holder, registered.name, None) for holder in view.ledger.on(registered.name)],
+            }
+            for registered in view.ledger.gpu_registry.gpus
+        ],
+    }
+
+
 def _lines(view: AgentView, node: dict[str, Any], names: dict[int, GpuName], depth: int = 0) -> Iterator[str]:
     indent = "|  " * (depth - 1) + "|--" if depth else ""
     yield f"{indent}{node['name']}:{node['free']}:{node['cost']}"
@@ -38,13 +57,32 @@ def _tree(view: AgentView) -> dict[str, Any]:
     return tree_data(view.node.topology, free, [f"GPU{gpu.index}" for gpu in view.inventory.snapshot.gpus])
 
 
+def _gpu(view: AgentView, name: GpuName) -> dict[str, Any]:
+    registered = view.ledger.gpu_registry.by_name[name]
+    row = view.node.rows.get(name)
+    gpu = None if row is None else view.inventory.snapshot.gpus[row]
+    available = view.ledger.available(name)
+    return {
+        "uuid": registered.uuid,
+        "name": name,
+        "row": row,
+        "index": view.node.indices.get(name),
+        "model": gpu.model if gpu else None,
+        "numa_node": gpu.numa_node if gpu else None,
+        "cores_free": available.cores,
+        "memory_blocks": registered.memory_blocks,
+        "memory_blocks_free": available.memory_mebibytes // BLOCK_MEBIBYTES,
+        "takes_nothing_new": view.node.out_of_service.get(name),
+    }
+
+
 def _sentences(view: AgentView, name: GpuName) -> Iterator[str]:
-    registered, row, available = view.ledger.gpu_registry.by_name[name], view.node.rows.get(name), view.ledger.available(name)
-    model = None if row is None else view.inventory.snapshot.gpus[row].model
-    memory = f"{available.memory_mebibytes // BLOCK_MEBIBYTES} of {registered.memory_blocks} memory blocks"
-    yield f"{f'{model}, ' if model else ''}{registered.uuid}: {available.cores} of {CORES_PER_GPU} cores and {memory} free"
-    if (why := view.node.out_of_service.get(name)) is not None:
-        yield f"takes nothing new: {why}"
+    gpu = _gpu(view, name)
+    model = f"{gpu['model']}, " if gpu["model"] else ""
+    memory = f"{gpu['memory_blocks_free']} of {gpu['memory_blocks']} memory blocks"
+    yield f"{model}{gpu['uuid']}: {gpu['cores_free']} of {CORES_PER_GPU} cores and {memory} free"
+    if gpu["takes_nothing_new"] is not None:
+        yield f"takes nothing new: {gpu['takes_nothing_new']}"
     for holder in view.ledger.on(name):
         cores, blocks = (holder.held(resource).get(name, 0).bit_count() for resource in RESOURCES)
         yield f"{_holder_name(holder)}{' (init)' if holder.init else ''}: {cores} cores, {blocks} memory blocks"

@@ -20,7 +20,7 @@ from gpumgr.common.aio import Subscription, run_shielded
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.web.access import CurrentPolicy, Scope, origin_of
-from gpumgr.web.graph import graph_text
+from gpumgr.web.graph import graph_data, graph_text
 from gpumgr.web.read_model import ReadModel
 from gpumgr.web.responses import (
     DENIED_NOW,
@@ -164,8 +164,10 @@ class Pages:
                 return json_response({"graph": graph_text(view)})
             case "text":
                 return web.Response(text=graph_text(view))
+            case "json":
+                return json_response(graph_data(view))
             case other:
-                return failure(400, f"format={other} is not known; allowed: text")
+                return failure(400, f"format={other} is not known; allowed: text, json")
 
     async def usage(self, _request: web.Request) -> web.Response:
         return json_response(self._sources.usage())

@@ -112,7 +112,7 @@ class Agent:
 
     def gpu_index(self, gpu: str) -> int:
         """NVML's index of a GPU that the ledger calls so."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/state", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/graph?format=json", timeout=30) as answer:
             return next(int(each["index"]) for each in json.load(answer)["gpus"] if each["name"] == gpu)
 
     def log(self) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ async def test_a_long_history_is_written_beside_the_loop(client: aiohttp.ClientS
     ("path", "error"),
     [
         ("/api/pods/team/gone", "nothing is known of the pod team/gone"),
-        ("/graph?format=svg", "format=svg is not known; allowed: text"),
+        ("/graph?format=svg", "format=svg is not known; allowed: text, json"),
         ("/readyz?only=luck", "only=luck is not known; allowed: driver"),
         ("/api/history?limit=0", "limit is not a whole number from 1 to 1000"),
         ("/api/history?limit=1001", "limit is not a whole number from 1 to 1000"),

@@ -4,7 +4,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.writer import AgentView
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.web.graph import graph_text
+from gpumgr.web.graph import graph_data, graph_text
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of
 
 
@@ -29,6 +29,9 @@ def test_a_gpu_that_the_driver_lost_stands_at_the_end_with_its_holders() -> None
         "   takes nothing new: the driver does not list it",
         "   team/share/main: 2 cores, 1 memory blocks",
     ]
+    missing = graph_data(view)["gpus"][1]
+    assert (missing["uuid"], missing["row"], missing["index"]) == (uuid_of(1), None, None)
+    assert missing["takes_nothing_new"] == "the driver does not list it"
 
 
 def test_gpus_are_numbered_as_the_driver_counts_also_after_one_that_it_can_not_describe() -> None:
@@ -38,6 +41,10 @@ def test_gpus_are_numbered_as_the_driver_counts_also_after_one_that_it_can_not_d
     assert lines[4] == "|  |--GPU2:0:1"
     assert uuid_of(2) in lines[5]
     assert lines[7] == f"GPU {name_of(1)} (not in the tree)"
+    data = graph_data(view)
+    leaf = data["tree"]["children"][0]["children"][1]
+    assert (leaf["name"], leaf["gpus"]) == ("GPU2", [1])
+    assert [(gpu["row"], gpu["index"]) for gpu in data["gpus"] if gpu["uuid"] == uuid_of(2)] == [(1, 2)]
 
 
 def test_holders_are_listed_oldest_first_with_their_known_names() -> None:
@@ -52,9 +59,18 @@ def test_holders_are_listed_oldest_first_with_their_known_names() -> None:
         "team/share: 1 cores, 0 memory blocks",
         "pod uid uid-c: 1 cores, 0 memory blocks",
     ]
+    (gpu,) = graph_data(view)["gpus"]
+    assert [(h.namespace, h.pod, h.container, h.init) for h in gpu["holders"]] == [
+        ("team", "share", "prepare", True),
+        ("team", "share", None, False),
+        (None, None, None, False),
+    ]
 
 
 def test_a_node_without_gpus() -> None:
     gpu_registry, inventory = GpuRegistry(), Inventory()
     view = AgentView(ledger=Ledger(gpu_registry), inventory=inventory, node=inventory.view(gpu_registry))
     assert graph_text(view) == "ROOT:0:0\n"
+    data = graph_data(view)
+    assert data["tree"]["children"] == []
+    assert data["driver_version"] is None
