@@ -8,7 +8,7 @@ import pty
 import re
 import signal
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from io import FileIO
 from pathlib import Path
 
@@ -61,7 +61,8 @@ async def _some(terminal: FileIO) -> bytes:
         raise
 
 
-async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path) -> None:
+async def _begun(folder: Path) -> tuple[Process, int]:
+    """A demo that has done a step, and the pid of its agent. Their files are in `folder`."""
     command = (sys.executable, "-m", "gpumgr", "demo")
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env={**os.environ, "TMPDIR": str(folder)})
     assert process.stdout is not None
@@ -70,14 +71,37 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path) ->
         while not told[-1].startswith(b"ok "):
             told.append(await process.stdout.readline())
             assert told[-1], b"".join(told).decode()
-        assert re.search(rb"web_listening .*url=http://127\.0\.0\.1:[0-9]+", b"".join(told))
-        ((child, words),) = children(process.pid).items()
-        (used,) = {Path(word).parent for word in words if word.endswith("gpumgr.yaml")}
-        assert used.parent == folder
-        process.send_signal(signal.SIGHUP)
+    assert re.search(rb"web_listening .*url=http://127\.0\.0\.1:[0-9]+", b"".join(told))
+    ((child, words),) = children(process.pid).items()
+    (used,) = {Path(word).parent for word in words if word.endswith("gpumgr.yaml")}
+    assert used.parent == folder
+    return process, child
+
+
+async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path) -> None:
+    process, child = await _begun(folder)
+    process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(90):
         out, _ = await process.communicate()
     assert b"not reached" in out
     assert process.returncode == 1
     assert os.listdir(folder) == []
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+async def test_a_demo_that_is_killed_takes_its_agent_along(folder: Path) -> None:
+    process, child = await _begun(folder)
+    process.kill()
+    await process.wait()
+    async with asyncio.timeout(90):
+        while _runs(child):  # noqa: ASYNC110 (another process ends)
+            await asyncio.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process has not ended; its end may not have been read yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,6 +1,7 @@
 """Runs the agent as a separate process: starts it, reads its log, stops or kills it."""
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -69,6 +70,9 @@ T = TypeVar("T")
 #: `python -m gpumgr`, with this interpreter.
 COMMAND: Final = (sys.executable, "-m", "gpumgr")
 _LONGEST_LINE_BYTES: Final = 1 << 20
+#: Loaded before a process is forked, since the child of a process with threads may not load it.
+_LIBC: Final = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG: Final = 1
 #: Time between SIGTERM and SIGKILL.
 _PATIENCE_SECONDS: Final = 20.0
 
@@ -110,6 +114,7 @@ class AgentProcess:
             env={**inherited, **(environ or {})},
             limit=_LONGEST_LINE_BYTES,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         self._reader = asyncio.create_task(self._read(self._process), name="agent_log")
 
@@ -154,6 +159,11 @@ class AgentProcess:
         async for raw in process.stderr:
             self.agent_log.add(raw)
         return await process.wait()
+
+
+def _end_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends, also by SIGKILL: no agent is left alone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _for_an_agent(variable: str) -> bool:
