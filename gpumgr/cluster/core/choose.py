@@ -61,9 +61,6 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     allowed = node.allowed(request)
     use, chosen, score = PodUse(), list[Shares](), 0
     for position, container in enumerate(request.containers):
-        if position and container.kind == "init" and container == request.containers[position - 1]:
-            chosen.append(chosen[-1])  # the kubelet gives it exactly what the container before it leaves
-            continue
         required, devices = _reused(use, container), dict[int, Amounts]()
         if container.replica is not None:
             same = request.same_gpus[position]

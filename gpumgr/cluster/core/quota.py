@@ -5,7 +5,6 @@ number of pods. It is recorded by namespace and kind of GPU, not by limit: new l
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Final, NamedTuple
@@ -116,15 +115,6 @@ class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
 CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
-@dataclass
-class _Class:
-    """Nodes with the same GPUs, as far as limits distinguish them. `uniform`: the GPU if all GPUs of these nodes are equal, else None."""
-
-    gpus: frozenset[CountedGpu]
-    uniform: CountedGpu | None
-    names: set[str] = field(default_factory=set)
-
-
 class Denial(NamedTuple):
     """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `types`: the types of GPUs on which the pod would exceed
     the quota; `entire`: the nodes have no others."""
@@ -147,8 +137,9 @@ class Quotas:
         self._pods: dict[str, tuple[str, Holding]] = {}
         #: The pods in _pods with amounts that their node's agent reports: they may have been resized to more than they request.
         self._reported: set[str] = set()
-        self._classes: dict[frozenset[CountedGpu], _Class] = {}
-        self._class_of: dict[str, _Class] = {}
+        #: The GPUs of each node, and the names of the nodes with the same GPUs, as far as limits distinguish them.
+        self._gpus: dict[str, frozenset[CountedGpu]] = {}
+        self._names: dict[frozenset[CountedGpu], set[str]] = {}
 
     # -- what the index reports --------------------------------------------------------------------------------------------
 
@@ -166,22 +157,22 @@ class Quotas:
 
     def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
         """If `node` has no GPUs (it was removed, perhaps for a moment), what its pods hold there still counts."""
-        gpus = frozenset(gpus_of(node))
-        found = self._classes.setdefault(gpus, _Class(gpus, next(iter(gpus)) if len(gpus) == 1 else None))
-        before = self._class_of.get(node.name)
-        found.names.add(node.name)
-        self._class_of[node.name] = found
-        if before is not None and before is not found:
-            self._leave(before, node.name)
+        gpus, before = frozenset(gpus_of(node)), self._gpus.get(node.name)
+        if gpus != before:
+            self.node_removed(node.name)
+            self._gpus[node.name] = gpus
+            self._names.setdefault(gpus, set()).add(node.name)
         for pod in pods if node.gpus else ():
             reported = pod.uid in node.reported_shares or pod.uid in self._reported
-            if before is not found or (reported and self.held(pod.uid) != (pod.namespace, self.holding(pod, node))):
+            if gpus != before or (reported and self.held(pod.uid) != (pod.namespace, self.holding(pod, node))):
                 self.pod_removed(pod.uid)
                 self.pod_placed(pod, node)
 
     def node_removed(self, name: str) -> None:
-        if (known := self._class_of.pop(name, None)) is not None:
-            self._leave(known, name)
+        if (gpus := self._gpus.pop(name, None)) is not None:
+            self._names[gpus].discard(name)
+            if not self._names[gpus]:
+                del self._names[gpus]
 
     def state(self, namespace: str) -> Hashable:
         """A value that changes whenever the namespace may be allowed more; None: the namespace has no limits."""
@@ -192,10 +183,10 @@ class Quotas:
 
     def denials(self, namespace: str, request: PodRequest) -> Iterator[Denial]:
         """Yields what the quota denies the pod, for each group of nodes with the same GPUs."""
-        denied = self._denied(namespace, chain.from_iterable(found.gpus for found in self._classes.values()), request)
-        for found in self._classes.values():
-            if refused := found.gpus & denied.keys():
-                yield Denial(found.names, min(denied[gpu] for gpu in refused), len(refused) == len(found.gpus), _types(refused))
+        denied = self._denied(namespace, chain.from_iterable(self._names), request)
+        for gpus, names in self._names.items():
+            if refused := gpus & denied.keys():
+                yield Denial(names, min(denied[gpu] for gpu in refused), len(refused) == len(gpus), _types(refused))
 
     def _denied(
         self, namespace: str, gpus: Iterable[CountedGpu], request: PodRequest, freed: Holding = NO_HOLDING
@@ -265,20 +256,14 @@ class Quotas:
         return {kind: requested.get(kind, NONE_HELD).most(reported.get(kind, NONE_HELD)) for kind in {**requested, **reported}}
 
     def _requested(self, pod: PlacedPod, node: NodeState) -> Holding:
-        known = self._class_of.get(node.name)
-        uniform = (GpuKind(), 0, None) if known is None else known.uniform
-        if uniform is not None:
-            return on_equal_gpus(uniform, pod.request.containers)
+        gpus = gpus_of(node)
+        if len(set(gpus)) == 1:
+            return on_equal_gpus(gpus[0], pod.request.containers)
         positions = node.positions
         places = [[gpu if isinstance(gpu, int) else positions.get(gpu, -1) for gpu, _ in each] for each in pod.shares or ()]
         if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
             places = [list(range(each.gpus)) for each in pod.request.containers]
-        return _holding(gpus_of(node), pod.request.containers, places)
-
-    def _leave(self, left: _Class, name: str) -> None:
-        left.names.discard(name)
-        if not left.names:
-            del self._classes[left.gpus]
+        return _holding(gpus, pod.request.containers, places)
 
     def _count(self, namespace: str, holding: Holding, sign: int) -> None:
         used = self._used.setdefault(namespace, {})

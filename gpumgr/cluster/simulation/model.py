@@ -105,10 +105,7 @@ class Node:
         if self.free_milli < shape.gpus * shape.gpu_milli or not shape.constraints.allows("", self.spec.model):
             return False
         if shape.share:
-            return any(
-                free >= shape.gpu_milli and left >= shape.memory_blocks
-                for free, left in zip(self.gpu_milli, self.blocks, strict=True)
-            )
+            return bool(self.sharable(shape))
         return len(self.idle_gpus()) >= shape.gpus and shape.gpus * self.spec.memory_blocks >= shape.memory_blocks
 
     def tightest(self, shape: Shape) -> Gpus:

@@ -4,19 +4,17 @@ from typing import Final
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
 from gpumgr.cluster.core import request as request_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.node import NodeState, Used, node_of_equal_gpus
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest, PodUse, Policy, replica_request, vcuda_request
+from gpumgr.cluster.core.request import PodUse, Policy, replica_request, vcuda_request
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from tests.cluster_states import GPU_MEBIBYTES, expect, hami, node_state, request, share, with_mig, with_replicas
+from tests.cluster_states import GPU_MEBIBYTES, expect, node_state, request, share
 
 WHOLE = Amounts(100, GPU_MEBIBYTES)
 PAIRS = ((0, 2), (1, 3))
@@ -145,35 +143,6 @@ def test_a_pod_with_too_many_containers_is_refused_before_it_is_examined(count: 
             vcuda_request(vcuda)
         with pytest.raises(Refusal, match=f"pod with {count} containers that request GPUs, at most 64 are supported"):
             replica_request(replicas)
-
-
-class Unlike(ContainerRequest, frozen=True):
-    """Is equal to no other request, so that nothing is taken over from an equal one."""
-
-
-@given(st.data())
-def test_equal_init_containers_get_what_each_alone_would_get(data: st.DataObject) -> None:
-    """The kubelet gives an init container what the init containers before it leave, so equal containers in a row are chosen once."""
-    amounts = st.sampled_from([(30, 4), (60, 8), (100, 0), (200, 0)])
-    sizes = st.sampled_from([hami(cores=30, memory=2000), hami(gpus=2, memory=3000), hami(cores=100)])
-    vcuda = data.draw(st.booleans())
-    containers: list[ContainerRequest] = []
-    for kind in data.draw(st.lists(st.sampled_from([*KINDS, "sidecar"]), min_size=1, max_size=4)):
-        pod = request((kind, *data.draw(amounts))) if vcuda else data.draw(sizes)
-        each = replace(pod.containers[0], kind=kind)
-        containers += [each] * (data.draw(st.integers(1, 3)) if kind == "init" else 1)
-    node = with_replicas(node_state("a", 4, near=((0, 1), (2, 3))), 4)
-    node = with_mig(node, *data.draw(st.sampled_from([(9,), (1,), (0, 2)])))
-    taken = tuple(
-        Amounts(cores, cores * 80, min(cores, 1)) for cores in data.draw(st.tuples(*[st.sampled_from([0, 20, 60])] * 4))
-    )
-    taken = tuple(Amounts() if gpu.mig else each for gpu, each in zip(node.gpus, taken, strict=True))
-    apart = [Unlike(**{each.name: getattr(one, each.name) for each in fields(one)}) for one in containers]
-    found = [choose(node, taken, PodRequest(tuple(each)), "binpack") for each in (containers, apart)]
-    if isinstance(found[0], Misfit) or isinstance(found[1], Misfit):
-        assert type(found[0]) is type(found[1])
-    else:
-        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["app", "sidecar"])
