@@ -38,7 +38,7 @@ _HANG_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
 #: The pause between two restarts of a daemon that keeps ending.
-_RESTART_PAUSE_SECONDS: Final = 5.0
+_RESTART_PAUSE_SECONDS: Final = 15.0
 
 log = structlog.get_logger(__name__)
 

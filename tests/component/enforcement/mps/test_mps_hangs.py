@@ -110,7 +110,7 @@ async def test_a_new_container_starts_a_daemon_whose_restart_took_too_long(place
     assert (restarted.trouble, restarted.pid) == (None, place.daemon_pid())
 
 
-async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Place) -> None:
+async def test_a_daemon_that_keeps_crashing_is_reported_and_started_again_after_pauses(place: Place) -> None:
     backend = await place.started()
     place.behave(crash=["server"])
     await place.pass_time(backend)

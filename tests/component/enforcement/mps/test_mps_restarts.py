@@ -54,7 +54,7 @@ async def test_servers_without_their_daemon_keep_their_clients_and_end_without_c
     await place.pass_time(backend)
     assert start_time_ticks(got["server"]) is not None, "work goes on there"
     _, fresh = await place.attach(backend, tenant())
-    await place.pass_time(backend)
+    await place.pass_time(backend, 15.0)
     await place.detach()
     await place.kill_daemon()
     await place.pass_time(backend)

@@ -192,7 +192,7 @@ async def test_a_daemon_that_a_container_ends_is_restarted_within_a_second_and_r
     assert place.daemon_pid() not in (None, pid)
     (finding,) = await backend.observe([running(tenant(), 4194301)])
     assert (finding.code, "ended the daemon of MPS" in finding.message) == ("tampered", True)
-    await place.pass_time(backend)
+    await place.pass_time(backend, 15.0)
     await place.kill_daemon()
     await place.pass_time(backend, 1.0)
     assert place.daemon_pid() is not None
