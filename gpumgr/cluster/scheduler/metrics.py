@@ -119,10 +119,10 @@ class SchedulerMetrics:
         return page([*self._gauges(waiting), *map(render_metric, self._registry.collect())], openmetrics=False)
 
     def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
-        totals = self._overview.totals
+        totals, inventories = self._overview.totals, self._overview.inventories
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
             **process_values(_PROCESS, self._watches, leads=self._leader()),
-            _NODES: {(kind,): self._overview.inventories[kind] for kind in get_args(Inventory)},
+            _NODES: {(kind,): inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
             _ASSUMED: {(): self._index.assumed_pods},
             _WAITING: {(kind or "unexamined",): waiting[kind] for kind in (*KINDS, None)},

@@ -20,8 +20,7 @@ from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.api import Kind, Why
 from gpumgr.cluster.scheduler.metrics import SchedulerMetrics
 from gpumgr.cluster.scheduler.objects import WatchedPod
-from gpumgr.cluster.scheduler.overview import ClusterOverview
-from gpumgr.cluster.scheduler.reasons import Reasons, request_text
+from gpumgr.cluster.scheduler.overview import ClusterOverview, request_text
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings import Settings
@@ -58,8 +57,7 @@ class ClusterPages:
         self, server: ApiServer, watches: ClusterWatches, policy: Policy, *, leader: Callable[[], bool] = lambda: True
     ) -> None:
         self._server, self._watches, self._leader = server, watches, leader
-        self._overview = ClusterOverview(watches)
-        self._reasons = Reasons(watches, self._overview, policy)
+        self._overview = ClusterOverview(watches, policy)
         self.metrics = SchedulerMetrics(watches, self._overview, leader=leader)
         self._page = IndexPage(PAGE)
         self._computing, self._answering = asyncio.Lock(), asyncio.Semaphore(_MAX_QUESTIONS)
@@ -74,12 +72,12 @@ class ClusterPages:
         }
 
     async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Refreshes the overview, and returns Reasons.kinds of all waiting pods."""
+        """Refreshes the overview, and returns ClusterOverview.kinds of all waiting pods."""
         async with self._computing:
             await self._overview.refresh()
             now = asyncio.get_running_loop().time()
             if now >= self._kinds[0] + _KEPT_SECONDS:
-                self._kinds = now, await self._reasons.kinds(self._watches.pending.values())
+                self._kinds = now, await self._overview.kinds(self._watches.pending.values())
             return self._kinds[1]
 
     async def _index(self, request: web.Request) -> web.Response:
@@ -131,7 +129,7 @@ class ClusterPages:
         if pod.node is None and pod.wants_gpu:
             scheduled = [each for each in status.get("conditions") or () if each.get("type") == "PodScheduled"]
             why.condition = " ".join(str(each.get("message") or each.get("reason") or "") for each in scheduled)
-            why.waiting = await self._reasons.of(pod, each_node=request.query.get("nodes") == "1")
+            why.waiting = await self._overview.why(pod, each_node=request.query.get("nodes") == "1")
         elif pod.node is None and why.phase == "Pending":
             why.problem = "it requests no GPU, so gpumgr does not place it"
         return _compressed(why)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gpumgr.cluster.scheduler.api import Waiting
+from gpumgr.cluster.scheduler.overview import MAX_REQUESTS, ClusterOverview
 from gpumgr.cluster.scheduler.pages import application_of
-from gpumgr.cluster.scheduler.reasons import MAX_REQUESTS, Reasons
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.web.access import Origin
@@ -299,7 +299,7 @@ async def test_a_request_that_many_pods_share_is_examined_once(pages: PagesStage
 async def test_questions_beyond_the_limit_wait(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
     await pages.waits(pod("one", ("app", 400, 0)))
     at_a_time, most = 0, 0
-    answered = Reasons.of
+    answered = ClusterOverview.why
 
     async def counted(*arguments: Any, **more: Any) -> Waiting:
         nonlocal at_a_time, most
@@ -309,6 +309,6 @@ async def test_questions_beyond_the_limit_wait(pages: PagesStage, monkeypatch: p
         at_a_time -= 1
         return await answered(*arguments, **more)
 
-    monkeypatch.setattr(Reasons, "of", counted)
+    monkeypatch.setattr(ClusterOverview, "why", counted)
     answers = await asyncio.gather(*(pages.get("/api/why?namespace=team&name=one") for _ in range(12)))
     assert ({status for status, _ in answers}, most) == ({200}, 4)

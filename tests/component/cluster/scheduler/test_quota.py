@@ -13,7 +13,7 @@ from gpumgr.cluster.core import shape
 from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.node import GpuState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
-from gpumgr.cluster.scheduler import reasons, watches
+from gpumgr.cluster.scheduler import watches
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.cluster.scheduler.overview import ClusterOverview
 from gpumgr.cluster.scheduler.quota_sources import WatchedQuotas, parse_quotas
@@ -181,9 +181,9 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     elif asked == "retry":
         assert await stage.extender.retryable() is None
     else:
-        overview = ClusterOverview(stage.watches)
+        overview = ClusterOverview(stage.watches, "binpack")
         await overview.refresh()
-        found = await reasons.Reasons(stage.watches, overview, "binpack").kind(stage.watches.pending["uid-one"])
+        found = await overview.kind(stage.watches.pending["uid-one"])
         assert found[0] == "quota"
     ended.set()
     await counting
