@@ -269,6 +269,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: HostName = "127.0.0.1"
     #: 0: any free port.
     port: Port = 5678
+    #: Limit of open connections; further ones are refused.
+    max_connections: Annotated[int, Meta(ge=8, le=65535)] = 512
     #: A file with a bearer token, required from other hosts. Null: other hosts get only probes and metrics.
     token_file: Path | None = None
     #: Certificate in PEM: with it the pages are served over TLS. Null: plain HTTP.

@@ -261,7 +261,7 @@ class PageServer(HttpServer):
             port=http.port if port is None else port,
             unix_socket=unix_socket,
             tls=Certificates.of(http.tls_cert_file, http.tls_key_file, http.client_ca_file),
-            limits=limits or Limits(),
+            limits=limits or Limits(connections=http.max_connections),
         )
 
     async def start(self) -> None:

@@ -110,7 +110,7 @@ def page_server(scene: Any, **options: Any) -> PageServer:
         partial(make_app, scene, origin_of=origin_in_tests, **options),
         HttpSettings(**{"address": "127.0.0.1", "port": 0, **http}),
         unix_socket=unix_socket,
-        limits=Limits(**limits),
+        limits=Limits(**{"connections": http.get("max_connections", 512), **limits}),
     )
 
 

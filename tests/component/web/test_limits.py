@@ -147,7 +147,7 @@ async def until_found(scene: Scene, true: Callable[[], bool]) -> None:
 
 
 async def test_connections_above_the_limit_are_refused_at_once_but_for_root(serve: Serve, scene: Scene, tmp_path: Path) -> None:
-    server = await serve(connections=PLACES, unix_socket=tmp_path / "agent.sock", **ENDLESS)
+    server = await serve(max_connections=PLACES, unix_socket=tmp_path / "agent.sock", **ENDLESS)
     held = [await opened(server, get("/api/stream")) for _ in range(PLACES)]
     for _ in range(3):
         assert await hang_up_of(server) == b""
@@ -174,7 +174,7 @@ def open_files() -> Iterator[int]:
 @pytest.mark.parametrize(("security", "first"), [({}, b""), ({}, b"GET / HT"), (TLS, b"\x16\x03")], ids=["silent", "slow", "tls"])
 async def test_thousands_of_connections(serve: Serve, open_files: int, security: dict[str, Any], first: bytes) -> None:
     """They take no more than the limit, and the server goes on when they have timed out."""
-    server = await serve(**security, connections=64, request_seconds=2.0)
+    server = await serve(**security, max_connections=64, request_seconds=2.0)
     before, loop = files_open(), asyncio.get_running_loop()
     clients = []
     for _ in range(min(2_000, open_files - before - 256)):
