@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from gpumgr.cli.formats import printable
-from gpumgr.cli.options import ExitingCommand, pod_argument
+from gpumgr.cli.options import ExitingCommand, FiniteRange, pod_argument
 from gpumgr.cli.remote_pod import annotation, pod_kubeconfig_option, remote_pod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import SUSPEND_ANNOTATION
@@ -17,18 +17,22 @@ from gpumgr.placement.pods import PodKey
 
 #: Container -> its state, and the reason.
 _States = Mapping[str, tuple[str, str]]
-_EXIT_CODES: Final = {
-    0: "done",
-    1: "the API server does not answer or refuses, or the agent is not done within a minute",
-    2: "wrong usage",
-}
-_WAIT_SECONDS: Final = 60.0
+_EXIT_CODES: Final = {0: "done", 1: "the API server does not answer or refuses, or the time of --wait is over", 2: "wrong usage"}
+_WAIT = click.option(
+    "--wait",
+    type=FiniteRange(min=0, max=86400),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the agent. 0: do not wait.",
+)
 
 
 @click.command("suspend", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @pod_argument
 @pod_kubeconfig_option
-def command(pod: PodKey, kubeconfig: Path | None) -> None:
+@_WAIT
+def command(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
     """Move the GPU memory of the containers of POD (NAME or NAMESPACE/NAME) to the host's memory.
 
     Until they are resumed, their calls of CUDA wait. With the backend limiter such a call resumes the container.
@@ -36,14 +40,16 @@ def command(pod: PodKey, kubeconfig: Path | None) -> None:
     \b
     Examples:
       gpumgr suspend team/notebook-0
+      gpumgr suspend team/notebook-0 --wait 120
     """
-    _demand(pod, kubeconfig, "true", "suspended")
+    _demand(pod, kubeconfig, wait, "true", "suspended")
 
 
 @click.command("resume", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @pod_argument
 @pod_kubeconfig_option
-def resume(pod: PodKey, kubeconfig: Path | None) -> None:
+@_WAIT
+def resume(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
     """Move the memory of the containers of POD (NAME or NAMESPACE/NAME) back to their GPU, once the GPU has enough free memory.
 
     Afterwards the agent does not suspend the pod for being idle, until you remove its annotation gpumgr.io/suspend.
@@ -52,19 +58,19 @@ def resume(pod: PodKey, kubeconfig: Path | None) -> None:
     Examples:
       gpumgr resume team/notebook-0
     """
-    _demand(pod, kubeconfig, "false", "running")
+    _demand(pod, kubeconfig, wait, "false", "running")
 
 
-def _demand(pod: PodKey, kubeconfig: Path | None, value: str, wanted: str) -> None:
-    """Raises GpumgrError unless all containers of the pod reach the wanted state in _WAIT_SECONDS."""
-    states = asyncio.run(_annotate(pod, kubeconfig, value, wanted))
+def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
+    """Raises GpumgrError unless all containers of the pod reach the wanted state in this time. 0 seconds: no wait, and no such error."""
+    states = asyncio.run(_annotate(pod, kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
         click.echo(f"{printable(container)}: {printable(state)}{f': {printable(reason)}' if reason else ''}")
-    if not _reached(states, wanted):
+    if wait_seconds and not _reached(states, wanted):
         raise GpumgrError(f"not all containers are {wanted} yet; `kubectl describe pod` shows why")
 
 
-async def _annotate(name: PodKey, kubeconfig: Path | None, value: str, wanted: str) -> _States:
+async def _annotate(name: PodKey, kubeconfig: Path | None, value: str, wait_seconds: float, wanted: str) -> _States:
     """The last states of the containers. Raises GpumgrError."""
     async with remote_pod(name, kubeconfig) as pod:
 
@@ -73,7 +79,7 @@ async def _annotate(name: PodKey, kubeconfig: Path | None, value: str, wanted: s
             return value
 
         await pod.annotate(SUSPEND_ANNOTATION, text_of)
-        async for seen in pod.read_for(_WAIT_SECONDS):
+        async for seen in pod.read_for(wait_seconds):
             if _reached(states := _states(seen), wanted):
                 break
         return states

@@ -219,7 +219,7 @@ WAITS = "echo init 0; echo grab alloc 67108864 1073741824; until [ -e /fake/go ]
 
 def order(verb: str, node: Node, name: str) -> str:
     """What the command prints."""
-    ended = gpumgr(verb, f"{NAMESPACE}/{name}", "--kubeconfig", node.cluster.kubeconfig("admin"))
+    ended = gpumgr(verb, f"{NAMESPACE}/{name}", "--kubeconfig", node.cluster.kubeconfig("admin"), "--wait", "60")
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

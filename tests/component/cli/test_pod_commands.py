@@ -174,9 +174,8 @@ async def test_a_pod_that_others_keep_changing_is_said() -> None:
     ],
 )
 async def test_suspend_waits_for_the_containers_that_have_not_ended(
-    name: str, code: int, out: str, err: str, kubeconfig: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+    name: str, code: int, out: str, err: str, kubeconfig: Path, gpumgr_command: Gpumgr
 ) -> None:
-    monkeypatch.setattr("gpumgr.cli.suspend._WAIT_SECONDS", 0.01)
-    ended = await gpumgr_command("suspend", f"team/{name}", "--kubeconfig", kubeconfig)
+    ended = await gpumgr_command("suspend", f"team/{name}", "--wait", "0.01", "--kubeconfig", kubeconfig)
     assert (ended.code, ended.out) == (code, out)
     assert err in ended.err
