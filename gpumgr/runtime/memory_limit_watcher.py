@@ -233,10 +233,9 @@ class MemoryLimitWatcher:
     # -- unattributed processes --------------------------------------------------------------------------------------------
 
     def _log_unattributed(self, use: NodeUse, started: Mapping[int, int]) -> None:
-        """Logs each GPU process without an allocation once if it stays, and once when it has ended."""
-        met = update_unattributed(self._unattributed, use, started, now=self._clock())
-        self._unattributed = met.known
-        for (pid, _), processes in met.new.items():
+        """Logs each GPU process without an allocation once, if it stays."""
+        self._unattributed, new = update_unattributed(self._unattributed, use, started, now=self._clock())
+        for (pid, _), processes in new.items():
             log.warning(
                 "gpu_process_unattributed",
                 pid=pid,
@@ -245,8 +244,6 @@ class MemoryLimitWatcher:
                 memory_bytes=sum(process.memory_bytes or 0 for process in processes),
                 consequence="it uses a GPU without an allocation, and its memory is not accounted to any container",
             )
-        for pid, _ in sorted(met.gone):
-            log.info("gpu_process_unattributed_gone", pid=pid)
 
 
 class _Evictions:

@@ -10,7 +10,7 @@ A process of no container is reported after EXPECTED_SECONDS, since the driver l
 Each process is reported once, even if its GPU's process list can't be read, or its container is unknown, for a while.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -85,18 +85,11 @@ class KnownProcess(msgspec.Struct, frozen=True, kw_only=True):
 KnownProcesses = Mapping[Process, KnownProcess]
 
 
-class UnattributedChange(msgspec.Struct, frozen=True, kw_only=True):
-    """`known`: all unattributed processes. `new`: each process to report, with its use of each GPU, ordered by pid. `gone`: reported ones
-    that have ended, or are attributed now."""
-
-    known: KnownProcesses = msgspec.field(default_factory=dict)
-    new: Mapping[Process, tuple[UnattributedProcess, ...]] = msgspec.field(default_factory=dict)
-    gone: frozenset[Process] = frozenset()
-
-
-def update_unattributed(known: KnownProcesses, use: NodeUse, started: Mapping[int, int], *, now: float) -> UnattributedChange:
-    """The state after one sample. `started`: pid -> start time in clock ticks since boot; a pid without a start time has just ended.
-    `now`: in monotonic seconds.
+def update_unattributed(
+    known: KnownProcesses, use: NodeUse, started: Mapping[int, int], *, now: float
+) -> tuple[KnownProcesses, Mapping[Process, Sequence[UnattributedProcess]]]:
+    """The unattributed processes after a sample, and the ones to report, each with its use of each GPU, ordered by pid. `started`: pid ->
+    start time in clock ticks since boot; a pid without a start time has just ended. `now`: in monotonic seconds.
 
     Known processes stay known while a GPU's list can't be read, and while their container is unknown.
     """
@@ -120,8 +113,5 @@ def update_unattributed(known: KnownProcesses, use: NodeUse, started: Mapping[in
         and (process[0] in use.unknown or not each.gpus <= use.gpus.keys())
     }
     before = {process for process, each in known.items() if each.reported}
-    return UnattributedChange(
-        known={**hidden, **seen},
-        new={process: tuple(here[process]) for process, each in seen.items() if each.reported and process not in before},
-        gone=frozenset(before - seen.keys() - hidden.keys()),
-    )
+    new = {process: here[process] for process, each in seen.items() if each.reported and process not in before}
+    return {**hidden, **seen}, new
