@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from gpumgr.cli.options import sim_option
-from gpumgr.common.errors import TopologyError
+from gpumgr.common.errors import InputError
 from gpumgr.driver import Hardware
 from gpumgr.placement.topology.devices import Gpu, NodeSnapshot, Topology
 from gpumgr.placement.topology.matrix import Nic, ParsedTopology, parse_topology
@@ -93,11 +93,11 @@ def content(path: str) -> bytes:
 
 
 def read_topology(path: str) -> ParsedTopology:
-    """Reads the text of topo -m from a file, or from stdin for -. Raises TopologyError, which begins with the file's name."""
+    """Reads the text of topo -m from a file, or from stdin for -. Raises InputError, which begins with the file's name."""
     try:
         return parse_topology(content(path).decode())
-    except (OSError, UnicodeDecodeError, TopologyError) as error:
-        raise TopologyError(f"{path}: {error}") from error
+    except (OSError, UnicodeDecodeError, InputError) as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def read_snapshot(sim: str | None) -> NodeSnapshot:

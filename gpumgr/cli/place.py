@@ -9,7 +9,7 @@ import msgspec
 
 from gpumgr.cli.node_source import FILE, NodeSource, content, source_options
 from gpumgr.cli.options import ExitingCommand
-from gpumgr.common.errors import Refusal, StateError
+from gpumgr.common.errors import InputError, Refusal
 from gpumgr.common.foreign_text import UnreadableText, WrongStructure, decode_json
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.placement.evaluators.capacity import GpuCapacity
@@ -101,15 +101,15 @@ def command(
 
 
 def read_state(path: str) -> StateFile:
-    """Reads a state file; `-` is stdin. Raises StateError, which begins with the file's name."""
+    """Reads a state file; `-` is stdin. Raises InputError, which begins with the file's name."""
     try:
         return decode_json(content(path), StateFile)
     except WrongStructure as error:
-        raise StateError(f"{path}: {error}{_STATE_KEYS if 'field' in str(error) else ''}") from error
+        raise InputError(f"{path}: {error}{_STATE_KEYS if 'field' in str(error) else ''}") from error
     except UnreadableText as error:
-        raise StateError(f"{path}: not JSON: {error}") from error
+        raise InputError(f"{path}: not JSON: {error}") from error
     except OSError as error:
-        raise StateError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}") from error
 
 
 def _capacities(rows: Sequence[_Row], state: StateFile | None) -> list[GpuCapacity]:
@@ -117,9 +117,9 @@ def _capacities(rows: Sequence[_Row], state: StateFile | None) -> list[GpuCapaci
     listed: dict[int, GpuState] = {}
     for entry in state.gpus if state else ():
         if entry.index not in known:
-            raise StateError(f"state: GPU {entry.index} is not on this node; it has {', '.join(str(row.index) for row in rows)}")
+            raise InputError(f"state: GPU {entry.index} is not on this node; it has {', '.join(str(row.index) for row in rows)}")
         if entry.index in listed:
-            raise StateError(f"state: GPU {entry.index} is listed twice")
+            raise InputError(f"state: GPU {entry.index} is listed twice")
         listed[entry.index] = entry
     return [
         _capacity(number, row, listed.get(row.index, GpuState(row.index, CORES_PER_GPU, row.blocks)))
@@ -131,7 +131,7 @@ def _capacity(number: int, row: _Row, free: GpuState) -> GpuCapacity:
     """`number`: the row of the topology."""
     label = f"GPU{row.index}"
     if free.memory_blocks_free > row.blocks:
-        raise StateError(f"state: {label} has memory_blocks_free {free.memory_blocks_free}, more than its {row.blocks} blocks")
+        raise InputError(f"state: {label} has memory_blocks_free {free.memory_blocks_free}, more than its {row.blocks} blocks")
     note = row.note if free.healthy else "unhealthy"
     return GpuCapacity(
         index=number,

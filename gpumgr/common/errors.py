@@ -3,9 +3,7 @@
 GpumgrError
 ├── Refusal
 ├── InputError
-│   ├── TopologyError
-│   ├── SettingsError
-│   └── StateError
+│   └── SettingsError
 ├── NvmlError
 │   └── NvmlAbsent
 ├── MpsError
@@ -41,16 +39,8 @@ class InputError(GpumgrError):
     """Something that a person wrote can't be used, or is missing. The message names the problem, its place, and the remedy."""
 
 
-class TopologyError(InputError):
-    """Topology text or a matrix is malformed."""
-
-
 class SettingsError(InputError):
     """A settings file, an environment variable or a flag is wrong."""
-
-
-class StateError(InputError):
-    """A state file of `gpumgr place` is malformed."""
 
 
 class NvmlError(GpumgrError):

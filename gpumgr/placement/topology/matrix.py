@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from gpumgr.common.errors import TopologyError
+from gpumgr.common.errors import InputError
 from gpumgr.placement.topology.devices import Level, Link, Topology
 
 MAX_GPUS: Final = 64
@@ -47,12 +47,12 @@ class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
 def parse_topology(text: str) -> ParsedTopology:
     """Reads the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored.
 
-    Raises TopologyError with the line, the column and what is allowed there.
+    Raises InputError with the line, the column and what is allowed there.
     """
     lines = [(number, _ANSI.sub("", line).strip()) for number, line in enumerate(text.lstrip("\ufeff").splitlines(), start=1)]
     start = next((position for position, (_, line) in enumerate(lines) if _GPU_NAME.match(line)), None)
     if start is None:
-        raise TopologyError("no header line with GPU0, GPU1, ... found: expected the text that `nvidia-smi topo -m` prints")
+        raise InputError("no header line with GPU0, GPU1, ... found: expected the text that `nvidia-smi topo -m` prints")
     header = _read_header(*lines[start])
     rows = [_read_row(header, number, line) for number, line in _gpu_lines(header, lines[start + 1 :])]
     topology = _build(rows)
@@ -65,16 +65,16 @@ def parse_topology(text: str) -> ParsedTopology:
 
 
 def read_cell(cell: str, where: str, itself: bool = False) -> Link:
-    """Reads the cell of two GPUs, or of a GPU with itself. Raises TopologyError with a message that begins with `where`."""
+    """Reads the cell of two GPUs, or of a GPU with itself. Raises InputError with a message that begins with `where`."""
     if itself:
         if cell not in ("X", "x"):
-            raise TopologyError(f"{where}: {cell!r} on the diagonal, expected X")
+            raise InputError(f"{where}: {cell!r} on the diagonal, expected X")
         return Link(level=Level.PSB)
     if cell in _LEVELS:
         return Link(level=_LEVELS[cell])
     found = _NVLINK.fullmatch(cell)
     if found is None or (found[2] or "SYS") not in _LEVELS:
-        raise TopologyError(f"{where}: {cell!r} is not a link between two GPUs; allowed: {_ALLOWED}")
+        raise InputError(f"{where}: {cell!r} is not a link between two GPUs; allowed: {_ALLOWED}")
     return Link(level=_LEVELS[found[2] or "SYS"], nvlinks=int(found[1]))
 
 
@@ -99,10 +99,10 @@ def _read_header(number: int, line: str) -> _Header:
     _check_size(count)
     for column, name in enumerate(gpus):
         if name != f"GPU{column}":
-            raise TopologyError(f"line {number}, column {column + 1}: {name} in the header where GPU{column} is expected")
+            raise InputError(f"line {number}, column {column + 1}: {name} in the header where GPU{column} is expected")
     for column, name in enumerate(nics, start=count + 1):
         if _GPU_NAME.fullmatch(name) or _GLUED_CELLS.fullmatch(name) or nics.count(name) > 1:
-            raise TopologyError(
+            raise InputError(
                 f"line {number}, column {column}: {name!r} in the header; allowed: GPU0, GPU1, ... and then names of NICs"
             )
     return _Header(gpus=tuple(gpus), nics=tuple(nics), affinity=tuple(_AFFINITY.findall(line)))
@@ -114,13 +114,13 @@ def _gpu_lines(header: _Header, lines: list[tuple[int, str]]) -> list[tuple[int,
     count = len(header.gpus)
     for gpu, (number, line) in zip(header.gpus, filled, strict=False):
         if (label := line.split(maxsplit=1)[0]) != gpu:
-            raise TopologyError(f"line {number}: {label!r} where the row of {gpu} is expected (the header names {count} GPUs)")
+            raise InputError(f"line {number}: {label!r} where the row of {gpu} is expected (the header names {count} GPUs)")
     if len(filled) < count:
-        raise TopologyError(f"the text ends before the row of {header.gpus[len(filled)]} (the header names {count} GPUs)")
+        raise InputError(f"the text ends before the row of {header.gpus[len(filled)]} (the header names {count} GPUs)")
     for number, line in filled[count:]:
         label = line.split(maxsplit=1)[0]
         if _GPU_NAME.fullmatch(label):
-            raise TopologyError(f"line {number}: a row of {label}, but the header names {count} GPUs, the last {header.gpus[-1]}")
+            raise InputError(f"line {number}: a row of {label}, but the header names {count} GPUs, the last {header.gpus[-1]}")
         if label not in header.nics:
             break
     return filled[:count]
@@ -132,9 +132,9 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
     if len(cells) < expected + len(header.affinity):
         cells = _split(" ".join(cells), _GLUED_CELLS)
     if len(cells) < expected:
-        raise TopologyError(f"line {number}: the row of {label} has {len(cells)} cells, expected {expected}")
+        raise InputError(f"line {number}: the row of {label} has {len(cells)} cells, expected {expected}")
     if len(cells) > expected + len(header.affinity):
-        raise TopologyError(
+        raise InputError(
             f"line {number}: the row of {label} has {len(cells)} cells, at most {expected + len(header.affinity)} fit"
         )
     where = f"line {number}, column"
@@ -166,7 +166,7 @@ def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
 
 def _check_size(count: int) -> None:
     if not 1 <= count <= MAX_GPUS:
-        raise TopologyError(f"{count} GPUs, allowed: 1 to {MAX_GPUS}")
+        raise InputError(f"{count} GPUs, allowed: 1 to {MAX_GPUS}")
 
 
 def _build(rows: list[_Row]) -> Topology:
@@ -174,7 +174,7 @@ def _build(rows: list[_Row]) -> Topology:
     for a, row in enumerate(rows):
         for b, other in enumerate(rows[:a]):
             if row.links[b] != other.links[a]:
-                raise TopologyError(
+                raise InputError(
                     f"the matrix is not symmetric: GPU{b} to GPU{a} is {cell_text(other.links[a])} (line {other.line}), "
                     f"GPU{a} to GPU{b} is {cell_text(row.links[b])} (line {row.line})"
                 )

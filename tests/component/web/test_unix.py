@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from gpumgr.agent.maintenance import MaintenanceRequest
-from gpumgr.common.errors import NvmlError, Refusal, StateError
+from gpumgr.common.errors import InputError, NvmlError, Refusal
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.http_server import HttpServer
 from gpumgr.web.listening import ListenError
@@ -142,7 +142,7 @@ async def test_an_order_that_can_not_be_read(root: aiohttp.ClientSession, scene:
     ("error", "status", "told"),
     [
         (Refusal("conflict", "GPU 3 is busy"), 409, {"error": "GPU 3 is busy", "code": "conflict"}),
-        (StateError("there is no GPU 9"), 404, {"error": "there is no GPU 9"}),
+        (InputError("there is no GPU 9"), 404, {"error": "there is no GPU 9"}),
         (NvmlError("the driver gave no answer"), 503, {"error": "the driver gave no answer"}),
         (KeyError("inside"), 500, {"error": "the server failed to respond; see its log"}),
     ],

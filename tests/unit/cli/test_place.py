@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpumgr.cli.place import command
-from gpumgr.common.errors import StateError, TopologyError
+from gpumgr.common.errors import InputError
 
 DATA = Path(__file__).parents[2] / "data"
 SEVEN = str(DATA / "conformance" / "topo_seven_3_4.txt")
@@ -118,7 +118,7 @@ def test_the_error_of_a_malformed_state_names_the_place(tmp_path: Path, content:
     path = tmp_path / "state.json"
     path.write_text(content)
     result = run("--topology", SEVEN, "--state", str(path), "--cores", "100")
-    assert (type(result.exception), result.stdout) == (StateError, "")
+    assert (type(result.exception), result.stdout) == (InputError, "")
     assert words in str(result.exception)
 
 
@@ -126,5 +126,5 @@ def test_the_error_of_a_malformed_topology_names_the_file(tmp_path: Path) -> Non
     path = tmp_path / "topo.txt"
     path.write_bytes(b"\tGPU0\xff")
     result = run("--topology", str(path), "--cores", "100")
-    assert type(result.exception) is TopologyError
+    assert type(result.exception) is InputError
     assert "topo.txt" in str(result.exception)

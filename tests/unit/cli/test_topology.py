@@ -6,7 +6,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from gpumgr.cli.topology import command
-from gpumgr.common.errors import TopologyError
+from gpumgr.common.errors import InputError
 from gpumgr.placement.topology.matrix import parse_topology
 from tests.topologies import topology_from_matrix
 
@@ -39,5 +39,5 @@ def test_the_error_of_malformed_text_has_the_place(tmp_path: Path) -> None:
     path = tmp_path / "topo.txt"
     path.write_text("\tGPU0\tGPU1\nGPU0\t X \tFAR\nGPU1\tFAR\t X \n")
     result = run("--topology", str(path))
-    assert (type(result.exception), result.stdout) == (TopologyError, "")
+    assert (type(result.exception), result.stdout) == (InputError, "")
     assert "topo.txt: line 2, column 2 (GPU1): 'FAR' is not a link" in str(result.exception)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.errors import TopologyError
+from gpumgr.common.errors import InputError
 from gpumgr.placement.topology.devices import Level, Link
 from gpumgr.placement.topology.matrix import Nic, parse_topology
 from gpumgr.placement.topology.tree import matrix_cells
@@ -120,6 +120,6 @@ TWO = HEADER + "GPU0\t X \tPIX\nGPU1\tPIX\t X \n"
     ],
 )
 def test_malformed_text_is_refused_with_its_place(text: str, words: list[str]) -> None:
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(InputError) as caught:
         parse_topology(text)
     assert all(word in str(caught.value) for word in words), str(caught.value)
