@@ -6,6 +6,7 @@ prometheus_client takes 3 to 14 times as long to render a custom collector. That
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -86,20 +87,7 @@ def label_text(names: Iterable[str], values: Iterable[str]) -> str:
     return ",".join([f'{name}="{value.translate(_IN_LABEL)}"' for name, value in zip(names, values, strict=True)])
 
 
-class LabelCache:
-    """Keeps the label texts for one set of label names from one page to the next."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-        self._page: dict[tuple[str, ...], str] = {}
-        self._page_before: dict[tuple[str, ...], str] = {}
-
-    def of(self, *values: str) -> str:
-        text = self._page.get(values)
-        if text is None:
-            text = self._page[values] = self._page_before.get(values) or label_text(self._names, values)
-        return text
-
-    def start_page(self) -> None:
-        """Starts a new page: keeps the texts that the last page used, and drops all others."""
-        self._page, self._page_before = {}, self._page
+@lru_cache(maxsize=8192)
+def kept_label_text(names: tuple[str, ...], *values: str) -> str:
+    """Like `label_text`, for series that most pages have: a node has up to some thousands of them."""
+    return label_text(names, values)

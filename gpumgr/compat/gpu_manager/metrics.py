@@ -10,7 +10,7 @@ from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import yielding_gil
-from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, render
+from gpumgr.common.prometheus_text import Family, RenderedFamily, kept_label_text, render
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, percent
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.pods import PodKey, PodView
@@ -32,13 +32,13 @@ _CORES_REQUESTED: Final = _family("container_request_gpu_utilization", "request 
 _MEMORY_REQUESTED: Final = _family("container_request_gpu_memory", "request of gpu memory in MiB", "req_of_gpu_memory")
 
 
-def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
-    """`pods` are the known pods of the node; other pods with an allocation are in the ledger. `texts`: the label texts of HOLDER_LABELS."""
-    yield from _used(report, {pod.key for pod in pods if pod.ended}, node, texts)
+def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str) -> Iterator[RenderedFamily]:
+    """`pods` are the known pods of the node; other pods with an allocation are in the ledger."""
+    yield from _used(report, {pod.key for pod in pods if pod.ended}, node)
     gpus: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
     for (pod, container), (cores, memory_mebibytes) in yielding_gil(_requested(report, pods).items()):
-        holder = texts.of(pod[1], pod[0], node, container)
+        holder = kept_label_text(HOLDER_LABELS, pod[1], pod[0], node, container)
         gpus[f'{holder},req_of_gpu="total"'] = cores / CORES_PER_GPU
         mebibytes[f'{holder},req_of_gpu_memory="total"'] = memory_mebibytes
     yield render(_CORES_REQUESTED, gpus)
@@ -52,7 +52,7 @@ def _holder(allocation: Allocation) -> Holder | None:
     return allocation.pod, allocation.container
 
 
-def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
+def _used(report: NodeReport, ended: set[PodKey], node: str) -> Iterator[RenderedFamily]:
     allocations = report.view.ledger.allocations
     index_of = {gpu.uuid: gpu.index for gpu in report.view.inventory.snapshot.gpus}
     percents: dict[str, float | None] = {}
@@ -63,7 +63,7 @@ def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) 
         holder = _holder(allocation) if allocation else None
         if holder is None or use.uuid not in index_of or holder[0] in ended:
             continue
-        labels = texts.of(holder[0][1], holder[0][0], node, holder[1])
+        labels = kept_label_text(HOLDER_LABELS, holder[0][1], holder[0][0], node, holder[1])
         busy, memory_mebibytes = percent(use.utilization_ratio), None if use.memory_bytes is None else use.memory_bytes >> 20
         for label in (f"gpu{index_of[use.uuid]}", "total"):
             _add(percents, f'{labels},gpu="{label}"', busy)

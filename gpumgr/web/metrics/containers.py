@@ -9,7 +9,7 @@ from typing import Final
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import yielding_gil
-from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, counter, gauge, render
+from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge, kept_label_text, render
 from gpumgr.common.units import CORES_PER_GPU, ratio
 from gpumgr.ledger.ledger import Ledger, holdings
 from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
@@ -97,14 +97,14 @@ _SUSPENSION: Final = gauge(
 FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for family, _ in _READINGS))
 
 
-def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
-    """`texts`: the label texts of CONTAINER_LABELS. Families without a series are included."""
-    yield from _held(report.view.ledger, texts)
+def render_containers(report: NodeReport) -> Iterator[RenderedFamily]:
+    """Families without a series are included."""
+    yield from _held(report.view.ledger)
     # While the driver does not answer, old values would look current.
     use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
     granted = report.view.ledger.allocations
     ordered = sorted(use.containers.values() if use else (), key=lambda each: granted[each.allocation].granted_at)
-    named = [(_labels(each, texts), each) for each in yielding_gil(ordered)]
+    named = [(_labels(each), each) for each in yielding_gil(ordered)]
     for family, read in _READINGS:
         yield render(family, _series(named, read))
     yield render(_KINDS, _by_kind(named))
@@ -121,9 +121,9 @@ def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[Rendere
     yield render(_OVER, _series(named, lambda use: None if use.memory_limit_bytes is None else (use.allocation, use.gpu) in over))
 
 
-def _labels(use: ContainerUse, texts: LabelCache) -> str:
+def _labels(use: ContainerUse) -> str:
     namespace, pod = use.pod or ("", "")
-    return texts.of(namespace, pod, use.container or "", use.uuid)
+    return kept_label_text(CONTAINER_LABELS, namespace, pod, use.container or "", use.uuid)
 
 
 def _series(named: list[tuple[str, ContainerUse]], read: Callable[[ContainerUse], float | None]) -> dict[str, float]:
@@ -141,12 +141,12 @@ def _by_kind(named: list[tuple[str, ContainerUse]]) -> dict[str, float]:
     }
 
 
-def _held(ledger: Ledger, texts: LabelCache) -> Iterator[RenderedFamily]:
+def _held(ledger: Ledger) -> Iterator[RenderedFamily]:
     held: dict[str, tuple[int, int]] = {}
     for allocation in yielding_gil(ledger.allocations.values()):
         namespace, pod = allocation.pod or ("", "")
         for registered, cores, mebibytes in holdings(allocation, ledger.gpu_registry):
-            labels = texts.of(namespace, pod, allocation.container or "", registered.uuid)
+            labels = kept_label_text(CONTAINER_LABELS, namespace, pod, allocation.container or "", registered.uuid)
             cores_before, memory_before = held.get(labels, (0, 0))
             held[labels] = (cores_before + cores, memory_before + mebibytes)
     yield render(_CORES, {labels: cores / CORES_PER_GPU for labels, (cores, _) in held.items()})

@@ -15,16 +15,16 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.ports import FindingCode
 from gpumgr.common import prometheus_text
 from gpumgr.common.errors import RefusalCode
-from gpumgr.common.prometheus_text import Family, LabelCache, RenderedFamily, render_metric
+from gpumgr.common.prometheus_text import Family, RenderedFamily, render_metric
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
-from gpumgr.compat.gpu_manager.metrics import HOLDER_LABELS, render_gpu_manager
+from gpumgr.compat.gpu_manager.metrics import render_gpu_manager
 from gpumgr.compat.hami.metrics import render_hami
 from gpumgr.enforcement.backend import BackendName
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics import containers
 from gpumgr.web.metrics import node as node_metrics
-from gpumgr.web.metrics.containers import CONTAINER_LABELS, render_containers
+from gpumgr.web.metrics.containers import render_containers
 from gpumgr.web.metrics.node import render_agent, render_gpus
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
@@ -82,7 +82,6 @@ class Metrics:
         build.labels(version, platform.python_version()).set(1)
         if process:
             ProcessCollector(registry=self._registry)
-        self._containers, self._holders = LabelCache(*CONTAINER_LABELS), LabelCache(*HOLDER_LABELS)
         self._report: tuple[NodeReport | None, Sequence[PodView]] = (None, ())
 
     def _make_kubelet_metrics(self, served: Mapping[str, str]) -> None:
@@ -235,14 +234,12 @@ class Metrics:
     def render(self) -> Iterator[RenderedFamily]:
         """Yields each family once. This takes milliseconds: call it on a thread, and on one thread at a time."""
         report, pods = self._report
-        self._containers.start_page()
-        self._holders.start_page()
         yield from render_agent(report, sampled_at=self._sampled_at(report))
         if report is not None:
             yield from render_gpus(report, node=self._node)
-            yield from render_containers(report, self._containers)
+            yield from render_containers(report)
             if self._names.gpu_manager_names:
-                yield from render_gpu_manager(report, pods, node=self._node, texts=self._holders)
+                yield from render_gpu_manager(report, pods, node=self._node)
             if self._names.hami_names:
                 yield from render_hami(report, pods, node=self._node)
         yield from map(render_metric, self._registry.collect())

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 from prometheus_client.registry import Collector
 
-from gpumgr.common.prometheus_text import Family, LabelCache, label_text, page, render, render_metric
+from gpumgr.common.prometheus_text import Family, kept_label_text, label_text, page, render, render_metric
 
 _SPECIAL = '\\"\n\r\t{},=# \u2028\u00e9\U0001f600'
 _HOSTILE = st.text(st.sampled_from(_SPECIAL + "ab_1"), max_size=20) | st.text(
@@ -122,12 +122,7 @@ def test_half_a_surrogate_pair_does_not_cost_the_page() -> None:
     assert render(Family(name="x", about="", labels=("a",)), {label_text(("a",), ("\ud800b",)): 1}).lines == b'x{a="?b"} 1\n'
 
 
-def test_label_texts_are_kept_as_long_as_pages_have_them() -> None:
-    texts = LabelCache("pod", "gpu")
-    first = texts.of('a"b', "0")
-    assert first == 'pod="a\\"b",gpu="0"'
-    texts.start_page()
-    assert texts.of('a"b', "0") is first
-    texts.start_page()
-    texts.start_page()
-    assert texts.of('a"b', "0") is not first
+def test_a_kept_label_text_is_made_once() -> None:
+    first = kept_label_text(("pod", "gpu"), 'a"b', "0")
+    assert first == label_text(("pod", "gpu"), ('a"b', "0"))
+    assert kept_label_text(("pod", "gpu"), 'a"b', "0") is first
