@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
+import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.pods import find_pod, users
@@ -14,6 +15,8 @@ from gpumgr.ledger.usage.node_use import AllocationOnGpu
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.runtime.container_events import ContainerEvents, Subject
+
+log = structlog.get_logger(__name__)
 
 #: The reason in the pod's event if its annotation gpumgr.io/memory-limit is not used.
 IGNORED: Final = "GpuMemoryLimitIgnored"
@@ -56,7 +59,8 @@ class BurstDemands:
                 else:
                     found |= {gpu: max(mebibytes, found.get(gpu, 0)) for gpu, mebibytes in wanted.items()}
             limits |= {(allocation.id, gpu): mebibytes << 20 for gpu, mebibytes in found.items()}
-        self._events.report(IGNORED, ignored)
+        for (name, _), why in self._events.report(IGNORED, ignored).items():
+            log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
         return limits, unknown
 
     def can_burst(self, allocation: Allocation) -> bool:

@@ -42,13 +42,14 @@ class ContainerEvents:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])
         self._agent_state.history.add_unless_repeated(entry)
 
-    def report(self, reason: str, messages: Mapping[Subject, str]) -> None:
-        """Adds events with the messages that differ from those of the last call with this reason."""
+    def report(self, reason: str, messages: Mapping[Subject, str]) -> Mapping[Subject, str]:
+        """Adds events with the messages that differ from those of the last call with this reason; returns these messages."""
         before = self._reported.get(reason, {})
-        for (allocation, user), message in messages.items():
-            if before.get((allocation, user)) != message:
-                self.add_once(allocation, reason, message, user=user)
+        new = {subject: message for subject, message in messages.items() if before.get(subject) != message}
+        for (allocation, user), message in new.items():
+            self.add_once(allocation, reason, message, user=user)
         self._reported[reason] = messages
+        return new
 
     def pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
         """Name and UID of the allocation's pod, from the ledger, else from the container runtime; None if unknown."""

@@ -214,6 +214,8 @@ class MemoryLimitWatcher:
             self._meter.went_over()
             log.warning("container_over_limit", **_log_fields(use))
             self._events.add(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
+            if rule.evict and (why := self._evictions.obstacle(use)):
+                log.warning("not_evicted", allocation=use.allocation, holder=use.describe(), reason=why)
         over = self._limit_state.over if rule.evict else ()
         self._evictions.request([use for use in uses if (use.allocation, use.gpu) in over])
         for use in change.ended:
@@ -253,6 +255,12 @@ class _Evictions:
     def __init__(self, evictor: Evictor | None, events: ContainerEvents, count: Callable[[], None]) -> None:
         self._evictor, self._events, self._count = evictor, events, count
         self._requested: frozenset[str] = frozenset()
+
+    def obstacle(self, use: ContainerUse) -> str | None:
+        """Why the eviction of the container's pod can't be requested; None: it can."""
+        if self._evictor is None:
+            return "there is no API server to request it from"
+        return "its pod is not known" if self._events.pod_of(use.allocation) is None else None
 
     def request(self, uses: Sequence[ContainerUse]) -> None:
         """Requests the eviction of the known pods that are over their memory now, and of no others."""

@@ -55,4 +55,5 @@ async def test_a_pod_bursts_and_gives_way_to_the_next_one(bounded: Path) -> None
         assert not node.agent_log.find("enforcement_finding", code="tampered")
 
         await annotate(node, greedy, memory_limit='{"main": 1}')
+        await node.agent_log.until("memory_limit_ignored")
         await until(lambda: limits(node, greedy)[1] == 1024)

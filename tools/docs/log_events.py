@@ -125,6 +125,8 @@ _ROWS: Final = {
     ),
     "orphans_kept": "The mounts of processes can't be read, so files of ended containers are kept. `remedy` says what to do.",
     "container_over_limit": "A container uses more memory than it was granted. With `enforcement.evict` its pod is evicted.",
+    "memory_limit_ignored": "A pod's annotation `gpumgr.io/memory-limit` is not used (`reason`). Its request is enforced.",
+    "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
     "gpu_process_unattributed": "For 10 s no container is charged for this process's memory.",
     "container_files_not_bounded": "Containers can fill `enforcement.run_dir` for a second ([why](enforcement.md#hami-core)).",
     "context_measured": ("What a CUDA context takes on a GPU; without `bytes` it was not measured, and counts within a second."),

@@ -284,7 +284,7 @@ async def test_without_an_api_server_no_pod_is_evicted() -> None:
     with capture_logs() as logs:
         for _ in range(3):
             await node.sampled(sample({11: LIMIT + 1}, {}))
-    assert [entry["event"] for entry in logs] == ["container_over_limit"]
+    assert [entry["event"] for entry in logs] == ["container_over_limit", "not_evicted"]
     assert node.meter.evictions == 0
     assert [told.code for told in node.told] == ["GpuMemoryOverLimit"]
 
