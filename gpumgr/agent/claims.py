@@ -218,13 +218,7 @@ class NodeClaims:
         if is_new:
             for allocation in held:
                 log.info(
-                    "claim_prepared",
-                    claim=str(claim),
-                    allocation=allocation.id,
-                    holder=allocation.describe(),
-                    gpus=tuple(allocation.gpus),
-                    cores=allocation.cores,
-                    memory_mebibytes=allocation.memory_mebibytes,
+                    "claim_prepared", claim=str(claim), allocation=allocation.id, gpus=tuple(allocation.gpus), why=allocation.why
                 )
         return held
 

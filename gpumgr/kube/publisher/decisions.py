@@ -117,7 +117,7 @@ class DecisionReporter:
             self._publish(self._entries.popleft())
         self._follow_ledger(now)
         self._hami.follow()
-        if self._due:
+        if any(due <= now for due in self._due.values()):
             self._settle(now)
 
     def _follow_ledger(self, now: float) -> None:
