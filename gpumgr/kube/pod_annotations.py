@@ -17,7 +17,7 @@ from gpumgr.common.units import RESIZED_ANNOTATION, GpuName
 from gpumgr.kube.cluster_annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.kube.hami_formats import MigAllocation, decode_allocations, encode_allocations
 from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.ledger import Allocation, MigDevice
+from gpumgr.ledger.ledger import Allocation, AllocationId, MigDevice
 from gpumgr.ledger.suspension import Suspension, SuspensionsById
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu
@@ -43,18 +43,22 @@ def pod_annotations(
     gpus: Mapping[GpuName, Gpu],
     *,
     node: str,
+    evaluators: Mapping[AllocationId, str] = MappingProxyType({}),
     suspensions: SuspensionsById = MappingProxyType({}),
 ) -> dict[str, str]:
     """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
 
-    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices.
+    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices. `evaluators`: allocation -> the evaluator that
+    chose its GPUs, if that is known.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))
     if not mine:
         return {}
     return {
-        ALLOCATIONS: _bounded([_object(a, gpu_registry, gpus) | _state(suspensions.get(a.id)) for a in mine]),
+        ALLOCATIONS: _bounded(
+            [_object(a, gpu_registry, gpus, evaluators.get(a.id)) | _state(suspensions.get(a.id)) for a in mine]
+        ),
         ASSIGNED: "true",
         PREDICATE_NODE: node,
         PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
@@ -86,7 +90,7 @@ def _resize_answers(allocations: Sequence[Allocation]) -> Iterator[tuple[str, di
             yield a.container or "", made | {key: text for key, text in texts.items() if text}
 
 
-def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu]) -> dict[str, Any]:
+def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], evaluator: str | None) -> dict[str, Any]:
     return {
         "container": a.container,
         "allocation": a.id,
@@ -95,6 +99,7 @@ def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu
         "cores": a.cores,
         "memory_mebibytes": a.memory_mebibytes,
         "mechanisms": list(a.mechanisms),
+        **({"evaluator": evaluator} if evaluator else {}),
         "why": a.why,
     }
 

@@ -165,6 +165,7 @@ class DecisionReporter:
             gpu_registry,
             self._agent_state.inventory.gpus(gpu_registry),
             node=self._node,
+            evaluators={each.id: each.evaluator for each in self._agent_state.history.entries() if each.id and each.evaluator},
             suspensions=self._agent_state.suspensions,
         )
         self._annotate(view, {**wanted, **self._for_hami(view, allocations)})

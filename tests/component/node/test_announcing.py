@@ -42,6 +42,7 @@ async def test_a_pod_of_three_containers_is_one_patch_and_one_event(cluster: Clu
         ("side", 10, 256),
     ]
     assert {each["allocation"] for each in listed} == set(cluster.world.ledger.allocations)
+    assert [each.get("evaluator") for each in listed] == ["share", None, "share"]  # the second has the first one's ids
     annotations = cluster.annotations(pod)
     assert annotations["tencent.com/predicate-gpu-idx-1"] == annotations["tencent.com/predicate-gpu-idx-2"] == "0"
     assert "tencent.com/predicate-gpu-idx-0" not in annotations

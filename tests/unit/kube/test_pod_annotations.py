@@ -29,12 +29,12 @@ def share(letter: str, container: str | None, *, gpu: int = 0, init: bool = Fals
 
 
 def annotated(
-    view: PodView, *allocations: Allocation, shown: int = 2, suspensions: dict[str, Suspension] | None = None
+    view: PodView, *allocations: Allocation, shown: int = 2, suspensions: dict[str, Suspension] | None = None, **evaluators: str
 ) -> dict[str, str]:
     node = view_of(shown=shown)
     registry = node.ledger.gpu_registry
     gpus = node.inventory.gpus(registry)
-    return pod_annotations(view, allocations, registry, gpus, node="node-1", suspensions=suspensions or {})
+    return pod_annotations(view, allocations, registry, gpus, node="node-1", evaluators=evaluators, suspensions=suspensions or {})
 
 
 def listed(annotations: dict[str, str]) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def listed(annotations: dict[str, str]) -> list[dict[str, Any]]:
 
 def test_the_annotations_have_gpu_managers_keys_and_gpumgrs() -> None:
     held = replace(share("a", "main", gpu=1), mechanisms=("mps", "nvml-memory"), granted_at=1_800_000_000.25)
-    annotations = annotated(pod(app("main")), held)
+    annotations = annotated(pod(app("main")), held, a="share")
     assert listed(annotations) == [
         {
             "container": "main",
@@ -54,6 +54,7 @@ def test_the_annotations_have_gpu_managers_keys_and_gpumgrs() -> None:
             "cores": 5,
             "memory_mebibytes": 512,
             "mechanisms": ["mps", "nvml-memory"],
+            "evaluator": "share",
             "why": "a test",
         }
     ]
