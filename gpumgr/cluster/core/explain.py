@@ -1,4 +1,4 @@
-"""The text of a rejection: groups of reasons with their counts, and the closest miss of each.
+"""The text of a rejection: groups of reasons with their counts, and the closest miss.
 
 kube-scheduler gets the rejection as the text of one node (`FailedAndUnresolvableNodes`), since a text for each node would take
 kube-scheduler much more time. So the text itself has the counts. It is printed after "1 " in "0/40 nodes are available: 1 ...", and a full
@@ -33,18 +33,12 @@ def explain(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
     total = sum(group.count for group in ordered)
     if total == 1:
         return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
-    detailed = _joined(total, [(group, _closest(group)) for group in ordered])
-    if len(detailed) <= MAX_CHARACTERS:
-        return detailed
-    best = min(ordered, key=lambda group: (group.misfit.distance, group.node))
-    return _bounded(_joined(total, [(group, _closest(group) if group is best else "") for group in ordered]))
-
-
-def _joined(total: int, groups: Iterable[tuple[_Group, str]]) -> str:
+    nearest = min(ordered, key=lambda group: (group.misfit.container is None, group.misfit.distance, group.node))
     reasons = [
-        f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{closest}" for group, closest in groups
+        f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{_closest(group) if group is nearest else ''}"
+        for group in ordered
     ]
-    return f"for the {total} nodes with enough in total: {', '.join(reasons)}"
+    return _bounded(f"for the {total} nodes with enough in total: {', '.join(reasons)}")
 
 
 def _bounded(text: str) -> str:

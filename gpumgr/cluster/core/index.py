@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.node import NodeState, Used, covers, plus_taken
-from gpumgr.cluster.core.profiles import Profile, Profiles, Rank
+from gpumgr.cluster.core.profiles import Profiles, Rank
 from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.common.units import CORES_PER_GPU, Amounts
@@ -227,11 +227,6 @@ class ClusterIndex:
     def node(self, name: str) -> NodeState | None:
         found = self._nodes.get(name)
         return found.state if found is not None else None
-
-    def profile(self, name: str) -> Profile:
-        """The profile of a node: all nodes that are equal to it for every request that names none of their GPUs."""
-        self.settle()
-        return self._profiles.places[name].profile
 
     def pods_on(self, name: str) -> Mapping[str, PlacedPod]:
         """Bound and assumed pods of a node, by UID."""
