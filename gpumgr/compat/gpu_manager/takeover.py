@@ -83,16 +83,6 @@ def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
 
 
 _DOCKERSHIM: Final = "dockershim"
-#: Settings that gpu-manager's flags may produce -> the advice for the chart's values (its templates/_check.tpl), which apply inside the
-#: agent's pod.
-_IN_THE_CHART: Final = {
-    "kubernetes.kubeconfig": (
-        "leave it out of the chart's values: the agent uses its pod's service account; the kubeconfig of another account needs "
-        "extraVolumes and extraVolumeMounts"
-    ),
-    "display.socket": "leave it out of the chart's values, which have /run/gpumgr/gpu-manager.sock; other folders are not mounted",
-    "http.address": "leave it out of the chart's values if it is a loopback address, or set hostNetwork, too",
-}
 
 
 class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +115,6 @@ def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: 
         notes.append(f"cri.socket stays the default: {overrides.pop('cri.socket')} is gone since Kubernetes 1.24")
     overrides.setdefault("checkpoint.gpu_manager_checkpoint", found.checkpoint)
     settings = differing(overrides)
-    notes += [f"{key}: {said}" for key, said in _IN_THE_CHART.items() if key in settings]
     if "http.address" in settings:
         notes.append("http.address: other hosts get only probes and metrics, unless http.token_file is set")
     notes.append(

@@ -111,13 +111,10 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     memory = both.get("preconfigureddevicememory")
     if isinstance(memory, int) and LEAST_UNREPORTED_MEBIBYTES <= memory <= MOST_UNREPORTED_MEBIBYTES:
         settings["nvml.unreported_memory_mebibytes"] = both.pop("preconfigureddevicememory")
-    profiles, odd = _mig_profiles(both)
     notes = [] if any(_files(objects, _DEVICE_CONFIG)) else [_DEFAULTS]
     if any(word.startswith("-") for word in container.words):
         notes.append(_FLAGS)
     notes += _notes(both)
-    if odd:
-        notes.append(f"migProfileAllowlist: {_shown(odd)} is no name of a MIG profile that gpumgr creates, and is ignored")
     policy = _policy(objects)
     if policy is None:
         notes.append(
@@ -134,7 +131,7 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     }
     if isinstance(factor := replica_settings.get("hami.memory_factor"), int | float) and factor < 1:
         replica_settings["hami.memory_factor"] = 1  # HAMi replaces a smaller factor by 1
-    if profiles:
+    if profiles := _mig_profiles(both):
         replica_settings["hami.mig_profiles"] = profiles
     return Config(
         settings=settings,
@@ -153,14 +150,12 @@ def _notes(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {_shown(value)} {_NO_DEFAULT if none else what}"
 
 
-def _mig_profiles(config: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[object]]:
-    """The names of profiles, and the values that are not such names. HAMi has a list for each model; a GPU ignores profiles of other
-    models."""
+def _mig_profiles(config: Mapping[str, Any]) -> Sequence[str]:
+    """The names of profiles; other values are ignored. HAMi has a list for each model; a GPU ignores profiles of other models."""
     entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
     listed = [each.get("profiles") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
     found = [name for each in listed if each is not None for name in (each if isinstance(each, list) else [each])]
-    names = {name for name in found if isinstance(name, str) and _PROFILE.fullmatch(name)}
-    return sorted(names), [name for name in found if not (isinstance(name, str) and name in names)]
+    return sorted({name for name in found if isinstance(name, str) and _PROFILE.fullmatch(name)})
 
 
 def _merged(objects: Sequence[Object], node: str) -> Mapping[str, Any]:

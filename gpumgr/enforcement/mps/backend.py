@@ -208,20 +208,10 @@ class Mps(Backend):
 
     # -- all containers -------------------------------------------------------------------------------------------------------
 
-    async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Adopts daemons of an earlier start of the agent, and restarts daemons that have ended."""
-        if self._supervisor is None:
-            return
-        for tenant in tenants:
-            self.record_again(tenant, _share(tenant.gpus[0]))
-        await self._supervisor.tick()
-
-    def record_again(self, tenant: GpuShare, share: Share) -> None:
-        """Writes the container's record again, if it has one. In protocol 3 a readable record stays: it names the processes that keep a
-        former share, and `adjust` changes the share. Raises Refusal, OSError."""
-        folder, name = self._ready().of(tenant.gpus[0].uuid).folder, tenant.allocation
-        if name in folder.allocations() and not (self.adjustable and name in folder.shares()):
-            folder.put(name, share)
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:  # noqa: ARG002
+        """Adopts daemons of an earlier start of the agent, and restarts daemons that have ended. The shares are on record."""
+        if self._supervisor is not None:
+            await self._supervisor.tick()
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Raises OSError."""
@@ -363,11 +353,6 @@ class UnlimitedMps(Unlimited):
     async def put_limits(self, tenant: GpuShare) -> None:
         await self._mps.admit(tenant, _whole(tenant))
         await super().put_limits(tenant)
-
-    async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Raises Refusal, OSError."""
-        for tenant in tenants:
-            self._mps.record_again(tenant, _whole(tenant))
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Reports only whether the daemon works for the containers; they have no limits to evade. Raises OSError."""

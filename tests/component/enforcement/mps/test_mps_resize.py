@@ -164,14 +164,3 @@ async def test_limits_that_the_agent_was_changing_are_no_tampering(
     await in_container(place, "namespace", "set", "a1", "--server=gpu", "--pinned-memory-limit=8G")
     await place.pass_time(new, 1.0)
     assert [finding.code for finding in await new.observe(look)] == ["tampered"]
-
-
-async def test_a_record_that_another_version_wrote_and_this_one_can_not_decode_is_written_again(place: Place) -> None:
-    backend, _ = await of_8_gib(place)
-    await backend.close()
-    (place.folder.root / "tenants/a1").write_text('{"version":2,"limits":{"cores":30}}')
-    new = await place.agent()
-    await new.recover([LARGE])
-    assert place.folder.shares() == {"a1": Share(cores=30, memory_bytes=8 * GIB)}
-    assert await new.observe([running(LARGE)]) == []
-    assert (await namespaces(new))["a1"][0] == "8G"

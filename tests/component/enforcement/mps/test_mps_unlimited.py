@@ -48,22 +48,6 @@ async def test_it_stays_without_limits_over_a_crash_and_a_restart_of_the_agent(p
     assert new.remains() == set()
 
 
-async def test_its_record_is_written_again_when_this_version_can_not_decode_it(place: Place) -> None:
-    old = await place.agent(protocol="3")
-    await UnlimitedMps(old, ignore).start(OPEN)
-    await old.close()
-    (place.folder.root / "tenants/open").write_text('{"version":2,"limits":{"cores":30}}')
-    new = await place.agent(protocol="3")
-    exempt = UnlimitedMps(new, ignore)
-    await new.recover([])
-    assert (place.folder.namespace("open") / "control").exists(), "the container has it mounted"
-    await exempt.recover([OPEN])
-    await place.kill_daemon()
-    await place.pass_time(new)
-    _, got = await place.attach(exempt, OPEN)
-    assert (got["percentage"], got["memory"]) == (100, 80 * GIB)
-
-
 async def test_an_exempt_container_gets_a_finding_for_a_broken_daemon_only(place: Place) -> None:
     place.behave(protocols=[2])
     mps = await place.agent(exclusive_process=False)

@@ -80,13 +80,6 @@ def test_pods_without_a_record_cause_a_warning() -> None:
     assert plan(found=replace(found, records=(record("u1", 0), record("u2", 1), record("u3", 2)))).warnings == ()
 
 
-def test_what_the_chart_refuses_is_noted() -> None:
-    notes = plan("--share-mode --kubeconfig=/root/.kube/config --addr=/var/run/other.sock --query-addr=127.0.0.2").notes
-    for key in ("kubernetes.kubeconfig", "display.socket", "http.address"):
-        assert any(note.startswith(f"{key}: leave it out of the chart's values") for note in notes)
-    assert not any("the chart's values" in note for note in plan().notes)
-
-
 def test_a_daemon_set_leaves_one_node_by_its_selector_and_comes_back_by_it() -> None:
     made = plan(in_pod=True)
     assert [line.partition("    #")[0] for line in made.stop] == ["kubectl label node gpu-7 nvidia-device-enable-"]
