@@ -103,6 +103,7 @@ def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> 
 
 
 @command.command("gpu-manager", cls=ExitingCommand, exit_codes=_EXIT_CODES)
+@click.option("--manifest", type=click.Path(path_type=Path), help="gpu-manager's DaemonSet, as YAML or JSON.")
 @click.option("--flags", "text", help="gpu-manager's flags, as one text.")
 @click.option(
     "--checkpoint",
@@ -111,6 +112,7 @@ def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> 
 )
 @_options
 def migrate_gpu_manager(
+    manifest: Path | None,
     text: str | None,
     checkpoint: Path | None,
     pod_files: tuple[Path, ...],
@@ -121,12 +123,12 @@ def migrate_gpu_manager(
 ) -> None:
     """Turn gpu-manager's flags into settings, and plan how its running pods keep their GPUs.
 
-    The flags are those of --flags, or of the gpu-manager that runs here. Run it on the node, as root.
+    The flags are those of --flags, of --manifest, or of the gpu-manager that runs here. Run it on the node, as root.
 
     \b
     Examples:
       gpumgr migrate gpu-manager
-      gpumgr migrate gpu-manager --pods pods.json
+      gpumgr migrate gpu-manager --manifest gpu-manager.yaml --pods pods.json
       gpumgr migrate gpu-manager --flags "--share-mode=true --query-port=5679" --apply
     """
     if checkpoint is not None and not os.path.isfile(checkpoint):
@@ -134,7 +136,7 @@ def migrate_gpu_manager(
             f"--checkpoint {checkpoint} is not a readable file, and without it no running pod keeps its GPUs; gpu-manager's default is "
             f"{Settings().checkpoint.gpu_manager_checkpoint} unless its --checkpoint-path names another folder"
         )
-    found, objects = _command_of(text), _read(pod_files)
+    found, objects = _command_of(manifest, text), _read(pod_files)
     asked = dict(found.flags)
     place = Path(asked.get("checkpoint-path") or Settings().checkpoint.gpu_manager_checkpoint.parent)
     checkpoint = (checkpoint or place / Settings().checkpoint.gpu_manager_checkpoint.name).absolute()
@@ -157,12 +159,17 @@ def migrate_gpu_manager(
     _finish(plan, "gpu-manager", to, apply=apply, as_json=output == "json")
 
 
-def _command_of(text: str | None) -> GpuManagerCommand:
+def _command_of(manifest: Path | None, text: str | None) -> GpuManagerCommand:
     if text is not None:
         return gpu_manager.from_text(text)
+    if manifest is not None:
+        found = gpu_manager.from_objects(read_objects(manifest))
+        if found is None:
+            raise InputError(f"{manifest} has no container that runs gpu-manager; give its DaemonSet, or its flags (--flags)")
+        return found
     found = gpu_manager.from_process()
     if found is None:
-        raise InputError("no gpu-manager was found on this host (run this as root); give its flags with --flags")
+        raise InputError("no gpu-manager was found on this host (run this as root); give its flags with --manifest or --flags")
     return found
 
 

@@ -1,11 +1,13 @@
 """Plans the move of a node from gpu-manager to gpumgr. Pure, but it reads gpu-manager's process and the files that its flags name.
 
-The flags are read from a text or from the running process. Source for its DaemonSet: gpu-manager.yaml of tkestack/gpu-manager 1.1.5.
+The flags are read from a text, from the running process, or from the manifest of gpu-manager's DaemonSet (source for its image:
+build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5).
 
 gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes it. Running containers keep their GPUs until they end.
 """
 
 import os
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -16,29 +18,46 @@ import msgspec
 
 from gpumgr.common.errors import InputError
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags, split_flags
+from gpumgr.compat.objects import KubernetesContainer, KubernetesWorkload, Object, of_type
 from gpumgr.compat.plan import NODE_LABEL, Plan, differing, label_command, start_commands, stop_commands
 from gpumgr.ledger.rebuild import AnonymousRecord, Holders
 
 PROGRAM: Final = "gpu-manager"
-#: The label by which its DaemonSet selects nodes.
-_LABEL: Final = {"nvidia-device-enable": "enable"}
+#: Flags that the image's /start.sh passes before $EXTRA_FLAGS.
+_START_SH: Final = (
+    "--extra-config=/etc/gpu-manager/extra-config.json --v=$LOG_LEVEL --hostname-override=$NODE_NAME --share-mode=true "
+    "--volume-config=/etc/gpu-manager/volume.conf --log-dir=/var/log/gpu-manager --query-addr=0.0.0.0 $EXTRA_FLAGS"
+)
+_VARIABLE: Final = re.compile(r"\$(?:\((\w+)\)|\{(\w+)\}|(\w+))")
+_IMAGE: Final = re.compile(r"(^|/)gpu-manager([:@]|$)")
+#: In `sh -c "..."`: where the program starts, and what ends its command.
+_IN_SCRIPT: Final = re.compile(r"(^|[\s/;&|])gpu-manager(?=\s)")
+_SHELL: Final = re.compile(r"[;&|\n]|\s[0-9]?>")
 _FILES: Final = ("extra-config", "volume-config")
+
+
+class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
+    """The DaemonSet of gpu-manager. `selector`: the labels of the nodes on which it runs."""
+
+    namespace: str = "kube-system"
+    name: str = "gpu-manager-daemonset"
+    selector: Mapping[str, str] = msgspec.field(default_factory=lambda: {"nvidia-device-enable": "enable"})
 
 
 class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
     """`flags` are (name, text); later ones override earlier ones. `root`: the folder where gpu-manager's file system is visible from
-    here. `in_pod`: whether it runs in a pod; False also if that is not known. `pid`: of the running process; None: it was not looked for,
-    or not found."""
+    here. `daemon_set` None: gpu-manager runs as a service of the host, or this is not known. `pid`: of the running process; None: it was
+    not looked for, or not found."""
 
     flags: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
     root: Path = Path("/")
-    in_pod: bool = False
+    daemon_set: DaemonSet | None = None
     pid: int | None = None
 
     def argv(self) -> tuple[list[str], list[str]]:
         """Arguments for gpumgr's parser of gpu-manager flags, with file paths as they are visible from here; and notes."""
-        notes: list[str] = []
-        argv: list[str] = []
+        notes, argv = list(self.notes), []
         for name, text in self.flags:
             path = self.root / text.lstrip("/")
             if name not in _FILES or not text:
@@ -54,10 +73,7 @@ class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 def from_text(text: str) -> GpuManagerCommand:
     """`text` is a command line, with or without the program. Raises SettingsError, or InputError for unbalanced quotes."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise InputError(f"the command line {text!r} can't be read: {error}") from error
+    words = _words(text)
     return GpuManagerCommand(flags=tuple(split_flags(words[1:] if words and not words[0].startswith("-") else words)))
 
 
@@ -76,10 +92,62 @@ def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
             return GpuManagerCommand(
                 flags=tuple(split_flags(argv[1:])),
                 root=proc_root / entry / "root",
-                in_pod="kubepods" in cgroups,
+                daemon_set=DaemonSet() if "kubepods" in cgroups else None,
                 pid=int(entry),
             )
     return None
+
+
+def from_objects(objects: Sequence[Object]) -> GpuManagerCommand | None:
+    """The flags of gpu-manager's DaemonSet or pod in a manifest; None if the objects contain neither. Raises SettingsError,
+    InputError."""
+    for workload in of_type(objects, KubernetesWorkload):
+        for container in workload.pod_spec.all_containers:
+            words = _command_words(container)
+            if words is not None:
+                flags, notes = _resolved(words, container.environment)
+                daemon_set = DaemonSet(
+                    namespace=workload.metadata.namespace or DaemonSet().namespace,
+                    name=workload.metadata.name or DaemonSet().name,
+                    selector=workload.pod_spec.node_selector,
+                )
+                return GpuManagerCommand(flags=flags, notes=notes, daemon_set=daemon_set)
+    return None
+
+
+def _command_words(container: KubernetesContainer) -> list[str] | None:
+    """The flags of gpu-manager in the container's command; None if the container runs another program."""
+    given = container.words
+    for number, word in enumerate(given):
+        if PurePosixPath(word).name == PROGRAM:
+            return given[number + 1 :]
+        if in_script := _IN_SCRIPT.search(word):
+            return _words(_SHELL.split(word[in_script.end() :])[0])
+    return _START_SH.split(" ") if not given and _IMAGE.search(container.image) else None
+
+
+def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Flags with variables replaced by their values, and notes about flags that are left out because only the cluster knows their
+    values."""
+    argv: list[str] = []
+    notes: list[str] = []
+    for word in words:
+        unknown = [name for match in _VARIABLE.finditer(word) if (name := "".join(filter(None, match.groups()))) not in values]
+        if not unknown:
+            text = _VARIABLE.sub(lambda match: values["".join(filter(None, match.groups()))], word)
+            argv += _words(text) if word.startswith("$") else [text]
+        elif unknown == ["NODE_NAME"]:
+            notes.append(f"{word} is left out: gpumgr takes $NODE_NAME, too")
+        elif not word.startswith("$"):
+            notes.append(f"{word} is left out: the manifest does not define ${unknown[0]}")
+    return tuple(split_flags(argv)), tuple(notes)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"the command line {text!r} can't be read: {error}") from error
 
 
 _DOCKERSHIM: Final = "dockershim"
@@ -176,9 +244,17 @@ def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[st
 
 
 def _stop(command: GpuManagerCommand, node: str) -> Iterator[str]:
-    if not command.in_pod:
+    daemon_set = command.daemon_set
+    if daemon_set is None:
         yield "systemctl disable --now gpu-manager    # or, if a DaemonSet runs it:"
-    yield f"{label_command(node, _LABEL, remove=True)}    # its DaemonSet leaves this node, and only this one"
+        daemon_set = DaemonSet()
+    if daemon_set.selector:
+        whose = f"{daemon_set.namespace}/{daemon_set.name}"
+        yield f"{label_command(node, daemon_set.selector, remove=True)}    # {whose} leaves this node, and only this one"
+    else:
+        patch = '{"spec":{"template":{"spec":{"nodeSelector":{"gpumgr.io/gpu-manager":"stays"}}}}}'
+        yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # the DaemonSet has no nodeSelector: all but {quote(node)}"
+        yield f"kubectl -n {quote(daemon_set.namespace)} patch daemonset {quote(daemon_set.name)} -p '{patch}'"
 
 
 def _start(node: str, to: Path) -> Iterator[str]:
@@ -195,6 +271,9 @@ def _start(node: str, to: Path) -> Iterator[str]:
 def _rollback(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
     yield "gpumgr checkpoint show    # delete the pods that gpumgr admitted: gpu-manager does not know them, and would allocate their GPUs"
     yield from stop_commands(found.node)
-    if not command.in_pod:
+    daemon_set = command.daemon_set
+    if daemon_set is None:
         yield "systemctl enable --now gpu-manager    # or, if a DaemonSet runs it:"
-    yield f"{label_command(found.node, _LABEL)}    # gpu-manager reads {found.checkpoint} again, which gpumgr has not changed"
+        daemon_set = DaemonSet()
+    labels = daemon_set.selector or {"gpumgr.io/gpu-manager": "stays"}
+    yield f"{label_command(found.node, labels)}    # gpu-manager reads {found.checkpoint} again, which gpumgr has not changed"

@@ -100,18 +100,19 @@ def test_applied_it_writes_our_settings_and_no_others(node: Path) -> None:
     assert to.read_text() == "http: {port: 1}\n"
 
 
-def test_a_file_without_kubernetes_objects_is_refused(folder: Path) -> None:
-    pods = folder / "pods.yaml"
+def test_a_manifest_that_is_none_of_gpu_managers(folder: Path) -> None:
+    manifest = folder / "ds.yaml"
     for text, said in (
+        ("kind: Service\n", "has no container that runs gpu-manager"),
         ("a: 1\n", "not a Kubernetes object"),
         ("{", "neither JSON nor YAML"),
         ("", "has no Kubernetes object"),
     ):
-        pods.write_text(text)
+        manifest.write_text(text)
         with pytest.raises(InputError, match=said):
-            migrate("hami", "--pods", pods)
+            migrate("gpu-manager", "--manifest", manifest)
     with pytest.raises(InputError, match="No such file"):
-        migrate("hami", "--pods", folder / "none")
+        migrate("gpu-manager", "--manifest", folder / "none")
 
 
 def test_a_checkpoint_that_cannot_be_understood_is_named(node: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gpumgr.compat.gpu_manager.takeover import GpuManagerCommand, GpuManagerState, from_text, plan_gpu_manager
+from gpumgr.compat.gpu_manager.takeover import DaemonSet, GpuManagerCommand, GpuManagerState, from_text, plan_gpu_manager
 from gpumgr.compat.plan import Plan, settings_yaml, text_of
 from gpumgr.ledger.rebuild import AnonymousRecord
 
@@ -18,8 +18,8 @@ def record(uid: str, *minors: int, cores: int = 50, blocks: int = 4) -> Anonymou
     return AnonymousRecord(uid=uid, container="main", minors=minors, cores=cores, memory_blocks=blocks)
 
 
-def plan(flags: str = "--share-mode=true", found: GpuManagerState = NOTHING, *, in_pod: bool = False) -> Plan:
-    return plan_gpu_manager(replace(from_text(flags), in_pod=in_pod), found, to=TO)
+def plan(flags: str = "--share-mode=true", found: GpuManagerState = NOTHING, daemon_set: DaemonSet | None = None) -> Plan:
+    return plan_gpu_manager(replace(from_text(flags), daemon_set=daemon_set), found, to=TO)
 
 
 def test_only_what_differs_from_the_defaults_becomes_a_setting() -> None:
@@ -81,10 +81,17 @@ def test_pods_without_a_record_cause_a_warning() -> None:
 
 
 def test_a_daemon_set_leaves_one_node_by_its_selector_and_comes_back_by_it() -> None:
-    made = plan(in_pod=True)
+    made = plan(daemon_set=DaemonSet())
     assert [line.partition("    #")[0] for line in made.stop] == ["kubectl label node gpu-7 nvidia-device-enable-"]
     assert made.rollback[-1].startswith("kubectl label node gpu-7 nvidia-device-enable=enable    #")
     assert not any("systemctl" in line and "gpu-manager" in line.partition("#")[0] for line in (*made.stop, *made.rollback))
+
+
+def test_a_daemon_set_without_a_selector_gets_one() -> None:
+    made = plan(daemon_set=DaemonSet(namespace="gpu", name="gm", selector={}))
+    assert made.stop[0].startswith("kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays")
+    assert made.stop[1].startswith("kubectl -n gpu patch daemonset gm -p '{")
+    assert made.rollback[-1].startswith("kubectl label node gpu-7 gpumgr.io/gpu-manager=stays")
 
 
 def test_a_service_of_the_host_is_stopped_as_one() -> None:
@@ -108,18 +115,22 @@ def test_commands_take_nothing_from_files_as_shell_text() -> None:
     evil = "x; reboot #"
     found = replace(NOTHING, node=evil, checkpoint=Path(f"/tmp/{evil}"))
     made = plan_gpu_manager(
-        from_text("--share-mode"),
+        replace(from_text("--share-mode"), daemon_set=DaemonSet(namespace=evil, name=evil, selector={evil: evil})),
         found,
         to=Path(f"/etc/{evil}"),
     )
     words = [shlex.split(line, comments=True) for line in (*made.stop, *made.start, *made.rollback, *made.clean_up)]
     for expected in (
-        ["kubectl", "label", "node", evil, "nvidia-device-enable-"],
-        ["kubectl", "label", "node", evil, "nvidia-device-enable=enable"],
+        ["kubectl", "label", "node", evil, f"{evil}-"],
+        ["kubectl", "label", "node", evil, f"{evil}={evil}"],
         ["gpumgr", "config", "check", f"/etc/{evil}"],
         ["rm", f"/tmp/{evil}"],
     ):
         assert expected in words
+    bare = plan_gpu_manager(
+        replace(from_text("--share-mode"), daemon_set=DaemonSet(namespace=evil, name=evil, selector={})), found, to=TO
+    )
+    assert shlex.split(bare.stop[1])[:6] == ["kubectl", "-n", evil, "patch", "daemonset", evil]
 
 
 def test_as_text_the_steps_are_in_order() -> None:
