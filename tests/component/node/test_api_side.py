@@ -13,7 +13,7 @@ from gpumgr.driver import Hardware
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.checkpoint.tables import Loaded
-from gpumgr.node import api_side
+from gpumgr.node import api_side, lifecycle
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components
 from gpumgr.node.node_enforcement import NodeEnforcement
@@ -28,6 +28,7 @@ from gpumgr.settings.schema import (
     NodeSettings,
 )
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from tests.background import background
 from tests.cluster_api import ClusterApiServer
 from tests.component.stage.stage import MemoryCheckpoint
 
@@ -163,3 +164,20 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
             "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed"
         ):
             await asyncio.sleep(0.01)
+
+
+async def test_the_pods_on_drained_gpus_are_looked_up_again_and_again(
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod may become known after the drain."""
+    looks = asyncio.Queue[None]()
+    monkeypatch.setattr(lifecycle, "EVICT_SECONDS", 0.0)
+    async with started(sim, tmp_path) as (side, components), asyncio.timeout(10):
+
+        async def look() -> None:
+            looks.put_nowait(None)
+
+        monkeypatch.setattr(components.maintenance, "evict_again", look)
+        async with background(lifecycle._evict_again(side, components.maintenance)):
+            for _ in range(2):
+                await looks.get()
