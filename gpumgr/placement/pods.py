@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 
@@ -192,20 +192,6 @@ class Listing:
         self.pods: tuple[PodKey, ...] = tuple(pods)
         self._read, self._read_claims = read, read_claims
         self._known: dict[PodKey, Containers] = {}
-
-    @classmethod
-    def of(
-        cls, held: Mapping[PodKey, Mapping[str, Mapping[str, Sequence[str]]]], claims: Collection[ClaimKey] = frozenset()
-    ) -> Self:
-        """A listing from plain dicts: pod -> container -> resource -> device ids."""
-
-        def read(pod: PodKey) -> Containers:
-            return {
-                container: {resource: tuple(ids) for resource, ids in resources.items()}
-                for container, resources in held[pod].items()
-            }
-
-        return cls(tuple(held), read, lambda: claims)
 
     @cached_property
     def claims(self) -> Collection[ClaimKey]:

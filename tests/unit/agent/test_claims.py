@@ -26,9 +26,10 @@ from gpumgr.kubelet.dra.service import devices_of
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share, device_name
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
+from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import snapshot, unlimited
+from tests.listings import listing_from
 
 from .world import World
 
@@ -404,7 +405,7 @@ async def test_claims_that_are_gone_everywhere_are_freed_at_the_second_look(node
         await node.prepare(node.claim(name, shares[name]))
     known = [(shares[name].device, shares[name].share_id) for name in names]
     find = Found(known=("claim-known", known), moved=("claim-moved", [(known[4][0], "other")]), elsewhere=("claim-elsewhere", ()))
-    listing = Listing.of({("team", "listed"): {}, ("team", "pod-listed"): {}}, {("team", "listed")})
+    listing = listing_from({("team", "listed"): {}, ("team", "pod-listed"): {}}, {("team", "listed")})
     await node.claims.reclaim(find, listing)
     assert held(node) == set(names)
     await node.claims.reclaim(find, listing)
@@ -418,7 +419,7 @@ async def test_a_listed_claim_may_be_another_one_of_the_same_name(node: Node, ui
     await node.prepare(node.claim("a", node.share(0, 100, 256)))
     node.world.pods.views.clear()
     for _ in range(2):
-        await node.claims.reclaim(Found(a=(uid, ())), Listing.of({("team", "b"): {}}, {("team", "a")}))
+        await node.claims.reclaim(Found(a=(uid, ())), listing_from({("team", "b"): {}}, {("team", "a")}))
     assert bool(node.world.ledger.allocations) is not freed
 
 
@@ -429,8 +430,8 @@ async def test_a_look_that_fails_frees_nothing_and_does_not_keep_others(node: No
     async def fail(ref: ClaimRef) -> tuple[str, Collection[Share]] | None:
         return None if ref.name == "a" else ("", ())
 
-    await node.claims.reclaim(Found(), Listing.of({}))
-    await node.claims.reclaim(fail, Listing.of({}))
+    await node.claims.reclaim(Found(), listing_from({}))
+    await node.claims.reclaim(fail, listing_from({}))
     assert held(node) == {"a"}
 
 
@@ -438,14 +439,14 @@ async def test_a_claim_that_is_allocated_anew_during_a_look_stays(node: Node) ->
     ref = node.claim("a", node.share(0, 30, 512))
     await node.prepare(ref)
     node.world.pods.views.clear()
-    await node.claims.reclaim(Found(), Listing.of({}))
+    await node.claims.reclaim(Found(), listing_from({}))
 
     async def find(_ref: ClaimRef) -> tuple[str, Collection[Share]]:
         node.allocate_anew(ref, node.share(1, 30, 512, number=2))
         await node.prepare(ref)
         return "claim-a", ()
 
-    await node.claims.reclaim(find, Listing.of({}))
+    await node.claims.reclaim(find, listing_from({}))
     assert node.world.ledger.used(node.gpu(1)).cores == 30
 
 
@@ -453,11 +454,11 @@ async def test_a_claim_that_is_being_prepared_during_a_look_stays(node: Node) ->
     ref, go_on = node.claim("a", node.share(0, 30, 512)), asyncio.Event()
     await node.prepare(ref)
     node.world.pods.views.clear()
-    await node.claims.reclaim(Found(), Listing.of({}))
+    await node.claims.reclaim(Found(), listing_from({}))
     node.reader.before_answer = go_on.wait
     preparing = asyncio.ensure_future(node.prepare(ref))
     await asyncio.sleep(0)
-    await node.claims.reclaim(Found(), Listing.of({}))
+    await node.claims.reclaim(Found(), listing_from({}))
     go_on.set()
     await preparing
     assert held(node) == {"a"}

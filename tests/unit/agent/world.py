@@ -35,6 +35,7 @@ from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from tests.component.stage.mig import MemoryMig
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot, unlimited
+from tests.listings import listing_from
 
 
 class ClockLoop(asyncio.SelectorEventLoop):
@@ -321,7 +322,7 @@ class World:
         self.free_ended()
         pods = list(self.active.values()) if self.sources_ready else []
         self.random.shuffle(pods)
-        return Listing.of(
+        return listing_from(
             {
                 (pod.namespace, pod.name): {
                     c.name: {r: sorted(h.ids) for r, h in self.kubelet.held.get(pod.uid, {}).get(c.name, {}).items()}

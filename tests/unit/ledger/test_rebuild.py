@@ -14,6 +14,7 @@ from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, Listing, PodView
 from tests.allocations import allocated, block_count
+from tests.listings import listing_from
 
 from .nodes import app, empty, init, pod
 
@@ -35,7 +36,7 @@ def adopted(ledger: Ledger, *entries: KubeletEntry, listing: Listing | None = No
 
 
 def listing_of(*ids: str, name: str = "a") -> Listing:
-    return Listing.of(
+    return listing_from(
         {("team", name): {"main": {CORE_RESOURCE: [i for i in ids if "-c" in i], MEMORY_RESOURCE: [i for i in ids if "-m" in i]}}}
     )
 
@@ -137,7 +138,7 @@ def test_replicas_that_hamis_plugin_offered_beyond_ours_are_adopted() -> None:
     one, two = (registry.by_uuid[uuid].name for uuid in (first, second))
     assert (a.held("replica"), a.gpus) == ({one: 1 << 19}, {one: Amounts(20, 1000)})
     assert [registry.by_name[name].replicas for name in (one, two)] == [20, 10]
-    listing = Listing.of({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{second}-10"]}}})
+    listing = listing_from({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{second}-10"]}}})
     assert adopted(ledger, listing=listing).problems == ("team/a (main): team/a (main) was granted no GPU",)
 
 
@@ -214,7 +215,7 @@ def test_an_init_container_of_an_unknown_pod_counts_before_the_others(order: tup
         )
         for name in ("prepare", "main")
     ]
-    listing = Listing.of({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{first}-0"]}}})
+    listing = listing_from({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{first}-0"]}}})
     rebuilt = adopted(ledger, *(entries[n] for n in order), listing=listing)
     assert (rebuilt.problems, rebuilt.ledger.used(gpu)) == ((), Amounts(20, 3000))
 
@@ -340,7 +341,7 @@ def test_foreign_ids_name_no_gpu_and_have_no_record() -> None:
 
 
 def test_uids_get_names_where_both_sides_show_the_same_ids() -> None:
-    listing = Listing.of({("team", "a"): {"main": {CORE_RESOURCE: ["x", "y"], MEMORY_RESOURCE: []}}})
+    listing = listing_from({("team", "a"): {"main": {CORE_RESOURCE: ["x", "y"], MEMORY_RESOURCE: []}}})
     entries = [
         ("uid-a", "main", frozenset({"y", "x"})),
         ("uid-b", "main", frozenset({"z"})),

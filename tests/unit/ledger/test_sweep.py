@@ -14,6 +14,7 @@ from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.sweep import Swept, freed_by_offer, named_by, not_shown, shown
 from gpumgr.placement.pods import Listing, PodKey, PodView
 from tests.allocations import allocated
+from tests.listings import listing_from
 
 from .nodes import app, empty, init, pod
 
@@ -63,7 +64,7 @@ def ledger_of(*allocations: Allocation) -> Ledger:
 
 def listed(ledger: Ledger, **pods: Allocation | None) -> Listing:
     """Pods of the namespace `team`; each container "main" holds what the allocation does."""
-    return Listing.of(
+    return listing_from(
         {
             ("team", name): {
                 "main": {
@@ -250,7 +251,7 @@ def test_an_init_container_follows_the_container_that_has_its_ids_to_the_listed_
     def ids(a: Allocation) -> Mapping[str, list[str]]:
         return {RESOURCE_NAMES[kind]: ledger.gpu_registry.format(kind, a.held(kind)) for kind in RESOURCES}
 
-    listing = Listing.of({("team", "a"): {"main": ids(main), "side": ids(side)}, ("team", "b"): {}})
+    listing = listing_from({("team", "a"): {"main": ids(main), "side": ids(side)}, ("team", "b"): {}})
     views = knows(pod("a"), pod("b"))
     if latest_only:
         after = named_by(ledger, listing, views.get, "m").check()

@@ -25,6 +25,7 @@ from gpumgr.placement.pods import Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, KubeletSettings
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
+from tests.listings import listing_from
 
 GPU = "00000000"
 OURS = ("0badc0de-c00", "0badc0de-c01")
@@ -39,7 +40,7 @@ def foreign(uid: str) -> tuple[str, ...]:
 class Kubelet:
     """Its API; None: it does not answer."""
 
-    listing: Listing | None = field(default_factory=lambda: Listing.of({}))
+    listing: Listing | None = field(default_factory=lambda: listing_from({}))
 
     async def list(self) -> Listing:
         if self.listing is None:
@@ -152,7 +153,7 @@ class TakeoverNode:
         else:
             self.shown[view.key] = {"main": {CORE_RESOURCE: foreign(uid)}}
         if self.kubelet.listing is not None:
-            self.kubelet.listing = Listing.of(self.shown)
+            self.kubelet.listing = listing_from(self.shown)
 
 
 @pytest.fixture
@@ -248,7 +249,7 @@ async def test_an_unreadable_file_counts_as_no_record(scene: TakeoverNode) -> No
         assert await take_over.held_back_by() is not None
     assert named(logs, "gpu_manager_checkpoint_unreadable") == []  # logged with the first GPUs
     scene.pods.views.clear()
-    scene.kubelet.listing = Listing.of({})
+    scene.kubelet.listing = listing_from({})
     assert await take_over.held_back_by() is None
     assert scene.remembered == 0
 

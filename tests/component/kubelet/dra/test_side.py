@@ -32,6 +32,7 @@ from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSetti
 from tests.background import until
 from tests.component.kubelet.dra.harness import StubKubelet
 from tests.component.stage.stage import MemoryPods, snapshot, unlimited
+from tests.listings import listing_from
 from tests.unit.agent.world import World
 
 CLAIM = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
@@ -348,7 +349,7 @@ async def test_one_claim_that_can_not_be_looked_up_keeps_no_other_one(node: Node
 
     class PodResources:
         async def list(self) -> Listing:
-            found = listings.pop(0) if listings else Listing.of({})
+            found = listings.pop(0) if listings else listing_from({})
             if isinstance(found, Exception):
                 raise found
             return found

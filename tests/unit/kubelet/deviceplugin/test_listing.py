@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kubelet.deviceplugin.podresources import parse_listing
-from gpumgr.placement.pods import Listing
 from tests.kubelet_api import podresources as pb
+from tests.listings import listing_from
 
 names = st.text(st.characters(codec="utf-8", categories=("L", "N")), max_size=12)
 held = st.dictionaries(
@@ -36,7 +36,7 @@ def google_bytes(pods: dict[tuple[str, str], dict[str, dict[str, list[str]]]]) -
 def test_what_google_wrote_is_read(pods: dict[tuple[str, str], dict[str, dict[str, list[str]]]]) -> None:
     listing = parse_listing(google_bytes(pods))
     assert listing.pods == tuple(pods)
-    plain = Listing.of(pods)
+    plain = listing_from(pods)
     for pod in pods:
         assert listing.containers(pod) == plain.containers(pod)
 
