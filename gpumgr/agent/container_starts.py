@@ -180,6 +180,8 @@ class ContainerStarts:
     async def start(self, allocation: Allocation) -> None:
         """Puts the limits in place, and writes the CDI spec if the allocation has one. Raises Refusal."""
         gpu_registry = self._agent_state.ledger.gpu_registry
+        if allocation.cdi:
+            self._refuse_unknown_nodes(allocation)
         if allocation.whole:
             await self.enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
         self._check_exemption(allocation)
@@ -187,6 +189,13 @@ class ContainerStarts:
         held = [each for each in ALL_RESOURCES if allocation.held(each)] or RESOURCES
         base = merged(*(self._base(allocation, each) for each in held))
         await self.enforcement.start(base, allocation, self._tenant(allocation))
+
+    def _refuse_unknown_nodes(self, allocation: Allocation) -> None:
+        """Raises Refusal if the driver does not list a GPU now: with a CDI spec the container would start without the GPU."""
+        node = self._agent_state.node()
+        for gpu in allocation.gpus:
+            if gpu not in node.shown:
+                raise Refusal("gpu_unhealthy", f"the driver does not list the container's {node.label(gpu)} now; retried")
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
         """A share has no mechanisms if the ledger was rebuilt without its Allocate response. It gets NO_MECHANISM if the node has none for

@@ -272,11 +272,17 @@ class DraSide:
             logged = dict(failed)
 
     async def _keep_specs(self) -> None:
-        """Writes CDI specs again that other programs have removed or changed: when a container restarts, no Prepare call writes its
-        spec."""
+        """Writes CDI specs again that other programs have removed or changed, and all of them if the driver has numbered its GPUs anew:
+        when a container restarts, no Prepare call writes its spec."""
+        minors = self._minors()
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)
-            await self.claims.restore(unless=await asyncio.to_thread(self._enforcement.intact_specs))
+            before, minors = minors, self._minors()
+            intact = await asyncio.to_thread(self._enforcement.intact_specs) if minors == before else ()
+            await self.claims.restore(unless=intact)
+
+    def _minors(self) -> Mapping[str, int | None]:
+        return {gpu.uuid: gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
 
     def _link_changed(self, state: LinkState) -> None:
         if state.registrations > self.publisher.registration.registrations:

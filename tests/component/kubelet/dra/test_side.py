@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import EMPTY, HardwareHealth, Inventory
@@ -464,6 +465,25 @@ async def test_a_cdi_spec_that_others_change_is_written_again_and_one_that_is_in
         spec.unlink()
         await until(lambda: len(starts) == 2)
         assert spec.exists()
+
+
+async def test_a_cdi_spec_has_the_gpus_device_node_if_the_driver_is_late_or_numbers_its_gpus_anew(node: Node) -> None:
+    spec, state, known = await node.prepared(), node.world.agent_state, node.world.node
+    content = spec.read_text()
+    assert "/dev/nvidia0" in content
+    await state.set_snapshot(EMPTY)
+    node.add("a")
+    async with running_side(node) as side:
+        with pytest.raises(Refusal, match="the driver does not list the container's GPU"):
+            await prepare(side, "a")
+        assert spec.read_text() == content
+        spec.unlink()
+        await asyncio.sleep(0.1)
+        assert not spec.exists()
+        await state.set_snapshot(known)
+        await until(lambda: spec.exists() and spec.read_text() == content)
+        await state.set_snapshot(replace(known, gpus=tuple(replace(gpu, minor=7 + gpu.index) for gpu in known.gpus)))
+        await until(lambda: "/dev/nvidia7" in spec.read_text())
 
 
 async def test_a_stop_does_not_spend_its_time_on_an_api_server_that_does_not_answer(
