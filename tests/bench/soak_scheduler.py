@@ -8,6 +8,7 @@ tenth of the time.
 """
 
 import asyncio
+import logging
 import random
 import signal
 import sys
@@ -221,4 +222,5 @@ def report(soak: Soak, begun: float, seconds: int, nodes: int) -> Mapping[str, A
 
 
 if __name__ == "__main__":
+    logging.getLogger("aiohttp.server").disabled = True  # the stub's requests that a fault disconnects
     figures.main(measure, __doc__, seconds=3600, nodes=5000, seed=1)
