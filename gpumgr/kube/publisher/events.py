@@ -47,7 +47,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
-class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The object that an event is about; `kubectl describe` finds its events by name and `uid`. `namespace` is "" for an
     object without one, such as a node."""
 
@@ -111,13 +111,6 @@ class EventSeries(Desired):
     def body(self, node: str) -> Body:
         """The Event object."""
         event, about = self.event, self.event.about
-        ref = {
-            "apiVersion": about.api_version,
-            "kind": about.kind,
-            "namespace": about.namespace,
-            "name": about.name,
-            "uid": about.uid,
-        }
         metadata: Body = {"namespace": about.namespace or "default", "name": self.name}
         if event.allocations:
             metadata["annotations"] = {ALLOCATION_ANNOTATION: ",".join(event.allocations)}
@@ -125,7 +118,7 @@ class EventSeries(Desired):
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": metadata,
-            "involvedObject": {key: value for key, value in ref.items() if value},
+            "involvedObject": {key: value for key, value in msgspec.to_builtins(about).items() if value},
             "type": "Warning" if event.warning else "Normal",
             "reason": event.reason,
             "source": {"component": COMPONENT, "host": node},

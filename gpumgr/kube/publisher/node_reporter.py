@@ -67,7 +67,7 @@ class InventoryReporter:
             self._annotate(INVENTORY_ANNOTATION, encode(self._inventory(report.view)))
 
     def _inventory(self, view: AgentView) -> Inventory:
-        registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
+        registry, snapshot, replicas = view.ledger.gpu_registry, view.inventory.snapshot, view.inventory.replicas
         failed, on_demand = view.inventory.failures(registry), view.node.mig_profiles
         cordoned = view.inventory.unschedulable_reasons(registry).keys() & view.node.out_of_service.keys()
         names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
@@ -85,9 +85,7 @@ class InventoryReporter:
                     healthy=bool(name) and name not in failed,
                     cordoned=name in cordoned,
                     index=UNSET if gpu.index == position else gpu.index,
-                    replicas=0
-                    if name in on_demand
-                    else min(view.inventory.replicas, 1 if gpu.memory_bytes is None else view.inventory.replicas),
+                    replicas=0 if name in on_demand else min(replicas, 1) if gpu.memory_bytes is None else replicas,
                     mig=mig_rows(on_demand.get(name, ())),
                 )
                 for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
@@ -97,7 +95,7 @@ class InventoryReporter:
                 uid: tuple(Share(gpu, a.cores, a.memory_mebibytes, a.slices, a.replicas) for gpu, a in held)
                 for uid, held in other.items()
             },
-            scaling=view.inventory.scaling if view.inventory.replicas else UNSET,
+            scaling=view.inventory.scaling if replicas else UNSET,
         )
 
     def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
