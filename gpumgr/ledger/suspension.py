@@ -42,8 +42,8 @@ _NAMED: Final = 3
 
 class Suspension(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one allocation; an allocation without one runs. `processes`: the container's processes when its suspension began.
-    `memory_bytes`: what they had on each GPU. `since`: when the state began, `asked_at`: when the resume was asked for; both in unix
-    seconds. `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed. `required`: the pids
+    `memory_bytes`: what they had on each GPU. `asked_at`: when the resume was asked for, in unix seconds.
+    `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed. `required`: the pids
     of the processes that had memory on a GPU; while such a process exists, the driver must report its state."""
 
     state: State
@@ -51,7 +51,6 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[Process, ...] = ()
     required: tuple[int, ...] = ()
     memory_bytes: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
-    since: float = 0.0
     asked_at: float | None = None
     reason: str = ""
 
@@ -75,11 +74,11 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
         """Its memory on all GPUs together."""
         return sum(self.memory_bytes.values())
 
-    def to(self, state: State, now: float, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
+    def to(self, state: State, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
         """The next state. Raises ValueError for a state that does not follow this one, which is a bug."""
         if state not in _NEXT[self.state]:
             raise ValueError(f"{state} does not follow {self.state}")
-        return replace(self, state=state, since=now, reason=reason, asked_at=asked_at)
+        return replace(self, state=state, reason=reason, asked_at=asked_at)
 
     def asked(self, now: float) -> "Suspension":
         """A copy for which a resume was requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""

@@ -148,7 +148,7 @@ class SuspendOperations:
         elif moved.error is not None:
             await self._give_up(allocation, begun, moved.error, stopped=bool(moved.held) and not (fresh and moved.untouched))
         else:
-            await self._save(name, begun.to("suspended", self._agent_state.history.now()))
+            await self._save(name, begun.to("suspended"))
             self._meter.moved("suspend", self._clock() - since, begun.size_bytes)
             log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=begun.size_bytes)
             message = f"the container is suspended: {begun.size_bytes >> 20} MiB of its GPU memory are in the host's memory"
@@ -170,8 +170,7 @@ class SuspendOperations:
         """Ends a suspension. `stopped`: some processes may be stopped, so the container is resumed. Otherwise it runs on."""
         name = allocation.id
         if stopped:
-            now = self._agent_state.history.now()
-            await self._save(name, begun.to("resuming", now, reason=why, asked_at=now))
+            await self._save(name, begun.to("resuming", reason=why, asked_at=self._agent_state.history.now()))
             return
         self._pages.hold_calls(name, hold=False)
         self.again_at[name] = self._clock() + _FAILED_SECONDS
@@ -188,7 +187,7 @@ class SuspendOperations:
             if not await self._wait(allocation, known, again_at):
                 return  # the next evaluation forgets the suspension
             if known.away:
-                known = known.to("resuming", self._agent_state.history.now(), asked_at=known.asked_at)
+                known = known.to("resuming", asked_at=known.asked_at)
                 await self._save(name, known)
             since = self._clock()
             moved = await self._parts.move("resume", name, known)
@@ -201,14 +200,14 @@ class SuspendOperations:
                 break
             log.warning("resume_failed", allocation=name, holder=allocation.describe(), reason=moved.error)
             if moved.out_of_memory:  # all its memory is in the host's memory again
-                known = known.to("suspended", now, reason=moved.error, asked_at=known.asked_at)
+                known = known.to("suspended", reason=moved.error, asked_at=known.asked_at)
                 await self._save(name, known)
             again_at, pause = self._clock() + pause, min(2 * pause, _MOST_RESUME_AGAIN_SECONDS)
             await self._bursts.measured()
             await self._say_why(allocation, known, self._why_it_failed(allocation, known, moved))
         self.again_at[name] = self._clock() + AGAIN_SECONDS
         self._pages.hold_calls(name, hold=False)
-        await self._save(name, known.to("running", now) if known.demanded else None)
+        await self._save(name, known.to("running") if known.demanded else None)
         if not moved.pids:  # the processes that were suspended have ended
             return
         self._meter.moved("resume", self._clock() - since, known.size_bytes)
@@ -258,7 +257,7 @@ class SuspendOperations:
 
     async def _fail(self, allocation: Allocation, begun: Suspension, moved: Moved) -> None:
         reason = f"{moved.error or 'the driver reports a failed state'}; {_HOPELESS}"
-        await self._save(allocation.id, begun.to("failed", self._agent_state.history.now(), reason=reason))
+        await self._save(allocation.id, begun.to("failed", reason=reason))
         self._pages.hold_calls(allocation.id, hold=False)
         log.error("suspension_failed", allocation=allocation.id, holder=allocation.describe(), reason=reason)
         self._events.add(allocation.id, FAILED, reason)

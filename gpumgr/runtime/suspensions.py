@@ -94,9 +94,9 @@ class Suspensions:
                     state="resuming" if any(each.memory_bytes for each in self._uses[name]) else "suspended",
                     processes=tuple(started.items()),
                     memory_bytes={gpu.name: counted.get(gpu.name) or gpu.memory_bytes or 0 for gpu in share.gpus},
-                    since=self._agent_state.history.now(),
+                    asked_at=self._agent_state.history.now(),
                 )
-                await self._operations.save_once(name, lost.asked(lost.since))
+                await self._operations.save_once(name, lost)
 
     async def run(self) -> None:
         """Resumes suspended containers that ask for it, until cancelled."""
@@ -168,7 +168,6 @@ class Suspensions:
             processes=tuple(started.items()),
             required=tuple(sorted(on_gpus & started.keys())),
             memory_bytes=sizes,
-            since=self._agent_state.history.now(),
         )
         self._start("suspend", allocation, begun)
         return None

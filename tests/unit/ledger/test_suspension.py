@@ -147,10 +147,10 @@ def test_the_reason_names_the_holders_with_most_memory() -> None:
 
 def test_a_state_follows_only_where_it_can() -> None:
     begun = Suspension(state="suspending", memory_bytes={"g": 5})
-    done = begun.to("suspended", 7.0)
-    assert (done.away, done.since, done.memory_bytes) == (True, 7.0, {"g": 5})
+    done = begun.to("suspended")
+    assert (done.away, done.memory_bytes) == (True, {"g": 5})
     assert done.asked(8.0).asked(9.0).asked_at == 8.0
     wrong: tuple[State, ...] = ("suspending", "running", "failed")
     for state in wrong:
         with pytest.raises(ValueError, match="does not follow suspended"):
-            done.to(state, 8.0)
+            done.to(state)
