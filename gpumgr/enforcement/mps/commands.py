@@ -62,7 +62,8 @@ def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
 
 
 def is_help(text: str) -> bool:
-    """Whether this may be the output of the program's `-h`: it names MPS and the option that starts the daemon."""
+    """Whether this may be the output of the program's `-h`: it names MPS and the option that starts the daemon. Drivers 470 to 550 print
+    something else, which names no option."""
     return re.search("mps", text, re.IGNORECASE) is not None and re.search(r"(?<![\w-])(-d|--daemon)(?![\w-])", text) is not None
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
 from gpumgr.common.proc import mount_of, start_time_ticks
-from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, parse_help, refusal_in
+from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help, refusal_in
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 
@@ -46,14 +46,16 @@ class ControlProgram:
     async def features(self) -> ControlFeatures:
         """What the program supports. Raises MpsError if it does not work or is another program; MpsTransientError if a later call may
         succeed."""
-        # A pipe folder without a daemon, since another program might connect to a daemon.
+        # A pipe folder without a daemon, since an old program would connect to a daemon.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
         status, plain = await self.communicate([str(self.program), "-h"], nowhere, "")
         if status < 0 or status in _NOT_RUN:
             raise MpsError(f"{self.program} does not work, `-h` ended with status {status}: {shown(plain)}; {_INSTALL}")
         newer = await self.communicate([str(self.program), "-p", "3", "-h"], {**nowhere, "CUDA_MPS_PROTOCOL_VERSION": "3"}, "")
         if not is_help(f"{plain}\n{newer[1]}"):
-            raise MpsError(f"{self.program} is not NVIDIA's MPS control program: `-h` printed {shown(plain)}; {_INSTALL}")
+            _, output = await self.communicate([str(self.program)], nowhere, list_servers(2).text)
+            if _NO_DAEMON not in output:
+                raise MpsError(f"{self.program} is not NVIDIA's MPS control program: `-h` printed {shown(plain)}; {_INSTALL}")
         return parse_help(plain, newer[1])
 
     async def query(self, command: Command, environment: Mapping[str, str]) -> str:

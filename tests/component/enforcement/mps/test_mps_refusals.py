@@ -62,6 +62,16 @@ async def test_a_program_that_is_broken_or_another_one_cannot_be_used(place: Pla
     await backend.start(tenant())
 
 
+async def test_a_program_whose_help_names_no_options_is_identified_by_its_message_without_a_daemon(place: Place) -> None:
+    """What the programs of drivers 535 and 550 print."""
+    about = "CUDA MPS Control for Linux/Unix.\nThis program allows multiple CUDA processes to share a single GPU context."
+    place.program.write_text(
+        f"#!/bin/sh\n[ \"$*\" = -h ] && echo '{about}' && exit 0\necho 'Cannot find MPS control daemon process'; exit 1\n"
+    )
+    backend = await place.agent()
+    assert await backend.unavailable() is None
+
+
 async def test_a_program_that_hangs_for_a_while_is_called_again(place: Place) -> None:
     place.behave(hang=["-h"])
     backend = await place.agent(timeout_seconds=0.3)
