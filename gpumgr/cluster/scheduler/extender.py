@@ -55,11 +55,13 @@ _REQUEST_SECONDS: Final = 60.0
 
 
 class _Assumed(msgspec.Struct):
-    """A pod with assumed GPUs: they count as its own, although it is not known to be bound. `due`: when the API server is asked about the
-    pod."""
+    """A pod with assumed GPUs: they count as its own, although the watch does not show it as bound. `due`: when the API server is asked
+    about the pod. `sending`: a Binding is being sent. `sent`: a Binding has bound it, or may have bound it."""
 
     pod: WatchedPod
     due: float
+    sending: bool = False
+    sent: bool = False
 
 
 class Extender:
@@ -83,10 +85,6 @@ class Extender:
         self._leadership = leadership
         self._kept = KeptRejections()
         self._rejections = Rejections(watches, self._kept, clock=clock)
-        #: UIDs of the pods for which a Binding is being sent.
-        self._sending: set[str] = set()
-        #: UIDs of the pods that a Binding has bound, or may have bound, and that the watch does not show as bound yet.
-        self._unsettled: set[str] = set()
         #: Pods with assumed GPUs, and some pods that had assumed GPUs. The pods are kept here because the watch may show a pod later
         #: than kube-scheduler does, or not at all.
         self._assumed: dict[str, _Assumed] = {}
@@ -143,7 +141,7 @@ class Extender:
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             return FilterResult(error="the pod is bound already")
-        if pod.uid in self._sending or pod.uid in self._unsettled:
+        if self._may_be_bound(pod.uid):
             # It may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs.
             if placed is None or placed.node not in names:
                 return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
@@ -186,7 +184,7 @@ class Extender:
         if self.problem is None:
             await self._preemption.keep_nominated()
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
-        written = bound or pod.uid in self._sending | self._unsettled
+        written = bound or self._may_be_bound(pod.uid)
         if self.problem is not None or self._quotas.problem is not None or written or pod.refusal is not None:
             return PreemptResult()
         if pod.uid not in self._preemption.kept:
@@ -240,9 +238,8 @@ class Extender:
 
         The GPUs of a bound pod stay assumed until the watch shows the pod. A pod that is not bound, has ended or is deleted loses them.
         """
-        assumed = {uid: each for uid, each in self._assumed.items() if self._index.is_assumed(uid)}
-        self._assumed, self._unsettled = assumed, self._unsettled & assumed.keys()
-        due = [each for uid, each in assumed.items() if each.due <= self._clock() and uid not in self._sending]
+        self._assumed = {uid: each for uid, each in self._assumed.items() if self._index.is_assumed(uid)}
+        due = [each for each in self._assumed.values() if each.due <= self._clock() and not each.sending]
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
     async def _parsed(self, item: msgspec.Raw) -> WatchedPod:
@@ -258,12 +255,12 @@ class Extender:
             pod = await self._read_pod(args.pod_namespace, args.pod_name, args.pod_uid)
         if pod.refusal is not None:
             raise BindingError(pod.refusal)
-        if pod.uid in self._sending:
+        if (assumed := self._assumed.get(pod.uid)) is not None and assumed.sending:
             raise BindingError("the pod is being bound already")
         placed = self._validated(pod, args.node)
         node = self._index.node(args.node)
         assert node is not None, "a node with a choice is in the index"
-        if pod.uid not in self._unsettled:
+        if not self._may_be_bound(pod.uid):
             _, held = self._quotas.held(pod.uid)
             excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node), held)
             if excess is not None:
@@ -272,34 +269,31 @@ class Extender:
         with self._writing(pod, placed):
             annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
             await send_binding(self._server, pod, args.node, annotations, self._check_lease)
-        if self._index.is_assumed(pod.uid):  # the watch has not shown the pod on its node yet
-            self._unsettled.add(pod.uid)
         _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
 
     @contextmanager
     def _writing(self, pod: WatchedPod, placed: PlacedPod) -> Iterator[None]:
         """Surrounds the write that places the pod. The pod's GPUs stay assumed until the request has ended, and afterwards unless it has
         certainly failed. Raises BindingError."""
-        uid, conflict = pod.uid, False
-        self._place(pod, placed)
-        self._sending.add(uid)
+        uid, sent, read_now = pod.uid, self._may_be_bound(pod.uid), False
+        self._place(pod, placed, sending=True, sent=sent)
         try:
             self._check_lease()
             yield
-            self._unsettled.discard(uid)
+            sent = True
         except BindingError as error:
-            conflict = error.conflict
-            if error.uncertain or conflict:
-                self._unsettled.add(uid)
-            elif uid not in self._unsettled:
+            read_now = error.conflict
+            sent = sent or error.uncertain or error.conflict
+            if not sent:
                 self._forget(uid)
             raise
         finally:
-            self._sending.discard(uid)
             if self._index.is_assumed(uid):  # the watch has not shown the pod on its node yet
-                self._assume(pod, placed)
-                if conflict:
+                self._assume(pod, placed, sent=sent)
+                if read_now:
                     self._assumed[uid].due = self._clock()
+            else:
+                self._assumed.pop(uid, None)
 
     def _check_lease(self) -> None:
         """Raises BindingError."""
@@ -314,17 +308,15 @@ class Extender:
             if error.uncertain:
                 return
         placed = self._index.placement(uid)
-        if placed is None or not self._index.is_assumed(uid) or self._assumed.get(uid) is not assumed or uid in self._sending:
+        if placed is None or not self._index.is_assumed(uid) or self._assumed.get(uid) is not assumed:
             return  # a verb or the watch has changed it in the meantime
         if found is not None and found.node is not None:
-            self._unsettled.add(uid)
-            self._assume(found, found.placed or placed)
+            self._assume(found, found.placed or placed, sent=True)
         else:
             self._forget(uid)
             _log.info("assumption_ended", pod_uid=uid)
 
     def _forget(self, uid: str) -> None:
-        self._unsettled.discard(uid)
         self._assumed.pop(uid, None)
         if self._index.is_assumed(uid):
             self._index.remove(uid)
@@ -339,7 +331,7 @@ class Extender:
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             raise BindingError(f"the pod is bound to node {placed.node} already")
-        sent = pod.uid in self._unsettled
+        sent = self._may_be_bound(pod.uid)
         if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
             return placed
         self._forget(pod.uid)
@@ -372,14 +364,16 @@ class Extender:
             raise BindingError(f"the pod has ended ({phase})")
         return pod
 
-    def _place(self, pod: WatchedPod, placed: PlacedPod) -> None:
-        self._assume(pod, placed)
+    def _may_be_bound(self, uid: str) -> bool:
+        assumed = self._assumed.get(uid)
+        return assumed is not None and (assumed.sending or assumed.sent)
+
+    def _place(self, pod: WatchedPod, placed: PlacedPod, *, sending: bool = False, sent: bool = False) -> None:
+        self._assume(pod, placed, sending=sending, sent=sent)
         if self._preemption.kept:
             self._preemption.placed(placed)
 
-    def _assume(self, pod: WatchedPod, placed: PlacedPod) -> None:
-        seconds = self._settings.assume_seconds
-        if pod.uid in self._unsettled:
-            seconds = max(seconds, _REQUEST_SECONDS)
-        self._assumed[pod.uid] = _Assumed(pod, self._clock() + seconds)
+    def _assume(self, pod: WatchedPod, placed: PlacedPod, *, sending: bool = False, sent: bool = False) -> None:
+        seconds = max(self._settings.assume_seconds, _REQUEST_SECONDS if sent else 0.0)
+        self._assumed[pod.uid] = _Assumed(pod, self._clock() + seconds, sending, sent)
         self._index.assume(placed)

@@ -158,3 +158,22 @@ async def test_a_pod_that_is_being_bound_is_not_moved(stage: Stage) -> None:
     assert await first == ""
     assert stage.cores("a") == [100, 0]
     assert sum(stage.cores("b")) == 0
+
+
+async def test_two_binds_of_a_pod_that_this_replica_never_saw_send_one_binding(stage: Stage) -> None:
+    """Both read the pod first."""
+    item = await stage.create(pod("one", ("app", 100, 0)))
+    await until(lambda: stage.watches.pending.pop("uid-one", None) is not None)
+    released = asyncio.Event()
+
+    async def hold(happened: bool) -> None:
+        if not happened:
+            await released.wait()
+
+    stage.sim.bind_hook = hold
+    binds = {asyncio.create_task(stage.bind(item, "a")) for _ in range(2)}
+    (early,), (late,) = await asyncio.wait(binds, return_when=asyncio.FIRST_COMPLETED)
+    assert early.result() == "the pod is being bound already"
+    released.set()
+    assert await late == ""
+    assert stage.sim.requests.count("bind") == 1
