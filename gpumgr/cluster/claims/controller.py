@@ -33,12 +33,15 @@ _PAUSES_SECONDS: Final = (0.5, 60.0)
 _EVENT_SECONDS: Final = 60.0
 #: The most events of one step; the next step sends the remaining ones, after templates and gates.
 _MAX_EVENTS: Final = 50
+#: What is written; "sweep": an unused template is deleted.
+OBJECTS: Final = ("template", "gate", "event", "sweep")
+OUTCOMES: Final = ("ok", "error")
 _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
 
 
 class ClaimsController:
-    """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, in seconds. `refused`
-    is the number of gated pods that the quota does not allow."""
+    """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, in seconds. `writes`
+    counts requests by object and outcome; `refused` is the number of gated pods that the quota does not allow."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class ClaimsController:
     ) -> None:
         self._server, self._watches, self._settings, self._identity = server, watches, settings, identity
         self._leader, self._clock, self._jitter, self._period = leader, clock, jitter, period_seconds
+        self.writes: Counter[tuple[str, str]] = Counter()
         self.refused = 0
         #: (Kind, key) of a refused or failed write -> when it may be tried again, and the pause after the next refusal.
         self._paused: dict[Hashable, tuple[float, float]] = {}
@@ -215,12 +219,14 @@ class ClaimsController:
             async with asyncio.timeout(_WRITE_SECONDS):
                 done = await self._server.send(method, path, body, but=but, patch=patch)
         except API_FAILURES as error:
+            self.writes[about, "error"] += 1
             slept = max(slept, error.retry_after_seconds if isinstance(error, AnswerError) else 0.0)
             self._paused[about, key] = self._clock() + slept, longer
             if (text := f"{type(error).__name__}: {error}") != self._logged:
                 self._logged = text
                 _log.warning("claims_write_failed", path=path, error=text, again_after_seconds=round(slept, 1))
             return None
+        self.writes[about, "ok"] += 1
         self._logged = ""
         # The watch may show the change later, so there is a pause after a success, too.
         self._paused[about, key] = self._clock() + slept, _PAUSES_SECONDS[0] if done else longer

@@ -126,11 +126,14 @@ class ClusterPages:
         why = Why(
             namespace=namespace, pod=name, phase=str(status.get("phase", "")), node=pod.node or "", problem=pod.problem or ""
         )
-        if pod.node is None and pod.wants_gpu:
+        if pod.node is not None:
+            for container, shares in zip(pod.containers, pod.shares or (), strict=False):
+                why.gpus[container] = [(gpu, amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares]
+        elif pod.wants_gpu:
             scheduled = [each for each in status.get("conditions") or () if each.get("type") == "PodScheduled"]
             why.condition = " ".join(str(each.get("message") or each.get("reason") or "") for each in scheduled)
             why.waiting = await self._overview.why(pod, each_node=request.query.get("nodes") == "1")
-        elif pod.node is None and why.phase == "Pending":
+        elif why.phase == "Pending":
             why.problem = "it requests no GPU, so gpumgr does not place it"
         return _compressed(why)
 

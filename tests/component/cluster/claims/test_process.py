@@ -66,13 +66,16 @@ async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
     async with running(dra, tmp_path) as stage, serving(stage) as get:
         stage.gated_pod("late", 60)
         dra.sim.put_document({**pod("odd"), "spec": {"containers": 7}})
-        await until(lambda: bool(stage.events("late")) and stage.watches.unreadable == 1)
+        await until(
+            lambda: stage.controller.writes.total() == 2 and bool(stage.watches.templates) and stage.watches.unreadable == 1
+        )
         status, text = await get("/metrics")
         assert status == 200
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert lines["gpumgr_claims_leader"] == lines["gpumgr_claims_synced"] == "1"
+        assert lines["gpumgr_claims_leader"] == lines["gpumgr_claims_synced"] == lines["gpumgr_claims_templates"] == "1"
         assert lines["gpumgr_claims_gated_pods"] == lines["gpumgr_claims_refused_pods"] == "1"
         assert lines["gpumgr_claims_api_objects_unreadable"] == "1"
+        assert lines['gpumgr_claims_writes_total{object="template",outcome="ok"}'] == "1"
         assert all(f"# TYPE {family.name} {family.kind}" in text for family in FAMILIES)
         assert [(await get(path))[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 404]
 
@@ -97,7 +100,7 @@ async def test_many_pods_at_once(stage: Stage) -> None:
     for place in range(120):
         stage.sim.put_document(pod(f"p{place}", f"vcuda-c{place}-150-1", gates=[GATE], created=f"{place:03}"))
     await until(lambda: all(stage.events(f"p{place}") for place in range(120)))
-    assert stage.dra.posted == []
+    await until(lambda: dict(stage.controller.writes) == {("event", "ok"): 120})
 
 
 #: Their clock moves only with the test.
@@ -129,4 +132,4 @@ async def test_the_leader_alone_writes_and_the_other_one_takes_over(tmp_path: Pa
                 assert len(dra.posted) == 1
                 leases.lost = False
                 await until(lambda: len(dra.templates) == 2)
-                assert one.controller._paused == {}, "each write has a pause"
+                assert one.controller.writes.total() == 0

@@ -68,6 +68,7 @@ async def test_retry_after_is_kept_to(looks: Looks, stage: Stage) -> None:
     await until(lambda: bool(stage.dra.posted))
     for _ in range(3):
         await next_try_after(looks, stage, 30)
+    assert stage.controller.writes["template", "error"] == len(stage.dra.posted), "each of them was sent"
 
 
 async def test_an_object_that_is_refused_does_not_delay_another(looks: Looks, stage: Stage) -> None:

@@ -21,6 +21,7 @@ async def test_a_template_is_created_once_for_all_pods_of_a_shape(stage: Stage) 
     stage.sim.put_document(pod("four", "vcuda-c0-100-0"))
     await until(lambda: stage.dra.templates == ["team/vcuda-c0-100-0", f"team/{NAME}"])
     assert len(stage.dra.posted) == 2
+    await until(lambda: dict(stage.controller.writes) == {("template", "ok"): 2})
 
 
 class CountedKeys(dict[Any, Any]):
@@ -119,9 +120,9 @@ async def test_a_template_without_use_is_deleted_after_a_day(dra: DraObjects, tm
 async def test_a_template_that_another_replica_has_created_is_not_created_again(stage: Stage) -> None:
     stage.dra.refused = [409]
     stage.sim.put_document(pod("one", NAME))
-    await until(lambda: bool(stage.dra.posted))
+    await until(lambda: stage.controller.writes["template", "ok"] == 1)
     stage.gated_pod("other", 10)
     await until(lambda: not stage.gated("other"))
-    assert len(stage.dra.posted) == 2, "the one that was refused, and that of the other pod"
+    assert stage.controller.writes["template", "ok"] == 2, "the one that was refused, and that of the other pod"
     stage.clock.now += 61  # it was deleted before the watch has shown it
     await until(lambda: stage.dra.templates == ["team/vcuda-c0-10-4", f"team/{NAME}"])

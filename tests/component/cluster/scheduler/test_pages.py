@@ -203,9 +203,10 @@ async def test_waiting_pods_are_counted_by_reason(pages: PagesStage, containers:
 
 
 async def test_why_of_other_pods(pages: PagesStage) -> None:
-    pages.sim.put_document(pod("bound", ("app", 60, 16), on="b"))
+    text = '{"version":1,"node":"b","containers":{"c0":[["GPU-b-3",60,4096]]}}'
+    pages.sim.put_document(pod("bound", ("app", 60, 16), on="b", annotations={"gpumgr.io/placement": text}))
     bound = await pages.why("bound")
-    assert (bound["node"], bound.get("waiting")) == ("b", None)
+    assert (bound["node"], bound["gpus"], bound.get("waiting")) == ("b", {"c0": [["GPU-b-3", 60, 4096]]}, None)
     pages.sim.put_document(pod("plain", ("app", 0, 0)))
     assert "requests no GPU" in (await pages.why("plain"))["problem"]
     assert (await pages.get("/api/why?namespace=team&name=gone"))[0] == 404
