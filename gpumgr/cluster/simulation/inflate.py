@@ -71,7 +71,8 @@ def run(
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     arriving = inflated(pods, cluster.capacity_milli, random(seed))
     placer = make_placer(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
-    marks = _Marks(cluster, fragmentation)
+    measured: dict[int, tuple[float, float]] = {}
+    left, demand = sorted({*ALLOCATED_AT, *FRAGMENTED_AT}, reverse=True), 0
     failed: Counter[str] = Counter()
     #: No pod ends, so a request that fits nowhere never fits again.
     nowhere = set[Shape]()
@@ -83,12 +84,14 @@ def run(
         else:
             cluster.place(pod.shape, where)
             placer.placed(str(number), pod.shape, where)
-        marks.arrived(pod)
+        demand += pod.shape.total_milli
+        while left and demand * 100 >= left[-1] * cluster.capacity_milli:
+            measured[left.pop()] = _measured(cluster, fragmentation)
     return Result(
         policy=policy,
         seed=seed,
-        allocated_percent={mark: marks.measured[mark][0] for mark in ALLOCATED_AT},
-        fragmentation_percent={mark: marks.measured[mark][1] for mark in FRAGMENTED_AT},
+        allocated_percent={mark: measured[mark][0] for mark in ALLOCATED_AT},
+        fragmentation_percent={mark: measured[mark][1] for mark in FRAGMENTED_AT},
         failed_pods=by_kind(failed),
         idle_gpus=sum(len(node.idle_gpus()) for node in cluster.nodes),
     )
@@ -98,19 +101,8 @@ def by_kind(pods: Counter[str]) -> dict[str, int]:
     return {kind: pods[kind] for kind in (*KINDS, *sorted(pods.keys() - set(KINDS), key=int))}
 
 
-class _Marks:
-    """`measured`: percentage of arrived demand -> granted and fragmented percentages, as in Result."""
-
-    def __init__(self, cluster: Cluster, fragmentation: Fragmentation) -> None:
-        self._cluster, self._fragmentation = cluster, fragmentation
-        self._demand = 0
-        self._left = sorted({*ALLOCATED_AT, *FRAGMENTED_AT}, reverse=True)
-        self.measured: dict[int, tuple[float, float]] = {}
-
-    def arrived(self, pod: Pod) -> None:
-        self._demand += pod.shape.total_milli
-        capacity, nodes = self._cluster.capacity_milli, self._cluster.nodes
-        while self._left and self._demand * 100 >= self._left[-1] * capacity:
-            free = sum(node.free_milli for node in nodes)
-            fragmented = 100 * sum(map(self._fragmentation.of, nodes)) / free if free else 0.0
-            self.measured[self._left.pop()] = round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)
+def _measured(cluster: Cluster, fragmentation: Fragmentation) -> tuple[float, float]:
+    """The granted and the fragmented percentage now, as in Result."""
+    capacity, free = cluster.capacity_milli, sum(node.free_milli for node in cluster.nodes)
+    fragmented = 100 * sum(map(fragmentation.of, cluster.nodes)) / free if free else 0.0
+    return round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)

@@ -3,34 +3,25 @@
 import pytest
 
 from gpumgr.cluster.core.node import GpuState, NodeState, summarize
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
+from tests.cluster_states import request
 
 MEMORY = 1000
-
-
-def request(*containers: tuple[ContainerKind, int, int, int]) -> PodRequest:
-    """(kind, GPUs, cores of each, MiB)."""
-    made = [
-        ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores, memory_mebibytes=memory)
-        for kind, gpus, cores, memory in containers
-    ]
-    return PodRequest(tuple(made))
 
 
 @pytest.mark.parametrize(
     ("containers", "wanted"),
     [
-        ([("app", 1, 50, 100)], Amounts(50, 100)),
-        ([("app", 1, 50, 100), ("app", 2, 100, 0)], Amounts(250, 100)),
-        ([("init", 3, 100, 0), ("app", 1, 50, 100)], Amounts(300, 100)),
-        ([("init", 1, 20, 900), ("app", 1, 50, 100)], Amounts(50, 900)),
-        ([("sidecar", 1, 10, 10), ("init", 1, 80, 20), ("app", 1, 50, 100)], Amounts(90, 110)),
-        ([("init", 1, 80, 20), ("sidecar", 1, 10, 10), ("app", 1, 50, 100)], Amounts(80, 110)),
+        ([("app", 50, 4)], Amounts(50, 1024)),
+        ([("app", 50, 4), ("app", 200, 0)], Amounts(250, 1024)),
+        ([("init", 300, 0), ("app", 50, 4)], Amounts(300, 1024)),
+        ([("init", 20, 9), ("app", 50, 4)], Amounts(50, 2304)),
+        ([("sidecar", 10, 1), ("init", 80, 2), ("app", 50, 4)], Amounts(90, 1280)),
+        ([("init", 80, 2), ("sidecar", 10, 1), ("app", 50, 4)], Amounts(80, 1280)),
     ],
 )
-def test_what_kube_scheduler_subtracts_for_a_pod(containers: list[tuple[ContainerKind, int, int, int]], wanted: Amounts) -> None:
+def test_what_kube_scheduler_subtracts_for_a_pod(containers: list[tuple[ContainerKind, int, int]], wanted: Amounts) -> None:
     """Source: Kubernetes' PodRequests, with init containers that restart."""
     assert request(*containers).in_total == wanted
 
