@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
-from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Random, Shape
+from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Random
 from gpumgr.cluster.simulation.policies import make_placer
 from gpumgr.common.errors import InputError
 
@@ -74,12 +74,9 @@ def run(
     measured: dict[int, tuple[float, float]] = {}
     left, demand = sorted({*ALLOCATED_AT, *FRAGMENTED_AT}, reverse=True), 0
     failed: Counter[str] = Counter()
-    #: No pod ends, so a request that fits nowhere never fits again.
-    nowhere = set[Shape]()
     for number, pod in enumerate(arriving):
-        where = placer.find(pod.shape) if pod.shape not in nowhere else None
+        where = placer.find(pod.shape)
         if where is None:
-            nowhere.add(pod.shape)
             failed[pod.shape.kind] += 1
         else:
             cluster.place(pod.shape, where)
