@@ -243,16 +243,10 @@ class Shape:
         return self._profiles.there(offered, idle=self._whole)
 
     def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
-        """The profiles for which a rejection gives the reason, among them all that were examined before; and the other profiles, which
-        have less free."""
+        """The profiles for which a rejection gives the reason, and the other profiles, which have less free."""
         profiles = self._there(offered)
-        if len(profiles) <= self._enough:
-            return profiles, []
-        nearest = set(nlargest(self._enough, profiles, key=self._free_in))
-        parts: tuple[list[Profile], list[Profile]] = [], []
-        for each in profiles:
-            parts[each not in nearest and self._kept(each) is None].append(each)
-        return parts
+        nearest = dict.fromkeys(nlargest(self._enough, profiles, key=self._free_in))
+        return list(nearest), [each for each in profiles if each not in nearest]
 
     def _free_in(self, profile: Profile) -> tuple[int, int, int]:
         return profile.idle_gpus if self._whole_gpus else 0, profile.cores.free, profile.memory_free
