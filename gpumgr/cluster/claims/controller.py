@@ -16,7 +16,7 @@ from gpumgr.cluster.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.common.aio import wait_at_most
-from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer, Body, Method, PatchKind
+from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer, Body, Method, PatchKind, failure_text
 from gpumgr.kube.publisher.events import Event, EventSeries, pod_ref
 from gpumgr.settings.schema import ClaimsSettings
 
@@ -222,7 +222,7 @@ class ClaimsController:
             self.writes[about, "error"] += 1
             slept = max(slept, error.retry_after_seconds if isinstance(error, AnswerError) else 0.0)
             self._paused[about, key] = self._clock() + slept, longer
-            if (text := f"{type(error).__name__}: {error}") != self._logged:
+            if (text := failure_text(error)) != self._logged:
                 self._logged = text
                 _log.warning("claims_write_failed", path=path, error=text, again_after_seconds=round(slept, 1))
             return None

@@ -14,10 +14,10 @@ from gpumgr.cluster.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.lifecycle import connections, run_together, this_replica
-from gpumgr.cluster.scheduler.metrics import process_families, process_values
+from gpumgr.cluster.scheduler.metrics import process_families, process_values, scraped
 from gpumgr.cluster.scheduler.pages import Routes, page_server, serve_pages
 from gpumgr.common.aio import persistently, run_until
-from gpumgr.common.prometheus_text import Family, counter, gauge, page, render_all
+from gpumgr.common.prometheus_text import Family, counter, gauge, render_all
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
 
@@ -43,8 +43,7 @@ def claims_routes(watches: ClaimWatches, controller: ClaimsController) -> Routes
             _REFUSED: {(): controller.refused},
             _WRITES: {(about, outcome): controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
         }
-        body = page(render_all(families), openmetrics=False)
-        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return scraped(render_all(families))
 
     return {"/metrics": ("metrics", scrape)}
 

@@ -13,7 +13,7 @@ from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import Amounts
-from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer, failure_text
 from gpumgr.kube.cluster_annotations import (
     ASSIGNED,
     MAX_ANNOTATIONS_BYTES,
@@ -128,8 +128,7 @@ async def send_binding(
     except API_FAILURES as error:
         if isinstance(error.__cause__, BindingError):  # raised by `check`
             raise error.__cause__ from None
-        why = str(error) or type(error).__name__
-        raise BindingError(f"the API server did not answer the binding: {why}", uncertain=True) from error
+        raise BindingError(f"the API server did not answer the binding: {failure_text(error)}", uncertain=True) from error
 
 
 def pod_path(namespace: str, name: str) -> str:

@@ -11,7 +11,7 @@ import structlog
 
 from gpumgr.cluster.scheduler.lease import Action, Candidate, Lease, LeaseTimes, lease_spec, parse_lease
 from gpumgr.common.aio import LatestValue, forever
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, items_of
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text, items_of
 
 _log = structlog.get_logger(__name__)
 
@@ -83,7 +83,9 @@ class Leadership:
                     _log.info("lease_released", lease=self._replica.lease)
                 await self._label(leads=False)
         except _FAILED as error:
-            _log.warning("lease_not_released", error=_text(error), consequence="another replica leads when the Lease has expired")
+            _log.warning(
+                "lease_not_released", error=failure_text(error), consequence="another replica leads when the Lease has expired"
+            )
 
     # -- the Lease ---------------------------------------------------------------------------------------------------------
 
@@ -180,10 +182,6 @@ class Leadership:
 
     def _log_once(self, error: BaseException) -> None:
         """Logs a failure, unless it repeats the last logged one and no step has succeeded in between."""
-        if (text := _text(error)) != self._logged:
+        if (text := failure_text(error)) != self._logged:
             self._logged = text
             _log.warning("leader_election_retries", lease=self._replica.lease, error=text)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

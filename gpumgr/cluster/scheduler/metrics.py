@@ -5,9 +5,10 @@ Every label has a bounded set of values: verbs, outcomes and reasons are fixed, 
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, get_args
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
 import gpumgr
@@ -66,6 +67,12 @@ _MEMORY: Final = gauge(
 )
 
 
+def scraped(families: Iterable[RenderedFamily]) -> web.Response:
+    """The response to a scrape."""
+    body = page(families, openmetrics=False)
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
 def process_families(process: str, leader: str) -> tuple[Family, ...]:
     """The gauges of a process with watches and a Lease, for `process_values`. `leader`: what the leader does."""
     return (
@@ -113,10 +120,10 @@ class SchedulerMetrics:
         if (verb, outcome) in self._seconds:
             self._seconds[verb, outcome].observe(seconds)
 
-    def page(self, waiting: Counter[Kind | None]) -> bytes:
-        """The body of a scrape. `waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the overview
+    def response(self, waiting: Counter[Kind | None]) -> web.Response:
+        """`waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the overview
         first."""
-        return page([*self._gauges(waiting), *map(render_metric, self._registry.collect())], openmetrics=False)
+        return scraped([*self._gauges(waiting), *map(render_metric, self._registry.collect())])
 
     def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
         totals, inventories = self._overview.totals, self._overview.inventories

@@ -85,8 +85,7 @@ class ClusterPages:
 
     async def _scrape(self, _: web.Request) -> web.Response:
         waiting = await self._waiting()
-        body = self.metrics.page(Counter(kind for _, kind, _ in waiting))
-        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return self.metrics.response(Counter(kind for _, kind, _ in waiting))
 
     async def _cluster(self, _: web.Request) -> web.Response:
         waiting = await self._waiting()

@@ -26,7 +26,7 @@ from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common import aio
 from gpumgr.common.aio import in_slices
-from gpumgr.kube.client import API_FAILURES, ApiServer
+from gpumgr.kube.client import API_FAILURES, ApiServer, failure_text
 
 _log = structlog.get_logger(__name__)
 
@@ -145,6 +145,6 @@ async def retry_waiting_pods(
             _log.info("waiting_pods_retried", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid)
             logged = ""
         except API_FAILURES as error:
-            if (text := f"{type(error).__name__}: {error}") != logged:
+            if (text := failure_text(error)) != logged:
                 logged = text
                 _log.warning("waiting_pods_not_retried", error=text, consequence="kube-scheduler tries them at the next event")
