@@ -86,9 +86,7 @@ class DraLink:
         self._registrations = 0
         self._problem: str | None = None  # what is wrong with the sockets
         self._refusal: str | None = None  # why the kubelet refuses the driver
-        self._info_given = self._confirmed = (
-            False  # GetInfo was called, and Notify reported success, for this registration socket
-        )
+        self._confirmed = False  # Notify reported success for this registration socket
         self._since = 0.0
         self._connected_at = 0.0  # the last check at which the kubelet had a connection to the DRA socket, or its confirmation
         self.state = LinkState()
@@ -127,7 +125,6 @@ class DraLink:
         }
 
     async def _info(self, _request: bytes) -> bytes:
-        self._info_given = True
         endpoint = str(self._dra.path)
         return bytes(PluginInfo(type="DRAPlugin", name=DRA_DRIVER, endpoint=endpoint, supported_versions=self._versions))
 
@@ -174,7 +171,7 @@ class DraLink:
                 raise KubeletError(f"can't make the folder {folder}: {error.strerror}") from error
             await self._start(self._dra)
         if not self._registration.in_place:
-            self._info_given = self._confirmed = False
+            self._confirmed = False
             self._refusal = None
             _check_folder(self._registration.path.parent)
             await self._start(self._registration)
@@ -194,9 +191,8 @@ class DraLink:
         if error is None and self._confirmed and lost:
             error = f"the kubelet closed its connection to {self._dra.path}; start the kubelet"
         if error is None and not self._confirmed and now - self._since > self._timing.patience_seconds:
-            missing = "reported the result of the registration" if self._info_given else "called GetInfo"
             patience = f"within {self._timing.patience_seconds:g} s"
-            error = f"the kubelet has not {missing} at {self._registration.path} {patience}; {_FOLDERS_REMEDY}"
+            error = f"the kubelet has not registered the driver at {self._registration.path} {patience}; {_FOLDERS_REMEDY}"
         return LinkState(registered=self._confirmed and not lost, registrations=self._registrations, error=error)
 
     def _report(self) -> None:
