@@ -17,11 +17,6 @@ from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry, Masks, RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 
-
-class CorruptRowError(CorruptError):
-    """A row differs from what was written."""
-
-
 _FIELDS: Final = {*Allocation.__struct_fields__} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
 _UNSET: Final = Allocation(id="")
@@ -39,7 +34,7 @@ def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
 
 
 def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Allocation:
-    """The allocation of a row. Raises CorruptRowError, which names the row."""
+    """The allocation of a row. Raises CorruptError, which names the row."""
     try:
         if sum_ != checksum(allocation_id, record):
             raise ValueError("its checksum is wrong")
@@ -54,17 +49,15 @@ def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Al
         }
         return replace(convert({"id": allocation_id, **row}, Allocation), device_ids=device_ids)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
+        raise CorruptError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
 
 
-def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry:
-    """The entry of a row. Raises CorruptRowError for any record that is not an entry."""
+def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry | None:
+    """The entry of a row; None for any record that is not an entry."""
     try:
-        if sum_ != checksum(str(number), record.decode()):
-            raise ValueError("its checksum is wrong")
-        return decode_json(record, HistoryEntry)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptRowError(f"entry {number} of the history can't be read: {error}") from error
+        return decode_json(record, HistoryEntry) if sum_ == checksum(str(number), record.decode()) else None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def checksum(*texts: str) -> int:
@@ -154,7 +147,7 @@ def read(connection: sqlite3.Connection) -> Loaded:
         allocations = {row[0]: decode_allocation(*row) for row in rows}
         notes = dict(_note(row) for row in connection.execute("SELECT key, value, sum FROM notes ORDER BY key"))
         rows = connection.execute("SELECT number, CAST(record AS BLOB), sum FROM history ORDER BY number")
-        entries = [_entry(row) for row in rows]
+        entries = [decode_entry(*row) for row in rows]
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptError(f"a row holds values of a wrong type: {error}") from error
     finally:
@@ -196,13 +189,6 @@ def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
 def _entry_row(entry: HistoryEntry) -> tuple[int, str | None, str, int]:
     record = _encoder.encode(entry).decode()
     return entry.number, entry.id if entry.what == "granted" else None, record, checksum(str(entry.number), record)
-
-
-def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:
-    try:
-        return decode_entry(*row)
-    except CorruptRowError:
-        return None
 
 
 def _gpus(connection: sqlite3.Connection) -> GpuRegistry:

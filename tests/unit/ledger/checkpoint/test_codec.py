@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.common.units import RESOURCES, Amounts
+from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.tables import (
-    CorruptRowError,
     checksum,
     decode_allocation,
     encode_allocation,
@@ -40,9 +40,9 @@ def test_a_damaged_row_is_never_read(allocation: Allocation, data: st.DataObject
     allocation_id, record, sum_ = encode_allocation(allocation)
     place = data.draw(st.integers(0, len(record) - 1))
     damaged = record[:place] + chr(ord(record[place]) ^ 1) + record[place + 1 :]
-    with pytest.raises(CorruptRowError, match="its checksum is wrong"):
+    with pytest.raises(CorruptError, match="its checksum is wrong"):
         decode_allocation(allocation_id, damaged, sum_)
-    with pytest.raises(CorruptRowError):
+    with pytest.raises(CorruptError):
         decode_allocation(allocation_id + "x", record, sum_)
 
 
@@ -62,5 +62,5 @@ def test_a_damaged_row_is_never_read(allocation: Allocation, data: st.DataObject
     ],
 )
 def test_an_invalid_row_is_named(record: str) -> None:
-    with pytest.raises(CorruptRowError, match="the row of allocation 'a1' can't be read"):
+    with pytest.raises(CorruptError, match="the row of allocation 'a1' can't be read"):
         decode_allocation("a1", record, checksum("a1", record))
