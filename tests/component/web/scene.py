@@ -16,7 +16,6 @@ from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import LatestValue
 from gpumgr.ledger.history import Candidate, HistoryEntry
-from gpumgr.placement.pods import PodKey
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import Origin, origin_of
 from gpumgr.web.handlers import make_app
@@ -92,9 +91,6 @@ class Scene:
 
     def pod(self, namespace: str, pod: str) -> PodDetails | None:
         return PodDetails(namespace=namespace, pod=pod, uid="uid-a") if (namespace, pod) == ("team", "share") else None
-
-    def pods(self) -> Sequence[PodKey]:
-        return [("other", "share"), ("team", "late"), ("team", "share")]
 
     async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
         self.orders.append(order)
