@@ -59,12 +59,10 @@ class DecisionReporter:
         agent_state: AgentState,
         pods: PodCache,
         node: str,
-        annotate_pods: bool = True,
-        write_events: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._publisher, self._agent_state, self._pods, self._node = publisher, agent_state, pods, node
-        self._annotate_pods, self._write_events, self._clock = annotate_pods, write_events, clock
+        self._annotate_pods, self._write_events, self._clock = True, True, clock
         self._entries: deque[HistoryEntry] = deque()
         self._news = asyncio.Event()
         self._seen = Ledger()

@@ -179,27 +179,21 @@ async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, 
 
 
 class NodeReporter:
-    """`describe_node`: publish the condition, and labels that describe the GPUs. The labels `node_labels` are always published.
+    """Publishes the condition, and labels that describe the GPUs.
 
     Labels and a condition that must not be published are removed: an earlier process, or this one with other settings, may have written
     them. `clock` is monotonic, in seconds.
     """
 
-    def __init__(
-        self,
-        node: Publisher,
-        *,
-        describe_node: bool = True,
-        node_labels: tuple[str, ...] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, node: Publisher, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._node, self._clock = node, clock
+        self._describe_node, self._node_labels = True, tuple[str, ...]()
         self._not_ready_since: float | None = None
         self._was_ready = False
-        self.switch(describe_node=describe_node, node_labels=node_labels)
 
     def switch(self, *, describe_node: bool, node_labels: tuple[str, ...]) -> None:
-        """Sets what is published from now on."""
+        """Sets what is published from now on. `describe_node`: the condition, and labels that describe the GPUs. `node_labels` are always
+        published."""
         self._describe_node, self._node_labels = describe_node, node_labels
 
     def report(self, report: NodeReport) -> None:

@@ -26,26 +26,27 @@ _PACE = WatchTimes(pause_seconds=(0.005, 0.01))
 class Cluster:
     """`look` advances the clock and reports once; the reporter's daemon does not run."""
 
-    def __init__(self, world: World, api: SimApiServer, server: ApiServer, **settings: Any) -> None:
+    def __init__(self, world: World, api: SimApiServer, server: ApiServer, *, written: bool = True) -> None:
         self.world, self.api = world, api
         self.cache, self.publisher = (
             PodCache(server, api.node_name, watch_times=_PACE, resources=HAMI),
             Publisher(server, api.node_name),
         )
         self.daemons: list[asyncio.Task[NoReturn]] = []
-        self.settings = settings
+        self._written = written
         self.decisions = self.reporter()
 
     def reporter(self) -> DecisionReporter:
         """As at the start of an agent."""
-        return DecisionReporter(
+        made = DecisionReporter(
             self.publisher,
             agent_state=self.world.agent_state,
             pods=self.cache,
             node=self.api.node_name,
             clock=self.world.clock,
-            **self.settings,
         )
+        made.switch(annotate_pods=self._written, write_events=self._written)
+        return made
 
     @property
     def history(self) -> History:
@@ -98,11 +99,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def announced(world: World, folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
-    """The pod cache and the publisher run."""
+async def announced(world: World, folder: Path, *, written: bool = True) -> AsyncIterator[Cluster]:
+    """The pod cache and the publisher run. `written`: annotations and events of pods are written."""
     async with SimApiServer("node-1") as api:
         server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
-        cluster = Cluster(world, api, server, **settings)
+        cluster = Cluster(world, api, server, written=written)
         cluster.daemons += [asyncio.create_task(cluster.cache.run()), asyncio.create_task(cluster.publisher.run())]
         try:
             await cluster.cache.wait_synced()

@@ -66,7 +66,7 @@ async def test_nothing_is_published_before_the_pods_calls_are_answered(cluster: 
 
 async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
     world = await World.made(snapshot(2, 16))
-    async with announced(world, tmp_path, annotate_pods=False, write_events=False) as cluster:
+    async with announced(world, tmp_path, written=False) as cluster:
         await cluster.run(cluster.world.pod("web", app()))
         cluster.add(what="gpu", code="lost", gpus=("00000000",))
         await cluster.look()

@@ -39,9 +39,10 @@ class RecordedNode:
 
 
 class Node:
-    def __init__(self, report: NodeReport, **settings: Any) -> None:
+    def __init__(self, report: NodeReport, *, describe_node: bool = True, node_labels: tuple[str, ...] = ()) -> None:
         self.side, self.clock, self.report = RecordedNode(), Clock(), report
-        self._reporter = NodeReporter(cast(Publisher, self.side), clock=self.clock, **settings)
+        self._reporter = NodeReporter(cast(Publisher, self.side), clock=self.clock)
+        self._reporter.switch(describe_node=describe_node, node_labels=node_labels)
 
     def condition(self, **changes: Any) -> Condition:
         """The condition one second later, with these changes."""
