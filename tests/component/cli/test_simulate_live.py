@@ -176,7 +176,7 @@ async def test_what_can_not_be_read_is_counted_and_named(
     lines = found.err.splitlines()
     assert lines[0] == "3 problems of the snapshot:"
     assert lines[1].startswith("node old: annotation gpumgr.io/inventory: not valid: Invalid enum value 9")
-    assert lines[2].startswith("node broken is left out: cpu: quantity 'many' can't be read")
+    assert lines[2].startswith("node broken is left out: quantity 'many' can't be read")
     assert lines[3].startswith("pod team/bad is left out, and what it uses counts as free: ")
 
 
