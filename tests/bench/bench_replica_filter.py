@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from tests.bench import figures
 from tests.bench.figures import spread

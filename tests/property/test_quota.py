@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import NodeChoice
-from gpumgr.cluster.core.index import AskingPod, ClusterIndex, PlacedPod, placed_pod
+from gpumgr.cluster.core.index import ClusterIndex, placed_pod
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
-from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.request import AskingPod, PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from tests.cluster_states import expect, node_state, request, share
@@ -72,7 +72,7 @@ def test_a_kept_answer_equals_a_new_one(
 ) -> None:
     """Each change happens after some steps of a call that asks the same."""
     quotas = Quotas({"one": NamespaceQuota(limits=tuple(limits))})
-    index, kept = ClusterIndex([quotas]), KeptRejections()
+    index, kept = ClusterIndex(quotas), KeptRejections()
     for name in PLACES:
         index.set_node(gpus(name, {"a": ("A100",) * 4, "v": ("V100",) * 4}.get(name, DIFFERENT[0])))
 

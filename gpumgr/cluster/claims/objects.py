@@ -7,9 +7,8 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.claims.shapes import DEVICE_CLASS, MANAGED_BY, MAX_DEVICES, TEMPLATE_ANNOTATION
-from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import GpuState
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest
+from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER, Amounts
 from gpumgr.kube.pods import parse_rounded_up

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -17,39 +17,21 @@ from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.node import NodeState, Used, covers, plus_taken
 from gpumgr.cluster.core.profiles import Profiles, Rank
-from gpumgr.cluster.core.request import MAX_GPU_CONTAINERS, NOTHING, PodRequest, Policy, Shares, taken_by
+from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.request import (
+    MAX_GPU_CONTAINERS,
+    NOTHING,
+    AskingPod,
+    NamedShares,
+    PlacedPod,
+    PodRequest,
+    Policy,
+    Shares,
+    taken_by,
+)
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
-
-#: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
-NamedShares = tuple[tuple[str | int, Amounts], ...]
-
-
-class AskingPod(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod that asks for GPUs. `priority` is Kubernetes' priority."""
-
-    uid: str
-    namespace: str = ""
-    request: PodRequest
-    priority: int = 0
-
-
-class PlacedPod(AskingPod, frozen=True, kw_only=True):
-    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
-
-    node: str
-    shares: tuple[NamedShares, ...] | None = None
-
-
-class Listener(Protocol):
-    """Its methods are called for each change of nodes and of pods with GPUs, before the method that changes the index returns."""
-
-    def pod_placed(self, pod: PlacedPod, node: NodeState) -> None: ...
-    def pod_removed(self, uid: str) -> None: ...
-    def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None: ...
-    def node_removed(self, name: str) -> None: ...
-
 
 #: How many sets of nodes are kept; each takes 700 bytes at 5,000 nodes.
 _KEPT_NODE_SETS: Final = 256
@@ -112,10 +94,11 @@ class Largest(NamedTuple):
 
 class ClusterIndex:
     """An assumed placement was decided, but is not known to be bound yet. It lasts until it is bound or removed. `cpu_per_gpu_milli`: what
-    an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
+    an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation. `quotas` is notified of each
+    change of nodes and of pods with GPUs, before the method that changes the index returns."""
 
-    def __init__(self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000) -> None:
-        self._listeners, self._cpu_per_core = tuple(listeners), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
+    def __init__(self, quotas: Quotas | None = None, *, cpu_per_gpu_milli: int = 8000) -> None:
+        self._quotas, self._cpu_per_core = quotas or Quotas(), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
         #: Pods without GPUs: (node, thousandths of CPU), by UID.
@@ -147,8 +130,7 @@ class ClusterIndex:
             for uuid in {gpu.uuid for gpu in state.gpus if gpu.uuid}:
                 self._nodes_of_gpu[uuid].add(state.name)
             self._changed(state.name)
-            for listener in self._listeners:
-                listener.node_changed(state, node.pods.values())
+            self._quotas.node_changed(state, node.pods.values())
 
     def remove_node(self, name: str) -> None:
         """The node's pods stay in the index until `remove` removes each of them, since the node may be created again."""
@@ -175,8 +157,7 @@ class ClusterIndex:
             return
         node = self._nodes[name]
         node.cpu_milli -= node.pods.pop(uid).request.cpu_milli
-        for listener in self._listeners:
-            listener.pod_removed(uid)
+        self._quotas.pod_removed(uid)
         self._changed(name)
         if node.empty:
             self._drop(name)
@@ -378,14 +359,12 @@ class ClusterIndex:
         node.pods[pod.uid] = pod
         node.cpu_milli += pod.request.cpu_milli
         self._node_of[pod.uid] = pod.node
-        for listener in self._listeners:
-            listener.pod_placed(pod, self._nodes[pod.node].state)
+        self._quotas.pod_placed(pod, self._nodes[pod.node].state)
         self._changed(pod.node)
 
     def _drop(self, name: str) -> None:
         del self._nodes[name]
-        for listener in self._listeners:
-            listener.node_removed(name)
+        self._quotas.node_removed(name)
         self._note(name)
 
     def _changed(self, name: str) -> None:

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import memory_text
-from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import NodeState, Used
-from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodRequest, PodUse, Policy
+from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PlacedPod, PodRequest, PodUse, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.replicas import Scaling
@@ -126,7 +125,7 @@ class Denial(NamedTuple):
 
 
 class Quotas:
-    """Follows a ClusterIndex as its listener. `limits`: by namespace; other namespaces have none. `problem`: why no limits are known."""
+    """A ClusterIndex reports what pods hold. `limits`: by namespace; other namespaces have none. `problem`: why no limits are known."""
 
     def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}

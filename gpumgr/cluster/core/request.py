@@ -1,4 +1,4 @@
-"""The request of a pod: amounts per GPU for each container that wants GPUs, and what the pod takes of each GPU."""
+"""Pods and their requests: amounts per GPU for each container that wants GPUs, and what the pod takes of each GPU."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
@@ -136,6 +136,26 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
 
 NO_REQUEST: Final = PodRequest()
+#: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
+NamedShares = tuple[tuple[str | int, Amounts], ...]
+
+
+class AskingPod(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod that asks for GPUs. `priority` is Kubernetes' priority."""
+
+    uid: str
+    namespace: str = ""
+    request: PodRequest
+    priority: int = 0
+
+
+class PlacedPod(AskingPod, frozen=True, kw_only=True):
+    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
+
+    node: str
+    shares: tuple[NamedShares, ...] | None = None
+
+
 _Container = TypeVar("_Container")
 
 

@@ -13,9 +13,9 @@ from typing import Final
 import msgspec
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.index import PlacedPod, used_on
+from gpumgr.cluster.core.index import used_on
 from gpumgr.cluster.core.node import NodeState, Used
-from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 

@@ -7,8 +7,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import GpuState, NodeState
+from gpumgr.cluster.core.request import PlacedPod
 from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.common.errors import GpumgrError

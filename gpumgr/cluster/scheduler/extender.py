@@ -17,7 +17,8 @@ import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import NodeSet, PlacedPod, placed_pod
+from gpumgr.cluster.core.index import NodeSet, placed_pod
+from gpumgr.cluster.core.request import PlacedPod
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from gpumgr.cluster.scheduler.binding import (

@@ -12,12 +12,14 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.index import AskingPod, NamedShares, PlacedPod
 from gpumgr.cluster.core.node import GpuState, NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.request import (
     MAX_GPU_CONTAINERS,
     NO_REQUEST,
+    AskingPod,
     ContainerRequest,
+    NamedShares,
+    PlacedPod,
     PodRequest,
     Policy,
     replica_request,

@@ -60,7 +60,7 @@ class ClusterWatches:
         self._hami, self._clock = hami, clock
         self._gpu_resources = VCUDA_NAMES if hami is None else (*VCUDA_NAMES, hami.count_resource)
         self.quotas = Quotas()
-        self.index = ClusterIndex([self.quotas], cpu_per_gpu_milli=round(1000 * settings.cpus_per_gpu))
+        self.index = ClusterIndex(self.quotas, cpu_per_gpu_milli=round(1000 * settings.cpus_per_gpu))
         sources = QuotaSources(self.quotas, settings.quota_configmap)
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import ClusterIndex, NamedShares, PlacedPod, named_shares
+from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.request import NO_REQUEST, PodRequest, Policy
+from gpumgr.cluster.core.request import NO_REQUEST, NamedShares, PlacedPod, PodRequest, Policy
 from gpumgr.cluster.simulation.node_filters import Json, Resources, refusal, short, shortage_text
 
 

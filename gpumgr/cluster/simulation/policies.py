@@ -14,9 +14,9 @@ from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod
+from gpumgr.cluster.core.index import ClusterIndex, NodeSet
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest, Policy
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
 from gpumgr.cluster.simulation.model import GPU_MILLI, MAX_SHAPES, Cluster, Gpus, Node, NodeSpec, Placement, Random, Shape
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts

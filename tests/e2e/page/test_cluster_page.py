@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import GpuState, NodeState
 from gpumgr.cluster.core.quota import Quotas
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest
+from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest
 from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.pages import ClusterPages, application_of
 from gpumgr.common.units import Amounts

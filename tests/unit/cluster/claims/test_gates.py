@@ -4,10 +4,9 @@ import pytest
 
 from gpumgr.cluster.claims.gates import Demand, decide, kinds_for
 from gpumgr.cluster.claims.objects import UnboundPod
-from gpumgr.cluster.core.index import PlacedPod
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import GpuKind, Limit, NamespaceQuota, Quotas
-from gpumgr.cluster.core.request import ContainerRequest, PodRequest
+from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 
 A100 = (GpuKind("NVIDIA A100", "A100", "public"), 40960)

@@ -15,10 +15,10 @@ from gpumgr.cluster.core import index as index_module
 from gpumgr.cluster.core import shape
 from gpumgr.cluster.core.choose import NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import ClusterIndex, NodeSet, PlacedPod, named_shares
+from gpumgr.cluster.core.index import ClusterIndex, NodeSet, named_shares
 from gpumgr.cluster.core.node import NodeState, covers
 from gpumgr.cluster.core.profiles import FreeCores
-from gpumgr.cluster.core.request import PodRequest, Policy, Shares
+from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy, Shares
 from gpumgr.cluster.core.shape import Rejection, least_stranded, stranded
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts

@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.request import PodRequest
+from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.common.units import Amounts
 from tests.cluster_states import fits, node_state, request, share
 

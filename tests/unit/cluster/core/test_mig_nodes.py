@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod, named_shares, used_on
+from gpumgr.cluster.core.index import ClusterIndex, named_shares, used_on
 from gpumgr.cluster.core.node import NodeState, Used, summarize
-from gpumgr.cluster.core.request import NOTHING, PodRequest
+from gpumgr.cluster.core.request import NOTHING, PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Eviction, Preemptor, find_eviction
 from gpumgr.common.units import Amounts

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core import shape, within_quota
 from gpumgr.cluster.core.choose import NodeChoice, choose
-from gpumgr.cluster.core.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import Naming, NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
-from gpumgr.cluster.core.request import PodRequest, Policy
+from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from gpumgr.common.units import Amounts
@@ -41,7 +41,7 @@ NAMES = [node.name for node in NODES]
 class Cluster:
     def __init__(self, *limits: Limit, nodes: tuple[NodeState, ...] = NODES, **more: frozenset[str]) -> None:
         self.quotas = Quotas({"team": NamespaceQuota(limits=limits, **more)})
-        self.index, self.kept = ClusterIndex([self.quotas]), KeptRejections()
+        self.index, self.kept = ClusterIndex(self.quotas), KeptRejections()
         for node in nodes:
             self.index.set_node(node)
 
@@ -365,7 +365,7 @@ def test_an_empty_model_label_in_a_limit_is_no_wildcard() -> None:
 
 def test_what_is_known_of_nodes_does_not_grow_with_their_changes() -> None:
     quotas = Quotas()
-    index = ClusterIndex([quotas])
+    index = ClusterIndex(quotas)
     for number in range(50):
         index.set_node(labelled("a", 2, f"model-{number}"))
         index.set_node(labelled(f"b-{number}", 2, f"model-{number}"))
