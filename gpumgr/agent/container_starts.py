@@ -114,7 +114,7 @@ class ContainerStarts:
         stored_nodes: Callable[[AllocationId], Awaitable[Collection[str]]],
     ) -> None:
         self.pods, self.enforcement, self.make_room = pods, enforcement, make_room
-        self._agent_state, self._host, self._make_dir = agent_state, host, make_dir
+        self.agent_state, self._host, self._make_dir = agent_state, host, make_dir
         self._stored_nodes = stored_nodes
         #: Allocation -> its GPUs' device nodes in the response, or when they were last compared with the response.
         self._compared: dict[AllocationId, Sequence[str | None]] = {}
@@ -129,8 +129,8 @@ class ContainerStarts:
         """Devices, folder and annotations, which do not depend on the enforcement. Raises Refusal."""
         if resource == "memory":
             return memory_answer(allocation)
-        gpu_registry = self._agent_state.ledger.gpu_registry
-        granted = self._agent_state.inventory.granted(gpu_registry)
+        gpu_registry = self.agent_state.ledger.gpu_registry
+        granted = self.agent_state.inventory.granted(gpu_registry)
         if resource == "mig":
             return instance_answer(allocation, granted, gpu_registry.format("mig", allocation.held("mig")), self._host)
         return (core_answer if resource == "core" else replica_answer)(allocation, granted, self._host)
@@ -139,8 +139,8 @@ class ContainerStarts:
         """None: the allocation has no limits to enforce."""
         if not allocation.mechanisms:
             return None
-        gpu_registry = self._agent_state.ledger.gpu_registry
-        gpus = self._agent_state.inventory.gpus(gpu_registry)
+        gpu_registry = self.agent_state.ledger.gpu_registry
+        gpus = self.agent_state.inventory.gpus(gpu_registry)
         return tenant_of(allocation, gpu_registry, gpus, find_pod(self.pods, allocation.pod, allocation.uid))
 
     def make_folders(self, allocations: Sequence[Allocation]) -> None:
@@ -167,19 +167,19 @@ class ContainerStarts:
         self._note_nodes(allocation)
 
     def _note_nodes(self, allocation: Allocation) -> None:
-        known = self._agent_state.ledger.allocations
+        known = self.agent_state.ledger.allocations
         self._compared = {each: nodes for each, nodes in self._compared.items() if each in known}
         self._compared[allocation.id] = self._gpu_nodes(allocation)
 
     def _gpu_nodes(self, allocation: Allocation) -> Sequence[str | None]:
         """The names of the GPUs' device nodes now; None for a GPU without a known one."""
-        granted = self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry)
+        granted = self.agent_state.inventory.granted(self.agent_state.ledger.gpu_registry)
         minors = [granted[gpu].minor for gpu in allocation.gpus]
         return [None if minor is None else f"nvidia{minor}" for minor in minors]
 
     async def start(self, allocation: Allocation) -> None:
         """Puts the limits in place, and writes the CDI spec if the allocation has one. Raises Refusal."""
-        gpu_registry = self._agent_state.ledger.gpu_registry
+        gpu_registry = self.agent_state.ledger.gpu_registry
         if allocation.cdi:
             self._refuse_unknown_nodes(allocation)
         if allocation.whole:
@@ -192,7 +192,7 @@ class ContainerStarts:
 
     def _refuse_unknown_nodes(self, allocation: Allocation) -> None:
         """Raises Refusal if the driver does not list a GPU now: with a CDI spec the container would start without the GPU."""
-        node = self._agent_state.node()
+        node = self.agent_state.node()
         for gpu in allocation.gpus:
             if gpu not in node.shown:
                 raise Refusal("gpu_unhealthy", f"the driver does not list the container's {node.label(gpu)} now; retried")
@@ -246,99 +246,95 @@ def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
                 return
 
 
-class PreStart:
-    """The kubelet's call PreStartContainer, at each start of a container."""
-
-    def __init__(
-        self, *, agent_state: AgentState, reconciler: Reconciler, starts: ContainerStarts, mig_devices: MigDevices
-    ) -> None:
-        self._agent_state, self._reconciler, self._pods, self._starts = agent_state, reconciler, starts.pods, starts
-        self._mig_devices = mig_devices
-
-    async def start(self, record: CallRecord, device_ids: Sequence[str]) -> None:
-        """Checks the request again and puts the limits in place. Raises Refusal; the kubelet tries again later."""
-        agent_state, resource = self._agent_state, record.resource
-        masks = agent_state.ledger.gpu_registry.known(resource, device_ids)
-        if count(masks) < len(device_ids):
-            self._confirm_anonymous(record, device_ids)
-            return
+async def pre_start(
+    record: CallRecord, device_ids: Sequence[str], *, starts: ContainerStarts, reconciler: Reconciler, mig_devices: MigDevices
+) -> None:
+    """The kubelet's call PreStartContainer, at each start of a container: checks the request again and puts the limits in place. Raises
+    Refusal; the kubelet tries again later."""
+    agent_state, resource = starts.agent_state, record.resource
+    masks = agent_state.ledger.gpu_registry.known(resource, device_ids)
+    if count(masks) < len(device_ids):
+        _confirm_anonymous(agent_state.ledger, record, device_ids)
+        return
+    holders = _holders(agent_state.ledger, resource, masks)
+    if not holders or holders[-1].container is None:
+        try:
+            await reconciler.learn()
+        except CheckpointError as error:
+            log.error("name_not_remembered", error=str(error))
         holders = _holders(agent_state.ledger, resource, masks)
-        if not holders or holders[-1].container is None:
-            try:
-                await self._reconciler.learn()
-            except CheckpointError as error:
-                log.error("name_not_remembered", error=str(error))
-            holders = _holders(agent_state.ledger, resource, masks)
-        if not holders:
-            record.id = _name_of(device_ids)
+    if not holders:
+        record.id = _name_of(device_ids)
+        raise Refusal(
+            "conflict",
+            f"the container's {len(device_ids)} {resource} ids ({min(device_ids)} ...) belong to no allocation of this node",
+        )
+    allocation = holders[-1]
+    record.id = allocation.id
+    view = find_pod(starts.pods, allocation.pod, allocation.uid)
+    spec = view.container(allocation.container) if view and allocation.container else None
+    record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
+    _refuse_gone_gpus(agent_state, allocation)
+    if resource in RESOURCES:
+        _check(allocation, spec)
+    refuse_undemanded(agent_state.node(), view, allocation.gpus)
+    if resource == "mig":
+        _refuse_second_profile(agent_state.ledger, allocation)
+    if agent_state.is_open(allocation.id):
+        async with agent_state.lock:
+            agent_state.close_open()
+            agent_state.publish()
+    starts.make_folders(holders)
+    if resource != "memory":  # every share of `tencent.com` resources has cores, so one of the container's two calls is enough
+        for holder in holders:
+            await starts.refuse_renumbered(holder)
+            await starts.make_room(holder)
+            await starts.start(await mig_devices.restore(holder) if holder.mig_devices else holder)
+
+
+def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
+    """Raises Refusal if one of the GPUs is gone; without it the start fails with the runtime's error about a missing device, which
+    gives no reason."""
+    gone = agent_state.inventory.gone(agent_state.ledger.gpu_registry)
+    for gpu in allocation.gpus:
+        if gpu in gone:
             raise Refusal(
-                "conflict",
-                f"the container's {len(device_ids)} {resource} ids ({min(device_ids)} ...) belong to no allocation of this node",
-            )
-        allocation = holders[-1]
-        record.id = allocation.id
-        view = find_pod(self._pods, allocation.pod, allocation.uid)
-        spec = view.container(allocation.container) if view and allocation.container else None
-        record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
-        self._refuse_gone_gpus(allocation)
-        if resource in RESOURCES:
-            self._check(allocation, spec)
-        refuse_undemanded(agent_state.node(), view, allocation.gpus)
-        if resource == "mig":
-            self._refuse_second_profile(allocation)
-        if agent_state.is_open(allocation.id):
-            async with agent_state.lock:
-                agent_state.close_open()
-                agent_state.publish()
-        self._starts.make_folders(holders)
-        if (
-            resource != "memory"
-        ):  # every share of `tencent.com` resources has cores, so one of the container's two calls is enough
-            for holder in holders:
-                await self._starts.refuse_renumbered(holder)
-                await self._starts.make_room(holder)
-                await self._starts.start(await self._mig_devices.restore(holder) if holder.mig_devices else holder)
-
-    def _refuse_gone_gpus(self, allocation: Allocation) -> None:
-        """Raises Refusal if one of the GPUs is gone; without it the start fails with the runtime's error about a missing device, which
-        gives no reason."""
-        gone = self._agent_state.inventory.gone(self._agent_state.ledger.gpu_registry)
-        for gpu in allocation.gpus:
-            if gpu in gone:
-                raise Refusal(
-                    "gpu_unhealthy",
-                    f"the container's {self._agent_state.node().label(gpu)} is gone: {gone[gpu]}; delete the pod, so that a new pod gets "
-                    "another GPU",
-                )
-
-    def _check(self, allocation: Allocation, spec: ContainerSpec | None) -> None:
-        if spec is not None:
-            check_request(spec.cores, spec.memory_blocks)
-        else:
-            check_request(count(allocation.held("core")), count(allocation.held("memory")))
-
-    def _refuse_second_profile(self, allocation: Allocation) -> None:
-        """Refuses a container with MIG devices of several profiles. The kubelet calls Allocate once for each resource, and keeps one value
-        of each variable, so the container would see the MIG devices of one profile only."""
-        if allocation.container is None:
-            return
-        mine = self._agent_state.ledger.of(allocation.pod, allocation.uid)
-        if sum(a.container == allocation.container and bool(a.held("mig")) for a in mine) > 1:
-            raise Refusal(
-                "invalid_request",
-                f"container {allocation.container} requests MIG devices of several profiles, and would see those of one; request one "
-                "profile in each container",
+                "gpu_unhealthy",
+                f"the container's {agent_state.node().label(gpu)} is gone: {gone[gpu]}; delete the pod, so that a new pod gets "
+                "another GPU",
             )
 
-    def _confirm_anonymous(self, record: CallRecord, device_ids: Sequence[str]) -> None:
-        """These ids name no GPU: gpu-manager admitted the container. Raises Refusal if the ledger has no record of gpu-manager."""
-        if not any(a.anonymous for a in self._agent_state.ledger.allocations.values()):
-            record.id = _name_of(device_ids)
-            raise Refusal(
-                "unknown_device",
-                f"the container holds {record.resource} ids that this node never offered ({min(device_ids)} ...), and no record of "
-                f"gpu-manager explains them; delete the pod and create it again",
-            )
+
+def _check(allocation: Allocation, spec: ContainerSpec | None) -> None:
+    if spec is not None:
+        check_request(spec.cores, spec.memory_blocks)
+    else:
+        check_request(count(allocation.held("core")), count(allocation.held("memory")))
+
+
+def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
+    """Refuses a container with MIG devices of several profiles. The kubelet calls Allocate once for each resource, and keeps one value
+    of each variable, so the container would see the MIG devices of one profile only."""
+    if allocation.container is None:
+        return
+    mine = ledger.of(allocation.pod, allocation.uid)
+    if sum(a.container == allocation.container and bool(a.held("mig")) for a in mine) > 1:
+        raise Refusal(
+            "invalid_request",
+            f"container {allocation.container} requests MIG devices of several profiles, and would see those of one; request one "
+            "profile in each container",
+        )
+
+
+def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[str]) -> None:
+    """These ids name no GPU: gpu-manager admitted the container. Raises Refusal if the ledger has no record of gpu-manager."""
+    if not any(a.anonymous for a in ledger.allocations.values()):
+        record.id = _name_of(device_ids)
+        raise Refusal(
+            "unknown_device",
+            f"the container holds {record.resource} ids that this node never offered ({min(device_ids)} ...), and no record of "
+            f"gpu-manager explains them; delete the pod and create it again",
+        )
 
 
 def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:

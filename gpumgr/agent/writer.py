@@ -15,7 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.admission import LIST_AGAIN_SECONDS, LIST_PAUSE_SECONDS, Admission, ListFailedError, Pending
-from gpumgr.agent.container_starts import ContainerStarts, PreStart
+from gpumgr.agent.container_starts import ContainerStarts, pre_start
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.mig_devices import MigDevices, MigDriver
@@ -72,7 +72,6 @@ class Agent:
         self._new_id, self._wall_clock = new_id, wall_clock
         self.container_starts = starts
         self.mig_devices = MigDevices(agent_state, mig_driver)
-        self._starts = PreStart(agent_state=agent_state, reconciler=reconciler, starts=starts, mig_devices=self.mig_devices)
         self._share_mode = share_mode
 
     def view(self) -> AgentView:
@@ -93,7 +92,8 @@ class Agent:
     async def pre_start(self, resource: Resource, device_ids: Sequence[str]) -> None:
         """PreStartContainer, at every container start. Raises Refusal; the kubelet tries again later."""
         with self._recording("pre_start", resource, len(device_ids)) as record:
-            await self._starts.start(record, device_ids)
+            starts = self.container_starts
+            await pre_start(record, device_ids, starts=starts, reconciler=self.reconciler, mig_devices=self.mig_devices)
 
     @contextmanager
     def _recording(self, call: Call, resource: Resource, size: int) -> Iterator[CallRecord]:
