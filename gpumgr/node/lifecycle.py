@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
+from msgspec.structs import replace
 
 from gpumgr import __version__
 from gpumgr.agent.api import CORDONS_NOTE
@@ -30,6 +31,7 @@ from gpumgr.driver import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, entries_if_readable, reconcile
 from gpumgr.kubelet.node_mode import make_driver, of_existing_pods
+from gpumgr.ledger.checkpoint.notes import LOST_NOTE
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HistoryEntry
@@ -101,6 +103,11 @@ async def _assembled(
         checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE, SUSPENSIONS_NOTE))
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
+        if loaded.notes.get(LOST_NOTE):
+            loaded = replace(loaded, lost=True)
+        elif not loaded.ledger.gpu_registry.gpus:
+            loaded = replace(loaded, lost=True)
+            await checkpoint.save_note(LOST_NOTE, "yes")
         _log_damage(loaded)
         components = Components(
             settings, hardware, loaded=loaded, checkpoint=checkpoint, api_side=api_side, driver=driver, enforcement=enforcement
@@ -178,6 +185,10 @@ async def _reconcile(components: Components) -> None:
     components.gone_gpus.restore(loaded.notes)
     await _keep_mig_devices(components, complete=complete and entries is not None)
     await components.enforcement.recover()
+    examined = entries is not None and bool(components.agent_state.inventory.snapshot.gpus)
+    if loaded.lost and examined and components.dra is None and components.former_mode_dra is None:
+        with contextlib.suppress(CheckpointError):  # the next start then rebuilds the ledger again
+            await components.agent_state.save_note(LOST_NOTE, "")
 
 
 async def _keep_mig_devices(components: Components, *, complete: bool) -> None:

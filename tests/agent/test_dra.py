@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from gpumgr.kubelet.dra.slices import slice_name
+from gpumgr.ledger.checkpoint.notes import LOST_NOTE
+from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ids import gpu_name
 from gpumgr.ledger.ledger import ClaimRef
@@ -17,7 +19,7 @@ from tests.background import until
 from tests.component.kubelet.dra.harness import DRIVER, Caller, StubKubelet
 from tests.component.kubelet.dra.resources import Resources
 
-from .stage import app, probe, stage, until_ready
+from .stage import app, lose_ledger, probe, stage, until_ready
 
 KUBELET = {"plugins_dir": "plugins", "plugins_registry_dir": "plugins_registry"}
 
@@ -97,6 +99,30 @@ async def test_from_dra_to_plugin(folder: Path) -> None:
         await node.agent.while_running(until(lambda: kubelet.sockets() == []))
         assert node.ledger().allocations == {}
         assert (await node.run(node.pod("next", app(100)))).phase == "Running"
+
+
+async def test_claims_of_a_lost_ledger_are_adopted_although_the_agent_ends_before_that(folder: Path) -> None:
+    async with dra_stage(folder) as (node, kubelet, resources):
+        _, kept, _ = await prepared(node, kubelet, resources)
+        assert node.api is not None
+        containers = [{"name": "main", "resources": {"claims": [{"name": "gpu"}]}}]
+        claims = [{"name": "gpu", "resourceClaimName": kept.name}]
+        pod = {
+            "metadata": {"namespace": "demo", "name": "holder-kept", "uid": "pod-kept"},
+            "spec": {"nodeName": NODE_NAME, "containers": containers, "resourceClaims": claims},
+            "status": {"phase": "Running"},
+        }
+        node.api.put_document(pod)
+        await kubelet.end()
+        await lose_ledger(node)
+        await node.api.stop()
+        await node.agent.start()
+        await node.agent_log.until("registration_waits")
+        await node.agent.kill()
+        await node.api.start()
+        await node.agent.start()
+        await node.agent.while_running(until(lambda: [*node.ledger().claims] == [kept.uid]))
+        await node.agent.while_running(until(lambda: not read_checkpoint(folder / "checkpoint").notes.get(LOST_NOTE)))
 
 
 async def test_a_stop_while_claims_end_leaves_no_socket(folder: Path) -> None:

@@ -4,6 +4,7 @@ ResourceSlice. After a change to mode plugin it deletes the slice, and keeps cla
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Final, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import persistently, wait_at_most
-from gpumgr.common.errors import Refusal
+from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.common.rpc.unix_server import LinkState, Observe
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.enforcement.enforcer import Enforcer
@@ -27,6 +28,7 @@ from gpumgr.kubelet.dra.service import WAIT_SECONDS
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
 from gpumgr.kubelet.dra.slices import Taint, slice_devices, with_lost
 from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode
+from gpumgr.ledger.checkpoint.notes import LOST_NOTE
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRef
@@ -217,6 +219,8 @@ class DraSide:
             self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()
             await asyncio.sleep(ADOPT_SECONDS)
+        with suppress(CheckpointError):
+            await self._agent_state.save_note(LOST_NOTE, "")
 
     async def _adopt_once(self) -> str | None:
         """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known (the claim can't be read or
