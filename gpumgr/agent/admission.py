@@ -1,9 +1,9 @@
 """Identifies the container that the kubelet is admitting: from PodResources, the pod cache, and the order of the kubelet's calls.
 
-The kubelet answers at most 100 calls of `List` a second, of all clients together, and composes each answer anew. The agent therefore calls
-`List` once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while the rate
-of calls is low. If `List` fails and several pods wait for the same amount, the agent calls `List` again for LIST_AGAIN_SECONDS
-(`writer.py`) and then refuses: it does not guess.
+The kubelet answers at most 100 calls of PodResources `List` a second, of all clients together, and composes each answer anew. So the agent
+calls `List` once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while the
+rate of calls is low. If `List` fails and several pods wait for the same amount, the agent (`writer.py`) calls `List` again for
+LIST_AGAIN_SECONDS and then refuses: it does not guess.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,8 +38,8 @@ log = structlog.get_logger(__name__)
 #: Rate limit and burst of the `List` calls that only confirm a container which the order of calls has identified.
 SPARE_LOOKS_PER_SECOND = 20.0
 SPARE_LOOKS_BURST = 4.0
-#: How long a call for replicas waits for its pod in the cache, even if kubernetes.pod_wait_milliseconds is less: without the pod the call
-#: must be refused.
+#: A call for replicas waits up to this time for its pod in the cache, even if kubernetes.pod_wait_milliseconds is less: without the pod the
+#: call must be refused.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
@@ -302,9 +302,9 @@ class Admission:
     async def _only_or_listed(
         self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None, *, list_failed: bool = False
     ) -> Caller | Listing:
-        """The caller, if the call can be for one container only; else what `List` returns. `list_failed`: `List` has just failed. `List`
-        must confirm even a single candidate if the scheduler chose its GPUs, or for replicas, since only the pod has their amounts. Raises
-        ListFailedError."""
+        """The only known container that the call can be for (UNKNOWN_CALLER: there is none); else what `List` returns. `list_failed`: it
+        has just failed. `List` must confirm even a single candidate if the scheduler chose its GPUs, or if it requests replicas, since
+        their amounts are read from the pod. Raises ListFailedError."""
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:
             return UNKNOWN_CALLER
@@ -344,8 +344,8 @@ class Admission:
         return callers
 
     def _successor(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
-        """The caller: the container of the pod of `left_by` that waits for `size` ids; None if none does. If the cache lacks the pod, only
-        the pod's name is known."""
+        """As the caller: the container of `left_by`'s pod that waits for `size` ids; None if none does. If the cache lacks the pod, the
+        caller has only the pod's name."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
             return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))

@@ -1,8 +1,8 @@
 """ResourceClaims (DRA): prepares and unprepares them for the kubelet, on the same ledger as the calls of the device plugin.
 
-* A prepared claim gets the same answer again; its CDI specs and limits are restored. The claim is read again, since it may have been
+* A repeated Prepare gets the same answer, and restores the CDI specs and limits. It reads the claim again, since the claim may have been
   allocated anew without an Unprepare in between. If the API server does not answer, the ledger alone decides while a pod that holds the
-  claim exists, or the pods are not known yet.
+  claim runs, or the pods are not known yet.
 * A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
   the agent's lock, then its limits are put in place.
 * A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. A later Prepare
@@ -105,8 +105,8 @@ class NodeClaims:
     async def reclaim(
         self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
     ) -> None:
-        """Frees each claim that the kubelet will never unprepare, because the kubelet was replaced or lost its state: the API server no
-        longer allocates the claim's shares to it, and the kubelet does not list the claim. Two calls in a row must find that.
+        """Frees each claim that the kubelet will never unprepare, because the kubelet was replaced or lost its state: in the API server the
+        claim no longer has these shares, and the kubelet does not list it. Two calls of `reclaim` in a row must find that.
 
         `find` returns the UID of the claim that has the name now ("": none has), and its shares on this node; None if that is not known."""
         gone = set[str]()
@@ -178,8 +178,8 @@ class NodeClaims:
         return True
 
     def _has_holder(self, held: Iterable[Allocation]) -> bool:
-        """Whether a pod of these allocations exists and has not ended. The API server does not change the allocation of a claim that is
-        reserved for a pod."""
+        """Whether a pod of these allocations exists and has not ended. If so, the API server does not change the claim's allocation, since
+        the claim is reserved for the pod."""
         views = [self._pods.by_uid(a.uid or "") for a in held]
         return any(view is not None and not view.ended for view in views)
 

@@ -116,7 +116,7 @@ class ContainerStarts:
         self.pods, self.enforcement, self.make_room = pods, enforcement, make_room
         self.agent_state, self._host, self._make_dir = agent_state, host, make_dir
         self._stored_nodes = stored_nodes
-        #: Allocation -> its GPUs' device nodes in the response, or when they were last compared with the response.
+        #: Allocation -> its GPUs' device nodes at the time of the response, or of its last comparison with them.
         self._compared: dict[AllocationId, Sequence[str | None]] = {}
 
     def answer(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
@@ -153,8 +153,8 @@ class ContainerStarts:
                 raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
 
     async def refuse_renumbered(self, allocation: Allocation) -> None:
-        """The driver may number its GPUs anew when it is loaded, and a container that starts again gets the first response again. Raises
-        Refusal if that names a device node that belongs to another GPU now."""
+        """Raises Refusal if the container's first response names a device node of another GPU: the driver may number its GPUs anew when it
+        is loaded, and a container that starts again gets the first response again."""
         nodes = self._gpu_nodes(allocation)
         if None in nodes or self._compared.get(allocation.id) == nodes:
             return
@@ -198,8 +198,8 @@ class ContainerStarts:
                 raise Refusal("gpu_unhealthy", f"the driver does not list the container's {node.label(gpu)} now; retried")
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
-        """A share has no mechanisms if the ledger was rebuilt without its Allocate response. It gets NO_MECHANISM if the node has none for
-        its pod. Otherwise its limits are not known: raises Refusal."""
+        """The allocation with its mechanisms. A share has none if the ledger was rebuilt without its Allocate response; it gets
+        NO_MECHANISM if the node has none for its pod. Otherwise its limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
         mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -211,8 +211,8 @@ class ContainerStarts:
         return replace(allocation, mechanisms=mechanisms)
 
     def _check_exemption(self, allocation: Allocation) -> None:
-        """Raises Refusal if the operator's exemption may not apply to the pod: a later `List` call may have corrected the pod of a
-        grant."""
+        """Raises Refusal unless the operator's exemption applies to the pod: a later `List` call may have shown that the grant is another
+        pod's."""
         exemption = allocation.exemption
         if exemption is None or allocation.claim is not None:  # the pods of a claim are certain, and the first one may have ended
             return
@@ -293,7 +293,7 @@ async def pre_start(
 
 
 def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
-    """Raises Refusal if one of the GPUs is gone; without it the start fails with the runtime's error about a missing device, which
+    """Raises Refusal if one of the GPUs is gone. Otherwise the start would fail with the runtime's error about a missing device, which
     gives no reason."""
     gone = agent_state.inventory.gone(agent_state.ledger.gpu_registry)
     for gpu in allocation.gpus:

@@ -1,6 +1,6 @@
-"""Decides when a changed device list is sent to the kubelet, and which ids the kubelet must have received by now: ListAndWatch has no
-acknowledgement. Changes of free memory blocks (a whole GPU was granted or freed) are sent at most once a second, the failure of a GPU
-at once. An id that turned Healthy counts as visible to the kubelet one second after it was sent."""
+"""Decides when a changed device list is sent to the kubelet, and which ids the kubelet must have received by now. Changes of free memory
+blocks (a whole GPU was granted or freed) are sent at most once a second, the failure of a GPU at once. ListAndWatch has no
+acknowledgement, so an id that turned Healthy counts as visible to the kubelet one second after it was sent."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class DeviceListPublisher:
         self._send()
 
     def update(self, new: NodeDevices) -> None:
-        """The device list is now `new`. It is sent at once if a GPU failed or recovered, else at most SETTLE_SECONDS later."""
+        """The device list is now `new`. It is sent at once if it is `_urgent`, else at most SETTLE_SECONDS later."""
         if new == self._sent:
             self._held_back = None
             return

@@ -17,7 +17,8 @@ MIN_DIGITS: Final = 4
 
 
 class KnownGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` is the name in device ids, `index` NVML's (None: unknown). `uuid` None: only the part in the name is known."""
+    """`name` is the name in device ids: the first digits of the UUID. `index` is NVML's (None: unknown). `uuid` None: only these digits are
+    known."""
 
     name: GpuName
     uuid: str | None = None
@@ -25,7 +26,7 @@ class KnownGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]) -> GpuName:
-    """The GPU with this index ("3", "GPU3"), this name in device ids, this UUID, or a UUID that begins so ("GPU-0fe1", "0fe1"; MIN_DIGITS
+    """The name of the GPU with this index ("3", "GPU3"), name in device ids, UUID, or beginning of a UUID ("GPU-0fe1", "0fe1"; MIN_DIGITS
     digits or more). A number is an index, unless it is the whole name of a GPU.
 
     `unreadable`: index -> reason, of GPUs that the driver lists and can't describe. Raises InputError with a list of the known GPUs.

@@ -1,7 +1,7 @@
 """Keeps the newest history entries in memory, and writes them to disk.
 
-A grant's entry is saved in the grant's transaction, a cordon's in the cordon's. All other entries are saved within a second, and are lost
-if the process is killed before that. No call waits for them.
+The entry of a saved change (a grant, a resize, a cordon) is saved in the change's transaction. All other entries are saved within a second,
+and are lost if the process is killed before that. No call waits for them.
 """
 
 import asyncio

@@ -161,7 +161,7 @@ class MigDevices:
             raise Refusal(
                 "gpu_unhealthy", f"no MIG devices are created on GPU {device.gpu} now, and the container needs {device}"
             )
-        # The driver's profiles include places where a creation has just failed: it may have failed because MIG mode was off after a reboot.
+        # Here a place is allowed where a creation has just failed: it may have failed because MIG mode was off after a reboot.
         gpu, place = shown.uuid, place_of(device, shown.mig_profiles)
         try:
             for each in await self._driver.mig_instances(gpu):

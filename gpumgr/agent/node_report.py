@@ -42,8 +42,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     -> how new shares are limited on a GPU that the driver lists; an existing allocation keeps its own mechanisms. `vcuda_registrations` (by
     result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
-    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready`: the reasons why the node can't
-    accept pods with GPUs now. `warnings`: other faults of what it offers. Both have sentences. `cordons` are by UUID. `api_queue` None:
+    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready` and `warnings` are sentences:
+    why the node can't accept pods with GPUs now, and other faults of what the node offers. `cordons` are by UUID. `api_queue` None:
     there is no API server. `connections` counts the web server's open connections, `connections_refused` the connections over its
     limit since the start of the process, `disconnects` requests that the client ended before the response was complete.
     """

@@ -11,7 +11,7 @@ from gpumgr.placement.pods import NO_RESIZE, PodKey, PodSandbox, PodView, Resize
 
 
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
-    """The pod with this name and UID as the API server has it; None if it does not have it, or if both are None.
+    """The pod with this name and UID, as the API server has it; None if there is no such pod, or if `pod` and `uid` are None.
 
     Names recur: a pod of this name with another UID is another pod. A static pod is found by either of its two UIDs: the UID of its
     mirror pod, or the UID that the kubelet and the container runtime use.

@@ -138,8 +138,8 @@ class RunningContainer(msgspec.Struct, frozen=True, kw_only=True):
     """A running container with a share. `pids`: the host's ids of all processes in its cgroup and below, ascending. `others`: further
     containers that run with the same ResourceClaim; `pids` includes their processes.
 
-    `gpu_pids`: the processes among them that have a context on one of its GPUs. `memory_bytes`: GPU -> the memory that the processes use,
-    as the driver reports it; None = not known.
+    `gpu_pids`: the processes of `pids` with a context on one of its GPUs. `memory_bytes`: GPU -> the memory that the processes use, as the
+    driver reports it (None: not known).
     """
 
     tenant: GpuShare

@@ -23,15 +23,15 @@ from gpumgr.placement.pods import Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: `List` makes the kubelet rebuild its table of ids, so the agent does not call `List` between the kubelet's choice of ids and the moment
-#: when the table has them.
+#: After an Allocate the agent does not call `List` for this time: `List` makes the kubelet rebuild its table of used ids, which would lose
+#: ids that the kubelet has chosen and not yet entered. A sweep after a pod's end also waits for this time.
 GAP_SECONDS = 0.5
 #: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0
 #: An Allocate follows its GetPreferredAllocation within this time, or not at all.
 UNDER_WAY_SECONDS = 2.0
 SWEEP_SECONDS = 5.0
-#: After a start of the agent or the kubelet, `List` is incomplete until the kubelet's sources are ready.
+#: For this time after a start of the agent or the kubelet, `List` may lack pods that the kubelet has not read from its sources yet.
 INCOMPLETE_SECONDS = 30.0
 #: How many times in a row `List` must lack an allocation before it is freed.
 PATIENCE = 2
@@ -137,9 +137,9 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them: their pods run, or it is not known whether they have ended
-        and either the pods are listed or the list may be incomplete. A kubelet that lost its checkpoint lists a pod without its ids. While
-        the pod of an allocation is unknown, each listed pod that lacks ids may be that pod."""
+        """The allocations that stay although the last `List` did not show them. An allocation stays if its pod runs. If it is not known
+        whether the pod has ended, the allocation stays while `List` may be incomplete, while `List` shows the pod without its ids (the
+        kubelet lost its checkpoint), or while the pod's name is unknown and a listed pod lacks ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
@@ -155,8 +155,8 @@ class Reconciler:
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """Adds to the ledger the allocations that only the kubelet has (at start, after a lost checkpoint).
 
-        `entries` are from the kubelet's checkpoint. If the ledger has all of them, with their pods, `List` adds nothing, so it is not
-        called: GPUs are offered without waiting for it.
+        `entries` are from the kubelet's checkpoint. If there are some, and the ledger has all of them with their pods, `List` would add
+        nothing, so it is not called: GPUs are offered without waiting for it.
         """
         entries = tuple(entries)
         async with self._agent_state.lock:

@@ -230,7 +230,8 @@ class AgentState:
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
         """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container),
-        as far as they still run. The samples until now are judged again. Raises CheckpointError for a note that can't be read."""
+        as far as they still run. Then the processes of the samples so far are judged again. Raises CheckpointError for a note that can't
+        be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, _QuarantineNote, remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine

@@ -120,8 +120,8 @@ class Agent:
             raise
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
-        """Calls `decide` under the lock, and calls it again while only `List` can identify the caller, and fails. The lock is free
-        between two tries. Raises Refusal after LIST_AGAIN_SECONDS, or once the kubelet makes another call: it has restarted."""
+        """Returns what `decide` returns under the lock. Calls it again while it raises ListFailedError; the lock is free between two tries.
+        Raises Refusal after LIST_AGAIN_SECONDS, or once the kubelet makes another call: then the kubelet has restarted."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
         while failure is None or loop.time() < give_up_at:

@@ -1,6 +1,7 @@
 """Reads from a pod's annotations which GPUs it demands, in gpumgr's and in HAMi's spelling. Pure.
 
-If a pod has two annotations with the same meaning, gpumgr's counts, and HAMi's is not read. Empty texts are no constraints.
+If a pod has two annotations with the same meaning, gpumgr's counts, and HAMi's is not read. Empty texts are no constraints, except that
+of nvidia.com/vgpu-mode: no GPU satisfies it.
 
 HAMi's scheduler accepts every text, so pods that it has bound may have any text in HAMi's annotations. These are read as HAMi 2.10 reads
 them (CheckType and CheckUUID in pkg/device/devices.go; assertNuma and checkType in pkg/device/nvidia/device.go), with two exceptions:
