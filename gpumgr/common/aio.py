@@ -43,7 +43,8 @@ async def in_slices(steps: Iterable[object]) -> None:
 
 
 class LatestValue(Generic[T]):
-    """The newest value of something, for any number of readers. `set` never blocks, and does nothing if the value is equal."""
+    """The newest value of something, for any number of readers. `set` never blocks, and does nothing if the value is equal to the current
+    one."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -105,7 +106,7 @@ class Subscription(Generic[T]):
 
 
 def next_tick(period_seconds: float, after: float) -> float:
-    """The first multiple of the period after this time of the event loop's clock.
+    """Returns the first multiple of the period after `after`, a time of the event loop's clock in seconds.
 
     Daemons wait for such times, so that timers of the same period are due together and wake the process once.
     """
@@ -128,7 +129,7 @@ async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
 class DaemonCalls:
     """Runs blocking calls that may never return, such as calls of a network file system: one at a time, on one daemon thread.
 
-    Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the process nor other calls.
+    Unlike with `asyncio.to_thread`, a call that hangs does not delay the end of the process, and occupies no thread that other calls need.
     """
 
     def __init__(self, name: str) -> None:
@@ -178,7 +179,7 @@ def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
 
 
 async def kill_program(program: asyncio.subprocess.Process) -> None:
-    """Kills the program unless it has ended, and waits for its end, for a short time: a program that waits for a lost GPU does not end."""
+    """Kills the program unless it has ended, and waits at most 2 s for its end: a program that waits for a lost GPU does not end."""
     with suppress(ProcessLookupError, TimeoutError):
         program.kill()
         async with asyncio.timeout(_KILL_SECONDS):

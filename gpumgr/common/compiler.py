@@ -21,7 +21,7 @@ def compiled(
     the inputs, and all users may read and execute it.
 
     Blocks for about a second the first time. Raises InputError if there is no compiler, if compiling fails, or if the folder can't be
-    written. For its message: `what` names the result, `needs` the prerequisite, and `remedy` an alternative.
+    written. For the error's message: `what` names the result, `needs` the prerequisite, and `remedy` an alternative.
     """
     compiler = os.environ.get("CC", "cc").split()
     key = hashlib.sha256(source.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:16]

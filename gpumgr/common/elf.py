@@ -29,7 +29,7 @@ _SHT_DYNSYM = 11
 _MAX_ENTRIES: Final = 4096
 _MAX_PART_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 4096
-#: `uname -m` -> `machine` of the programs that run there.
+#: The name of the machine in `uname -m` -> `Elf.machine` of its programs.
 KERNEL_NAMES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 _MACHINES: Final = {
     (62, 64): "x86-64",
@@ -98,7 +98,8 @@ def read_header(descriptor: int) -> Header:
 
 
 def read_exports(descriptor: int) -> frozenset[str]:
-    """The names of the dynamic symbols that the file defines for others; empty if it has no section headers. Raises ElfError, OSError."""
+    """The names of the dynamic symbols that the file defines for others; empty if the file has no section headers. Raises ElfError,
+    OSError."""
     read = _reader(descriptor)
     header = _header(read)
     wide, order = header.bits == 64, header.order

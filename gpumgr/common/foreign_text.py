@@ -46,7 +46,8 @@ def decode_json(text: bytes | str | msgspec.Raw) -> Any: ...
 @overload
 def decode_json(text: bytes | str | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes JSON, into `kind` if that is given. Raises WrongStructure if the values have other types, else UnreadableText."""
+    """Decodes JSON, into `kind` if that is given. Raises WrongStructure if the values do not match `kind`, UnreadableText if the text is
+    not JSON."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:

@@ -116,7 +116,7 @@ def _console(out: TextIO) -> Processor:
 
 
 def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
-    """Values that JSON can't represent are written as their repr."""
+    """The event as one line of JSON; values that JSON can't represent are written as their repr."""
     ordered = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event} | dict(event)
     try:
         return msgspec.json.encode(ordered, enc_hook=repr).decode()

@@ -34,7 +34,7 @@ def is_running(process: Process, root: Path = PROC) -> bool:
 
 
 def parent_pid(pid: int) -> int | None:
-    """The pid of the parent process (field 4); None if the process is gone."""
+    """The pid of the parent process (field 4 of /proc/PID/stat); None if the process is gone."""
     fields = _stat(pid, PROC)
     return int(fields[1]) if len(fields) > 1 else None
 
@@ -91,8 +91,8 @@ def mount_tables(root: Path) -> Iterator[str]:
 
 
 def mounted_root(line: str) -> str:
-    """The root of the mount within its file system: field 4 of this line of mountinfo, in which blanks are octal numbers. "" if the line
-    has no such field."""
+    """The root of the mount within its file system: field 4 of this line of mountinfo, in which blanks are written as octal numbers. "" if
+    the line has no such field."""
     fields = line.split(" ", 4)
     return fields[3] if len(fields) > 3 else ""
 

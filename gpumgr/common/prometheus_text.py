@@ -89,5 +89,5 @@ def label_text(names: Iterable[str], values: Iterable[str]) -> str:
 
 @lru_cache(maxsize=8192)
 def kept_label_text(names: tuple[str, ...], *values: str) -> str:
-    """Like `label_text`, for series that most pages have: a node has up to some thousands of them."""
+    """Like `label_text`, but caches the text: for series that most scrapes have, up to some thousands on a node."""
     return label_text(names, values)

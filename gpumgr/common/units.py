@@ -22,7 +22,8 @@ MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
 SUSPEND_ANNOTATION: Final = "gpumgr.io/suspend"
 #: How long a container of the pod is idle before it is suspended: `10m`, `90s`, `1h`, or `never`.
 SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
-#: A JSON object: container -> {"cores": N, "memoryMiB": M}, what the container may use of each of its GPUs; and the agent's answer.
+#: A JSON object: container -> {"cores": N, "memoryMiB": M}, what the container may use of each of its GPUs. The second annotation has the
+#: agent's answer.
 RESIZE_ANNOTATION: Final = "gpumgr.io/resize"
 RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 
@@ -100,7 +101,7 @@ def inner_name(resource: str, names: Mapping[str, str]) -> str:
 
 def other_resource(resource: Resource) -> Resource:
     """The other one of a vcuda container's two resources, core and memory: each has its own call of Allocate. Replicas and MIG devices have
-    only one call: for them it is the same resource."""
+    only one call: the result is `resource` itself."""
     return _OTHER[resource]
 
 

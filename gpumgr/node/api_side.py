@@ -41,8 +41,8 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """A context manager. Raises SettingsError if the kubeconfig can't be used. The next agent publishes what is not written at its end,
-        except events."""
+        """A context manager. Raises SettingsError if the kubeconfig can't be used. What is not written when the context ends is published
+        by the next agent, except events."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None)
             return
@@ -67,7 +67,7 @@ class ApiSide:
             await server.close()
 
     def watch(self) -> asyncio.Task[None]:
-        """The task that keeps `pods` up to date, from the first call until `open` ends."""
+        """Returns the task that keeps `pods` up to date. The first call starts it; it is cancelled when the context ends."""
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self.pods.run() if isinstance(self.pods, PodCache) else asyncio.sleep(0), name="watch"

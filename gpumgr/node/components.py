@@ -1,4 +1,4 @@
-"""Creates and connects all objects of the agent. Nothing runs or listens yet: `lifecycle` starts and stops what is built here."""
+"""Creates and connects all objects of the agent. Nothing runs or listens then: `lifecycle` starts and stops what is built here."""
 
 import contextlib
 import os
@@ -111,7 +111,8 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: After a change of node.mode from dra to plugin: the DRA side that still serves the remaining claims. Else None.
+        #: The DRA side that serves the remaining claims after a change of node.mode from dra to plugin, and also after a loss of the
+        #: ledger, since it is then unknown whether claims remain. Else None.
         self.former_mode_dra = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
             self.former_mode_dra = self._make_dra(make_driver(settings), server, lost=loaded.lost)
@@ -237,8 +238,8 @@ class Components:
         offers_nvidia_names = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
 
         async def held_back_by() -> str | None:
-            """The reason not to register yet: the claims of a lost ledger are not adopted, another device plugin has the same resource
-            names, the GPUs of gpu-manager's pods are unknown, or claims hold GPUs."""
+            """The reason not to register yet, or None: the claims of a lost ledger are not adopted, another device plugin has the same
+            resource names, the GPUs of gpu-manager's pods are unknown, or claims hold GPUs."""
             adopting = await self.former_mode_dra.held_back_by() if self.former_mode_dra is not None else None
             return (
                 adopting

@@ -245,8 +245,8 @@ def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: N
 
 
 async def _refresh(components: Components, read_model: ReadModel) -> None:
-    """Refreshes what the web pages and metrics show, after each sample; after some time also without a sample, so that a driver that does
-    not answer delays nothing."""
+    """Refreshes what the web pages and metrics show after each sample. If no sample arrives in the sample period and a second more,
+    refreshes it anyway, so that a driver that hangs delays nothing."""
     sampled = components.hardware_events.sampled
     while True:
         await read_model.refresh()

@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 #: The longest pause between two searches for leftovers of ended containers.
 CLEAN_UP_SECONDS = 30.0
 MIN_CLEAN_UP_SECONDS = 0.5
-#: How often the backends are checked again for obstacles.
+#: The interval at which the backends are checked again for obstacles (reasons why a backend can't be used now).
 CHOICE_SECONDS = 60.0
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
@@ -189,8 +189,8 @@ class NodeEnforcement:
         await self.backends()["hami-core"].unavailable()
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
-        """Finds the MPS program, and keeps the MPS protocol that running containers use. `lost`: the checkpoint is lost, so it is unknown
-        which protocol they use."""
+        """Finds the MPS program. The MPS protocol on record stays if a container of the ledger uses MPS, or if the ledger is `lost` and it
+        is unknown whether one does."""
         self._agent_state = agent_state
         keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
         await self.mps.open(keep_protocol=keep or lost)

@@ -8,8 +8,8 @@ registered last; the calls wait until the first agent has ended and the second o
 plugin, the second one registers nothing.
 
 While it waits, the second agent opens a session with the driver and lists the pods and the containers (`Preload`), but changes nothing on
-the node. It reads the checkpoint only to see whether this version can; the content is not final, since the agent that has the node still
-writes to it.
+the node. It reads the checkpoint to see whether this version can, and whether pods of mode plugin hold GPUs. It uses nothing else from it,
+since the agent that has the node still writes to it.
 """
 
 import asyncio

@@ -63,7 +63,8 @@ def reload(current: Settings, written: Settings) -> Reload:
 
 @dataclass(kw_only=True)
 class SettingsSource:
-    """The settings file. Create it before the settings are read for the first time; call `ask` to have them read again.
+    """The settings file. Create it before the settings are read for the first time; call `ask` to have them read again. `read_as`: the
+    identity of the file when it was last read.
 
     `load` reads all layers (file, environment, flags) and raises InputError if something is wrong with them.
     """
@@ -149,7 +150,8 @@ class SettingsReloader:
         self._rejected, self._needs_restart = None, outcome.needs_restart
 
     def _reject(self, why: str, *, log_again: bool) -> None:
-        """Logs and records that the settings in the file are not applied. The reason of the last time is only logged, if `log_again`."""
+        """Logs and records that the settings in the file are not applied. If the reason is the same as the last time, it is not recorded
+        again, and it is logged only if `log_again`."""
         reason = " ".join(why[:MAX_REASON].split())
         if reason != self._rejected or log_again:
             log.error(

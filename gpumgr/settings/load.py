@@ -24,7 +24,7 @@ from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, rea
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
-#: The length of the longest name of gpumgr's sockets in the device plugin folder, and of the slash before it.
+#: The bytes of a slash and the longest name of gpumgr's sockets in the device plugin folder.
 _OUR_SOCKET_BYTES: Final = 24
 #: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr", as NAME=value. They are not
 #: settings.
@@ -53,7 +53,7 @@ class InvalidSettingsError(SettingsError):
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """The value of a key in one layer. `text`: a text for any type, as in an environment variable, is converted to the key's type."""
+    """The value of a key in one layer. `text`: a string is converted to the key's type, whatever that is, as in an environment variable."""
 
     key: str
     value: object

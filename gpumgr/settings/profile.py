@@ -29,7 +29,7 @@ def resource_names(settings: Settings) -> Mapping[Resource, str]:
 
 
 def mig_resource(settings: Settings) -> str | None:
-    """The resource of existing MIG devices, or the prefix that the resources of all profiles have; None if they are not offered."""
+    """The resource of existing MIG devices (single), or the prefix of their resources, one for each profile (mixed); None: not offered."""
     return {"none": None, "single": settings.hami.count_resource, "mixed": MIG_PREFIX}[settings.node.mig_strategy]
 
 
@@ -64,7 +64,7 @@ _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 def hami_core_library(settings: Settings) -> tuple[Path | None, str | None]:
-    """Path and SHA-256 from the settings or, if both are unset there, of the installed library; None if there is none."""
+    """Path and SHA-256 from the settings. If both are unset there: of the installed library; None, None if there is none."""
     given, folder = settings.hami_core, settings.checkpoint.library_dir
     if given.library_path is None and given.library_sha256 is None:
         with suppress(OSError):  # nothing is installed, or it is not a link

@@ -309,7 +309,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: Literal["least-fragmentation", "binpack", "spread", "topology"] = "least-fragmentation"
     #: How many CPUs an average pod requests for each GPU, for the policy least-fragmentation.
     cpus_per_gpu: Annotated[float, Meta(ge=0.1, le=1000)] = 8.0
-    #: The maximum number of nodes in the answer to the verb filter. With 1 the GPUs are reserved for the pod at once.
+    #: The maximum number of nodes in the answer to kube-scheduler's call filter. With 1 the GPUs are reserved for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
     #: GPUs stay reserved for a pod that is not bound yet for this time. Then the scheduler asks the API server; if the pod is still not
     #: bound, the GPUs are free again.

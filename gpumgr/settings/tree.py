@@ -29,7 +29,7 @@ class UnreadableError(SettingsError):
 
 
 def read_tree(path: Path) -> yaml.Node | None:
-    """None if the file is empty. Raises UnreadableError."""
+    """The one document of the file; None if the file is empty. Raises UnreadableError."""
     try:
         content = read_bounded(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -96,6 +96,7 @@ def _no_yaml(why: str, line: int | None = None) -> UnreadableError:
 
 
 def _sentence(error: Exception) -> str:
-    """The error as one sentence; an error of a built-in type needs its type's name."""
+    """The error as one sentence: the first line of a YAMLError or ValueError, else the repr, since the text alone says too little (a
+    KeyError has only the key)."""
     said = str(error).partition("\n")[0]
     return legible(said if isinstance(error, yaml.YAMLError | ValueError) and said else repr(error), _MAX_SENTENCE)

@@ -88,7 +88,7 @@ class _Files(ABC, Generic[T]):
 
 class TokenFile(_Files[bytes | None]):
     """The file http.token_file; `current` returns the token, or None if the file can't be used now. The constructor raises SettingsError if
-    it has no token."""
+    the file has no token."""
 
     def _make(self) -> bytes:
         return _read_token(*self._paths)

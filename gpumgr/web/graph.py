@@ -24,8 +24,8 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """`tree`: its leaves have the row of their GPU under `gpus`; `gpus`: every GPU with its free amounts and holders, also a GPU that is
-    not in the tree; and the versions of driver and CUDA."""
+    """Returns `tree`, in which a leaf has the row of its GPU (its position in the driver's list) under `gpus`; `gpus`, every GPU with its
+    free amounts and holders, also a GPU that is not in the tree; and the versions of driver and CUDA."""
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,

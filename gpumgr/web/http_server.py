@@ -37,7 +37,8 @@ asyncio.sslproto.SSLProtocol.max_size = 32 << 10
 _LINGER_SECONDS: Final = 2.0
 #: The pause after a failure to accept: accepting fails as long as the process has no file descriptor left.
 _PAUSE_SECONDS: Final = 1.0
-#: aiohttp logs here, with tracebacks, that a client sent something that is not HTTP. The server itself logs errors of handlers.
+#: aiohttp's own log is off: it would have a traceback for each client that sends something other than HTTP. The server itself logs errors
+#: of handlers.
 _AIOHTTP_LOG: Final = logging.getLogger("gpumgr.web.aiohttp")
 _AIOHTTP_LOG.disabled = True
 
@@ -206,7 +207,8 @@ class HttpServer:
         self._silent[transport] = loop.time() + limits.request_seconds
 
     async def _end_silent(self) -> None:
-        """Closes silent connections. A timer for each connection would outlive short connections, and take memory during a flood."""
+        """Closes connections that have sent no request in time. One loop checks all of them: timers would outlive short connections, and
+        take memory during a flood."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(until_tick(min(1.0, self._limits.request_seconds)))

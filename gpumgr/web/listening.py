@@ -1,4 +1,5 @@
-"""Opens the listening sockets: the configured address, the loopback address in addition, and the unix socket for root."""
+"""Opens the listening sockets: the configured address, 127.0.0.1 if no loopback connection reaches that address, and the unix socket for
+root."""
 
 import asyncio
 import errno

@@ -60,10 +60,10 @@ MAX_BODY_BYTES: Final = 4096
 BODY_SECONDS: Final = 10.0
 #: Key of a request: its client may read any page, not only metrics and probes.
 TRUSTED: Final = web.RequestKey("trusted", bool)
-#: Key of a request: returns the denial by the credentials that are in force at the time of the call; None: the request is allowed.
-DENIED_NOW: Final = web.RequestKey(
-    "denied_now", partial
-)  #: A client sends this in place of `Authorization`, which Kubernetes' API server removes from the requests that it forwards.
+#: Key of a request. Its value is a coroutine function that checks the request again, with the credentials in force then. It returns the
+#: response that denies the request; None: the request is allowed.
+DENIED_NOW: Final = web.RequestKey("denied_now", partial)
+#: A client sends this in place of `Authorization`, which Kubernetes' API server removes from the requests that it forwards.
 PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
 #: Maps the family of a connection's socket and the peer's address to the client's origin.

@@ -1,5 +1,4 @@
-"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sends the same header `:authority` as the kubelet's
-clients.
+"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sends the same header `:authority` as the kubelet.
 
 `PeerConnection` is the client's connection, and the base of the server's connections.
 """

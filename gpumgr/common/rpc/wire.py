@@ -4,8 +4,8 @@ writer.
 A message is a series of (tag, payload); tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and bytes, 5
 four bytes. Source: the public protobuf encoding guide.
 
-Generated code reads and writes all short messages. It takes 20 to 100 times as long as this module, which is therefore used for the lists
-of device ids, of pods and of containers, and for the response to Allocate, which delays the start of each container.
+Generated code reads and writes all short messages. It takes far more CPU ("Decisions" in docs/design.md), so this module is used for the
+lists of device ids, of pods and of containers, and for the response to Allocate, which delays the start of each container.
 """
 
 import re
@@ -22,7 +22,7 @@ _MAX_SHIFT: Final = 63
 
 
 class WireError(ValueError):
-    """The bytes are not a protobuf message: they are truncated, or have a wire type that doesn't exist."""
+    """The bytes are not a valid protobuf message; the text says why."""
 
 
 class Generated(Protocol):

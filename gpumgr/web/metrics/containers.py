@@ -27,8 +27,8 @@ def _counter(name: str, about: str) -> Family:
 
 
 def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
-    """A container of an unknown pod has no value: several such containers have the same labels, and a counter must not drop when one of the
-    containers ends."""
+    """Reads a value of a container's turns; None for a container of an unknown pod: several such containers have the same labels, and a
+    counter must not drop when one of them ends."""
     return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
 
 
@@ -98,7 +98,7 @@ FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for fam
 
 
 def render_containers(report: NodeReport) -> Iterator[RenderedFamily]:
-    """Families without a series are included."""
+    """Yields all families, also a family without a series."""
     yield from _held(report.view.ledger)
     # While the driver does not answer, old values would look current.
     use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None

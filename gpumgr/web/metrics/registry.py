@@ -171,8 +171,8 @@ class Metrics:
     # -- events ------------------------------------------------------------------------------------------------------------
 
     def called(self, rpc: str, kind: str, outcome: str, seconds: float) -> None:
-        """A call of the kubelet has ended. `kind`: the Resource, or the DRA driver. Calls that decide nothing (the options) are not
-        counted."""
+        """A call of the kubelet has ended. `kind`: the Resource, or the DRA driver. Calls that decide nothing (GetDevicePluginOptions) are
+        not counted."""
         if (rpc, kind) in self._seconds:
             self._requests[rpc, kind, outcome if outcome in OUTCOMES else "internal"].inc()
             self._seconds[rpc, kind].observe(seconds)
@@ -253,6 +253,6 @@ class Metrics:
 
 
 def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """Name, type, labels and help of all families with the prefix `gpumgr_`, by name; without the label `le` of histograms."""
+    """Name, type, labels (without `le` of histograms) and help of all families with the prefix `gpumgr_`, sorted by name."""
     families = Metrics(node="", version="", process=False).families
     return sorted((family.name, family.kind, family.labels, family.about) for family in families)
