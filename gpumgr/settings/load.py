@@ -53,7 +53,7 @@ class InvalidSettingsError(SettingsError):
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """The value of a key in one layer. `text`: a string is converted to the key's type, whatever that is, as in an environment variable."""
+    """The value of a key in one layer. `text`: a string is converted to the key's type, as the text of an environment variable."""
 
     key: str
     value: object
