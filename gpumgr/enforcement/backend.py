@@ -57,8 +57,8 @@ class Backend:
         """Raises GpumgrError or OSError, with what to do, if this node can't use the mechanism."""
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
-        """The backend's part of the answer to Allocate for this resource. `tenant`: the container and its share. The part for cores has
-        everything that does not depend on the amount of memory. Both parts depend only on the tenant, the settings and the libraries.
+        """The backend's part of the answer to Allocate for this resource. `tenant`: the container and its share. The answer for cores has
+        everything that does not depend on the amount of memory. Each answer depends only on the tenant, the settings and the libraries.
         Raises Refusal."""
         return ContainerResponse()
 
@@ -80,8 +80,8 @@ class Backend:
         """Ends this backend's use of these GPUs before a container without this backend starts there. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
-        """Compares the limits of the running containers of this backend with what was granted, before anything restores them. Returns what
-        the containers' pods must learn."""
+        """Compares the limits of the running containers of this backend with what was granted, before anything restores them. Returns
+        findings for the pods' events."""
         return ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
@@ -230,7 +230,7 @@ def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, st
 
 
 def mechanisms_for(setting: str, able: Strengths, node: Mechanisms) -> Mechanisms:
-    """The mechanisms of a share with an override. On a node with MPS, programs get contexts only through the GPU's daemon, so a container
-    without limits uses the daemon without limits."""
+    """The mechanisms of a share with an override. `node`: the node's mechanisms. On a node with MPS, programs get contexts only through the
+    GPU's MPS daemon, so a container without limits gets "mps-open"."""
     mechanisms = expand(setting, able)
     return ("mps-open",) if mechanisms == NO_MECHANISM and "mps" in node else mechanisms

@@ -1,7 +1,7 @@
 """Files that a container shares with the agent and can change in any way, in folders of limited size (tmpfs). All functions block.
 
 Such a file is not mapped into memory: a process that reads a mapping of a truncated file is killed. The descriptor stays open, so that the
-agent uses the file that the container got. Each access checks that the path still names this file.
+agent uses the file that the container got. `check`, and each write, verifies that the path still names this file.
 
 A container can enlarge its file, and must not take the space of other containers, so each folder is a tmpfs of its own. The container's
 runtime mounts the file on the host, so the tmpfs must be mounted on the host, too. A mount reaches the host if the agent runs in the host's
@@ -29,8 +29,8 @@ _FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class SharedFile:
-    """For one thread at a time. All methods raise OSError, also if the container has damaged the file; the text says how. Such a file is
-    neither read nor written."""
+    """For one thread at a time. All methods raise OSError, also if the container has damaged the file; the text says how. A damaged file is
+    not written."""
 
     def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
         """Owns the descriptor."""
@@ -84,7 +84,8 @@ class SharedFile:
         return data
 
     def write(self, offset: int, data: bytes) -> None:
-        """Writes an aligned word of 4 or 8 bytes: a single store, which is atomic for readers on x86-64 and arm64."""
+        """Writes the bytes at the offset. An aligned word of 4 or 8 bytes is a single store, which is atomic for readers on x86-64 and
+        arm64."""
         self.check()  # a write would extend a truncated file
         os.pwrite(self.descriptor, data, offset)
 
@@ -107,7 +108,7 @@ class SharedFile:
         return found.st_size
 
 
-#: Space for the largest file, HAMi-core's region, and some pages.
+#: Space for the limiter's pages (2.2 MB if full); HAMi-core's region is smaller.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2
@@ -126,10 +127,10 @@ class BoundedFolders:
         self._logged = False
 
     def renew(self, folder: Path) -> None:
-        """Mounts an empty tmpfs at the folder, which has the allocation's name. The former tmpfs stays while its container has the file. If
-        no mount is possible, the folder stays plain, which is logged once.
+        """Mounts an empty tmpfs at the folder, which has the allocation's name. The former tmpfs stays while its container has a file of it
+        mounted. If no mount is possible, the folder stays plain, which is logged once.
 
-        The mount's source has the allocation's name too, so that `mounted_names` finds it for each process with a file of the tmpfs.
+        The mount's source has the allocation's name too, so that `mounted_names` finds the name for each process with a file of the tmpfs.
         Raises OSError.
         """
         self.remove(folder)

@@ -10,9 +10,9 @@ sum of all shares fits the GPU, and the hard limits, bursts included, leave each
 0. The hard limit is removed with the cgroup.
 
 The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that it allocated
-before that stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
-runtime does not list never gets its limit, so no container starts while the runtime is not available. The agent reports the GPU processes
-of such a container as processes of no container. A restarted agent finds the limits again when the runtime lists the containers.
+before that stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the runtime
+does not list never gets its limit, and the agent reports its GPU processes as processes of no container; so no container starts while the
+runtime is not available. A restarted agent finds the limits again when the runtime lists the containers.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """

@@ -46,8 +46,8 @@ OthersOnGpus = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
 class Enforcer:
     """CDI specs are written for allocations with the flag `cdi`. New allocations have this flag if the settings choose injection by CDI.
 
-    `in_use` returns the allocations with a folder that some process has mounted; it is called on a thread. `on_start` is called before each
-    start of a container. `others_on_gpus` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
+    `in_use` returns which of the given allocations have a folder that a process has mounted; it is called on a thread. `on_start` is called
+    before each start of a container. `others_on_gpus` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -258,8 +258,8 @@ class Enforcer:
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends daemons that no allocation needs. After the grace period, removes the files of allocations that no longer exist, unless a
-        process has the files mounted. `known` returns the allocations that exist at present.
+        """Ends daemons that no allocation needs. Removes the files of allocations that no longer exist after `orphan_grace_seconds`, unless
+        a process has the files mounted. `known` returns the allocations that exist at present.
 
         Returns the seconds until the next call is due; None if nothing waits.
         """

@@ -34,8 +34,8 @@ _INSTALLING: Final = threading.Lock()
 
 
 class Monitor:
-    """Checks the files of one start of a container. In messages they are called `files`, and those of the next start `file`. `obstacle`:
-    why the limits that were last checked or restored are not in force; None: they are. Any thread may call the methods. `close`
+    """Checks the files of one start of a container. `files`: their name in messages; `file`: the name of the files of the next start.
+    `obstacle`: why the limits that were last checked or restored are not in force; None: they are. Any thread may call the methods. `close`
     may be called again."""
 
     def __init__(self, files: str, file: str) -> None:
@@ -118,8 +118,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """Installs the library already now, and returns its mounts. At the container's start an updated agent installs only its own
-        version, and a runtime makes a folder where the file of a mount is missing."""
+        """Returns the library's mounts, and installs it already now: an agent that is updated before the container's start installs only
+        its own version, and a runtime makes a folder where the file of a mount is missing."""
         with suppress(LibraryError, OSError):  # the start reports it
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)

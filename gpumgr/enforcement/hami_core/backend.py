@@ -1,7 +1,7 @@
 """Backend "hami-core": the operator's libvgpu.so runs in the container and limits cores and memory; a region file has the limits.
 
-The region file is mounted into the container twice: under the name in the container's environment, and under the library's default name. So
-a process without that variable has the same limits, and the container can neither remove nor replace the file. The file is written again at
+The region file is mounted into the container twice: at the path in CUDA_DEVICE_MEMORY_SHARED_CACHE, and at the library's default path. So a
+process without that variable has the same limits, and the container can neither remove nor replace the file. The file is written again at
 every start, because a container can't start with a region of another library version, or with slots of the former container.
 """
 

@@ -1,7 +1,7 @@
-"""Makes and reads the content of a region. Pure.
+"""Makes and reads the content of a region: the file with limits and use that HAMi-core's library ("the library") and the agent share. Pure.
 
-`seed` makes a new region, as the library would, but with the granted limits: the library prefers the region to its environment. `decode`
-reads a region. The container may have written any of its bytes, so every value is bounded or left out.
+`seed` makes a new region with the granted limits; the library prefers them to the limits in its environment. `decode` reads a region. The
+container may have written any of its bytes, so every value is bounded or left out.
 """
 
 import struct
@@ -36,8 +36,8 @@ class RegionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def limits(gpus: Sequence[SharedGpu]) -> RegionLimits:
-    """The limits of a share; its whole GPUs have none. Raises ValueError for a limit that the library would read as "unlimited", or that
-    its environment can't express, and for several GPUs in an unknown order."""
+    """The limits of a share; its whole GPUs have none. Raises ValueError for more than 16 GPUs, for several GPUs in an unknown order, and
+    for a limit that the library would read as "unlimited" or that its environment can't express."""
     if len(gpus) > layout.DEVICES:
         raise ValueError(f"it shares {len(gpus)} GPUs: at most {layout.DEVICES} are valid")
     if len(gpus) > 1 and (unknown := [gpu.name for gpu in gpus if gpu.bus_id is None]):

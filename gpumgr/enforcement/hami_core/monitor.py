@@ -119,7 +119,7 @@ class RegionMonitor(Monitor):
             return seen.recent_kernel
 
     def _read(self, running: RunningContainer) -> tuple[RegionFile, RegionView]:
-        """Reads the region, and first cuts off what was appended to it, without waiting for a repair. Raises OSError."""
+        """Cuts off what was appended to the region, without waiting for a repair, and reads the rest. Raises OSError."""
         if isinstance(self._region, str):
             raise OSError(self._region)
         if more := self._region.cut():
@@ -133,8 +133,8 @@ class RegionMonitor(Monitor):
             self._pending.append(self._tampered(tenant, changed))
 
     def _differing(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """The repairs of all differences from the limits that apply now. Empty if these can't be determined (see `content.limits`), so that
-        wrong limits are never written."""
+        """The repairs of all differences from the limits that apply now. Empty if these limits can't be determined (see `content.limits`),
+        so that wrong ones are never written."""
         try:
             self._written = content.limits(tenant.gpus)
         except ValueError as error:

@@ -1,5 +1,5 @@
-"""Tests whether a library works with the regions that gpumgr makes: a process of its own loads the library, which makes a region. Neither
-a GPU nor the driver is needed. Blocks for some 0.1 s: call it on a thread.
+"""Tests whether a library works with the regions that gpumgr makes: a separate process loads the library, which makes a region. Neither a
+GPU nor the driver is needed. Blocks for some 0.1 s: call it on a thread.
 """
 
 import subprocess

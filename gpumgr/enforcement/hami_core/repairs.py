@@ -1,9 +1,9 @@
 """The words that the agent writes into regions. Pure.
 
-A repair restores one word of the granted limits. The word `recent_kernel` implements priorities: launches of a container wait while a
-container with a lower priority number launches on the same GPU. The library sets that word at each launch, and delays launches while the
-word is below 0. The library does both only in containers with a limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and
-HAMi-core's rate_limiter.
+A repair writes one word: a granted limit, or what the library can't find out or repair (a host pid, the lock of a killed process). The word
+`recent_kernel` implements priorities: launches of a container wait while a container with a lower priority number launches on the same GPU.
+The library sets that word at each launch, and delays launches while the word is below 0. The library does both only in containers with a
+limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's rate_limiter.
 """
 
 import struct
@@ -66,8 +66,8 @@ def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
 
 
 def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool, Repair]]:
-    """Slots with no host pid, or with another process's: the library does not limit the cores of their processes. Yields the right host
-    pid, whether the slot must be left alone for now, and the repair.
+    """For each slot without a host pid, or with a wrong one, yields the right host pid, whether the slot must be left alone for now,
+    and the repair. Until then the library does not limit the process's cores.
 
     A pid with several candidates on the host (nested pid namespaces) is skipped. A stuck slot is left alone: its host pid shows whether its
     writer runs. A slot without a host pid is left alone while the library looks for host pids: its process may still find its own.

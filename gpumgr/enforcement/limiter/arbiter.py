@@ -75,7 +75,7 @@ class Arbiter:
         return bool(self._library.gm_arbiter_overruns(number))
 
     def stop(self) -> None:
-        """Stops the arbiter, which does not start again. Its tenants limit themselves 200 ms later."""
+        """Stops the arbiter, which does not start again. 200 ms later the library in each container limits it by itself."""
         with self._lock:
             self._stopped = True
             if self._running:

@@ -1,5 +1,5 @@
 """Monitors a container's pages from its start to its end: restores what the container changed, frees the slots (records) of ended
-processes, and writes for the library what the driver uses beyond the library's count. Blocks: call it on a thread.
+processes, and writes for the library how many bytes the driver uses beyond the library's count. Blocks: call it on a thread.
 """
 
 import threading
@@ -95,7 +95,7 @@ class PageMonitor(Monitor):
         return isinstance(self._files, PageFiles)
 
     def uses(self) -> Mapping[GpuName, TurnUse]:
-        """The use at the last check; without ratios if that was some time ago, since the container may have ended."""
+        """The use at the last check; without ratios if that check is older than _STALE_SECONDS, since the container may have ended."""
         if self._clock() - self._checked_at < _STALE_SECONDS:
             return self._uses
         return {gpu: replace(use, held_ratio=None, waited_ratio=None) for gpu, use in self._uses.items()}
@@ -158,8 +158,8 @@ class PageMonitor(Monitor):
         yield from self._overrunning(running.tenant)
 
     def _wanted(self, files: PageFiles, running: RunningContainer, limits: Sequence[PageLimits]) -> Iterator[PageLimits]:
-        """The limits to write, in the order of the pages. A GPU that is no longer granted keeps its limits, and a known size of a context
-        is kept."""
+        """The limits to write, in the order of the pages. A GPU that is no longer granted keeps its limits. A context's size that is not
+        known now keeps its former value."""
         granted = {pages.uuid_bytes(limit.uuid): limit for limit in limits}
         # The count of a suspended container includes the memory that it gets back at its resume; the driver's figure does not.
         gpus = () if files.suspended else running.tenant.gpus
@@ -181,9 +181,9 @@ class PageMonitor(Monitor):
             self._spoiled[page] = spoiled
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
-        """The bytes that the driver uses for the container beyond the library's count. The driver's figure is older than this count and
-        newer than the count before, so it is compared with both. A former result above the larger difference falls to that difference. The
-        result rises only to the smallest of the recent smaller differences: otherwise freed memory would count as used."""
+        """The bytes that the driver uses for the container beyond the library's count. The driver's figure was taken between the last count
+        and this one, so its differences to these two are computed. The result falls at once to the larger difference. It rises only to the
+        smallest of the last few smaller differences: otherwise freed memory would count as used."""
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:
             return former_bytes

@@ -1,7 +1,7 @@
 """The content of a container's pages: the layout of pages.h, as values. Pure.
 
-Agent and arbiter write `limits`. The container also writes `use` (a slot for each process) and `turn` (by which the arbiter gives turns):
-their bytes can be anything, so limits are never read from them.
+Agent and arbiter write `limits`. The container can write `use` (a slot for each process) and `turn` (by which the arbiter gives turns):
+their bytes can be anything, so limits are never read from there.
 """
 
 import ctypes
@@ -89,7 +89,7 @@ class _UseHead(ctypes.LittleEndianStructure):
 
 
 _HEAD_BYTES: Final = 64
-#: In `turn`, the size of each GPU's head, which the words of its processes follow.
+#: `turn` has for each GPU a head of this size, followed by one 32-bit word for each slot.
 _TURN_GPU_HEAD_BYTES: Final = 64
 _TURN_GPU_BYTES: Final = _TURN_GPU_HEAD_BYTES + 4 * SLOTS
 _SLOT_BYTES: Final = ctypes.sizeof(_UseSlot)
@@ -118,8 +118,8 @@ class PageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotOnGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process has on one GPU. `bytes_by_kind` is in the order of KINDS. `unknown`: how often it got a version of a CUDA function
-    that the library does not know, and does not limit; all are counted on the first GPU."""
+    """What one process has on one GPU. `bytes_by_kind` is in the order of KINDS. `unknown`: how often the process got a version of a CUDA
+    function that the library neither knows nor limits, counted on the first GPU for all GPUs."""
 
     bytes_by_kind: tuple[int, ...]
     launches: int
@@ -177,8 +177,8 @@ def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
 
 
 def decode_in_turns(page: bytes, gpus: int) -> tuple[bool, ...]:
-    """For each GPU, whether launches need a turn: the container's cores are limited there, and it is not alone on the GPU with a ceiling of
-    100."""
+    """For each GPU, whether launches need a turn. They need none if the container's cores are not limited there, or if the arbiter has set
+    `passes`: the container is alone on the GPU and its ceiling is 100."""
     found = _Limits.from_buffer_copy(page)
     return tuple(bool(gpu.share) and not gpu.passes for gpu in found.gpu[:gpus])
 
@@ -204,7 +204,8 @@ def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, i
 
 
 def suspend_word(*, suspended: bool) -> tuple[int, bytes]:
-    """The offset and the bytes that make the calls of the container wait outside of the driver, or go on; in `limits`."""
+    """The offset in `limits` and the bytes to write there. `suspended`: the container's CUDA calls wait before they enter the driver; else
+    they continue."""
     return _Limits.suspend.offset, int(suspended).to_bytes(4, "little")
 
 
@@ -214,7 +215,7 @@ def decode_suspended(page: bytes) -> bool:
 
 
 def resume_requests_word() -> tuple[int, bytes]:
-    """The offset and the bytes that clear the requests; in `use`."""
+    """The offset in `use` and the bytes that clear the requests."""
     return _UseHead.resume_requests.offset, bytes(4)
 
 
@@ -241,7 +242,7 @@ def slot_offset(index: int) -> int:
 
 
 def word_offset(gpu: int, slot: int) -> int:
-    """The place of a process's word on one GPU, in `turn`."""
+    """The offset in `turn` of a process's word on one GPU."""
     return _HEAD_BYTES + gpu * _TURN_GPU_BYTES + _TURN_GPU_HEAD_BYTES + 4 * slot
 
 

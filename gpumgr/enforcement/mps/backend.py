@@ -139,8 +139,9 @@ class Mps(Backend):
             clock=self._clock,
             client=(sys.executable, "-I", "-S", str(processes.CLIENT), self._cuda_library),
         )
-        # Protocol 2 limits each process, and without exclusive mode a process may use the GPU beside MPS. Protocol 3 limits the processes
-        # of a namespace; but a process that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no memory limit.
+        # Cores: protocol 2 limits each process separately, and without exclusive mode a process may use the GPU beside MPS. Protocol 3
+        # limits all processes of a namespace together. Memory is always "soft": in protocol 3 a process that sets
+        # CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no memory limit.
         self.limits = {"core": "hard" if protocol == 3 and self._settings.exclusive_process else "soft", "memory": "soft"}
         # In protocol 2 a program has its limits from its environment.
         self.adjustable = protocol == 3
@@ -266,9 +267,8 @@ class Mps(Backend):
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
-        """The MPS servers of gpumgr's daemons, also after their daemon has ended. NVML lists a server like any program,
-        even while it exits. A server that exits can no longer be recognized, so the answers about the processes of the last sample are
-        kept."""
+        """The MPS servers of gpumgr's daemons, also after their daemon has ended. NVML lists a server like any program, even while it
+        exits. A server that exits can no longer be recognized, so the answers for the last sample's processes are kept."""
         pipes = [each.folder.pipe for each in self.daemons()]
         known = self._servers
         self._servers = {each: known[each] if each in known else processes.is_server(each[0], pipes) for each in started.items()}

@@ -57,6 +57,6 @@ async def restore_mode(modes: ComputeModes, uuid: str, records: DaemonRecords) -
             log.info("compute_mode_set", gpu=uuid, mode=former, before=EXCLUSIVE_PROCESS)
     except GpumgrError as error:
         raise MpsError(
-            f"the compute mode {former} of GPU {uuid} can't be restored: {error}; run `nvidia-smi -c {former}`"
+            f"the compute mode {former} of GPU {uuid} can't be restored: {error}; run `nvidia-smi -i {uuid} -c {former}`"
         ) from error
     records.set_former_mode(uuid, None)

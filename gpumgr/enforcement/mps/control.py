@@ -154,8 +154,8 @@ echo program "$(command -v "$0")"
 
 
 async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *, timeout_seconds: float) -> ControlProgram:
-    """Finds the program, from a pod the host's. `name`: a path, or a name to search in PATH; `run_dir`: the folder of the daemons. Raises
-    MpsError, MpsTransientError."""
+    """Finds the program; for an agent in a pod, the host's. `name`: a path, or a name to search in PATH; `run_dir`: the folder of the
+    daemons. Raises MpsError, MpsTransientError."""
     if method != "host":
         path = await asyncio.to_thread(shutil.which, name)
         if path is None:

@@ -61,11 +61,11 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Daemon:
-    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `checks`: how often its
-    clients were listed; `checked_at`: when the last check began. `tampering`: found at the last check or later. `idle_since`: since when
-    no container uses it; `unused`: the records of containers that have ended. `hang`: a sentence if new clients hang. `silent`: the last
-    command to the daemon did not end in time. `end_not_before`: when the agent may try again to end it, after a failure. Times are in
-    seconds of the clock."""
+    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `clients`: pid -> namespace
+    (None in protocol 2). `checks`: how often they were listed; `checked_at`: when the last check began. `tampering`: found at the last
+    check or later. `idle_since`: since when no container uses it; `unused`: the records of containers that have ended. `hang`: a sentence
+    if new clients hang. `silent`: the last command to the daemon did not end in time. `end_not_before`: when the agent may try again to end
+    it, after a failure. Times are in seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -147,7 +147,7 @@ class Daemon:
         )
 
     async def _move_home(self, allocation: AllocationId) -> None:
-        """Ends a daemon in another folder: a GPU has one daemon, and its containers have the path of its folder.
+        """Ends the daemon if its folder is not `home`: a GPU has one daemon, and containers name its folder by path.
 
         Raises MpsError if containers still use that daemon. Raises OSError.
         """
@@ -163,7 +163,8 @@ class Daemon:
 
     @property
     def blocked(self) -> str | None:
-        """Why the daemon must be replaced, None if it works. On an H200 a stopped server blocks every command to its daemon."""
+        """Why the daemon must be replaced; None if it works. One that leaves a command unanswered is blocked, as by a stopped server on an
+        H200."""
         return self.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:
@@ -202,7 +203,7 @@ class Daemon:
             await self._limits.drop(self._daemon_client, self.folder.shares(), allocation)
 
     async def vacate(self) -> None:
-        """Ends the daemon. The containers on record have ended. Raises MpsError, OSError."""
+        """Ends the daemon. Call it only if all containers on record have ended. Raises MpsError, OSError."""
         for allocation in self.folder.allocations():
             self.folder.drop(allocation)
         await self.stop()
@@ -321,7 +322,7 @@ class Daemon:
         await self._list()
 
     async def _create_server(self) -> None:
-        """The daemon creates a server even for a missing GPU, and that server ends at once; so servers are listed afterwards."""
+        """Creates the server. Raises MpsError if it is not listed afterwards: a server for a missing GPU ends at once."""
         await self._daemon_client.run(commands.create_server(self.uuid, multiuser=bool(self.config.multiuser_option)))
         if commands.SERVER not in commands.parse_servers(3, await self._daemon_client.run(commands.list_servers(3))):
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")

@@ -53,7 +53,7 @@ class Bounds(msgspec.Struct):
         self._answers, self._bound = answers, bound
 
     async def drop(self, daemon: DaemonClient, shares: Shares, _: AllocationId) -> None:
-        """To be called when the container is gone and no longer in `shares`. Raises MpsError."""
+        """Sets the bound without a container that has ended and is no longer in `shares`. Raises MpsError."""
         await self.put(daemon, shares, (), anew=True)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, servers: Collection[int]) -> Tampering | None:
@@ -116,15 +116,16 @@ class Namespaces(msgspec.Struct):
         self._set |= {name: (share.limits, found[name]) for name, share in new.items()}
 
     async def drop(self, daemon: DaemonClient, _: Shares, name: AllocationId) -> None:
-        """To be called when the container is gone. Raises MpsError."""
+        """Deletes the namespace of a container that has ended. Raises MpsError."""
         if name in await _list(daemon):
             await daemon.run(commands.delete_namespace(name))
         self._set.pop(name, None)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
-        """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Limits that
-        gpumgr was changing are not reported: the agent may have ended in the middle. Also deletes namespaces of ended containers, and
-        namespaces that neither gpumgr nor MPS made; only a few at each check, since a container can make thousands. Raises MpsError."""
+        """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Returns what a
+        container changed, but not limits that gpumgr was changing: the agent may have ended in the middle. Also deletes namespaces of ended
+        containers, and namespaces that neither gpumgr nor MPS made; only a few at each check, since a container can make thousands. Raises
+        MpsError."""
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
         unchecked = {name for name in wrong if shares[name].former_bytes is not None} | {

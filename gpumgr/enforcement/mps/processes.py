@@ -75,9 +75,9 @@ async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
 
 
 def uses_pipe_folder(pid: int, pipe: Path) -> bool:
-    """Whether the process was started with this pipe folder, as the daemon and its servers are. Processes in containers may have it in
-    their environment too, but are never checked: the checked pids are from the daemon's file, socket and answers, or `is_server` has
-    excluded processes in containers."""
+    """Whether the process was started with this pipe folder, as the daemon and its servers are. Never call it for a process in a container,
+    which may have the same environment: callers take pids from the daemon's file, socket or answers, or exclude containers first
+    (`is_server`)."""
     variables = environment(pid, PROC).split(b"\0")
     return any(b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(each) in variables for each in (pipe, pipe / SERVER))
 

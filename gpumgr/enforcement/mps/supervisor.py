@@ -25,8 +25,9 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """`root` has one folder for each GPU; `records` has all daemons, also daemons with a folder elsewhere.
 
-    A daemon is checked every _CHECK_SECONDS; in protocol 3 its namespaces are checked at every tick. The record of a container is kept
-    for enforcement.orphan_grace_seconds after its end, so records do not show whether a daemon is in use.
+    A daemon is checked every _CHECK_SECONDS. With MPS protocol 3 its MPS namespaces, one for each container, are checked at every tick
+    (once a second). The record of a container is kept for enforcement.orphan_grace_seconds after its end, so records do not show whether a
+    daemon is in use.
     """
 
     def __init__(self, root: Path, config: DaemonConfig, records: DaemonRecords, *, idle_seconds: float) -> None:
@@ -39,7 +40,7 @@ class Supervisor:
         #: UUID of a GPU -> the work that holds its daemon's lock (a check or its end), and the trial of a new client.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._trials: dict[str, asyncio.Task[None]] = {}
-        for uuid, folder in gpu_folders(root):  # without a record, the GPU's former mode is unknown
+        for uuid, folder in gpu_folders(root):  # without a record the former mode is unknown: restore DEFAULT
             records.begin(uuid, folder.root, former_mode=DEFAULT)
 
     def reconfigure(self, config: DaemonConfig) -> None:

@@ -102,7 +102,7 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
     await place.pass_time(backend)
     assert place.former_mode() == 0
     assert await backend.tend(set) == CHECK_SECONDS
-    with pytest.raises(Refusal, match=r"MPS still uses GPU .* run `nvidia-smi -c 0`"):
+    with pytest.raises(Refusal, match=r"MPS still uses GPU .* run `nvidia-smi -i GPU-\S+ -c 0`"):
         await backend.vacate([UUID])
     place.modes.broken = None
     await place.pass_time(backend)
