@@ -112,7 +112,7 @@ def report_unavailable(reason: str) -> None:
 
 
 def read_state(document: Any) -> NodeState:
-    """Raises GpumgrError, like the functions below, if the document does not fit the schema."""
+    """Decodes /api/state. Raises GpumgrError, like the functions below, if the document does not fit the schema."""
     return converted(cleaned(document), NodeState)
 
 
@@ -129,7 +129,7 @@ def read_result(document: Any) -> MaintenanceResult:
 
 
 def converted(document: Any, kind: type[T]) -> T:
-    """Raises GpumgrError if the document is not of this kind."""
+    """The document as a `kind`. Raises GpumgrError if it is not one."""
     try:
         return convert(document, kind)
     except UnreadableText as error:

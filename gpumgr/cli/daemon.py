@@ -86,7 +86,7 @@ def lean_imports() -> Iterator[None]:
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """`run` gets an event that SIGTERM and SIGINT set. A second signal ends the process at once."""
+    """Runs `run` to its end, with an event that SIGTERM and SIGINT set. A second signal ends the process at once."""
 
     async def until_signalled() -> None:
         stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""`gpumgr doctor`: checks this node, and names the remedy of each problem."""
+"""`gpumgr doctor`: checks this node, or with --cluster the cluster, and names the remedy of each problem."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ from gpumgr.settings.profile import mig_offered, mig_on_demand
 
 
 def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, before_start: bool = False) -> tuple[Check, ...]:
-    """`in_pod`: the command runs in a container, which has its own folders. `before_start`: an agent with these settings is about to start
-    on this node."""
+    """The checks of this node, in their order. `in_pod`: the command runs in a container, which has its own folders. `before_start`: an
+    agent with these settings is about to start on this node."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     nvml = make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware)
     seen = gpus.SharedNvml(nvml)
@@ -44,7 +44,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
             "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
         }
     pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi)
-    # The second agent of a rolling update waits for the first, so a running agent is no error then.
+    # With process.instance (a rolling update) the second agent waits for the first, so a running agent is no error.
     alone = before_start and settings.process.instance is None
     agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
     paths = partial(folders.look_at_host_paths, host_folders, hardware.proc_root, in_pod=in_pod)

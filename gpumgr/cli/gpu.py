@@ -214,14 +214,14 @@ async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_se
 
 
 async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Reads the state until the GPU seems to be empty, and requests the drain again only then: it would cordon a GPU that was uncordoned in
-    the meantime. Reports each change on stderr. Returns the last response."""
+    """Returns the last response. Reads the state until the GPU seems to be empty, and requests the drain again only then, since a drain
+    cordons a GPU that was uncordoned in the meantime. Reports each change on stderr."""
     gpu, reported, available, first_at = read_result(document).gpu, "", True, None
     while not read_result(document).empty and (remaining := deadline - time.monotonic()) > 0:
         await asyncio.sleep(min(POLL_SECONDS, remaining))
         try:
             state, available = read_state(await agent.get(STATE)), True
-            # The first state may be of before the drain, without its cordon; a state of another time is not.
+            # The agent may have made the first state before the drain, without the cordon. States with another time are newer.
             first_at = first_at or state.at
             row = next((row for row in state.gpus if row.uuid == gpu.uuid), None)
             if row is not None and row.cordon is None and state.at != first_at:

@@ -136,7 +136,7 @@ async def _follow(socket: Path, pod: PodKey | None, limit: int, lines: Callable[
         while True:
             for line in shown:
                 click.echo(line)
-            # The number falls if the agent was killed before it saved the last entries.
+            # The highest number falls if the agent was killed before it saved the last entries.
             last = max((entry.number for entry in read_entries(documents)), default=0 if available else last)
             await asyncio.sleep(_POLL_SECONDS)
             try:

@@ -68,7 +68,7 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
 def read_pod(
     item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Budget] = ()
 ) -> tuple[WatchedPod, LivePod]:
-    """`nodes`: name -> node, where the pod's node is looked up. Raises one of UNREADABLE."""
+    """The pod as the scheduler and as the simulation see it. `nodes`: name -> node, to find the pod's node. Raises one of UNREADABLE."""
     convert(item, _Pod)
     pod = parse_watched_pod(item)
     return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)

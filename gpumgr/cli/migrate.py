@@ -251,7 +251,7 @@ def migrate_hami(
 
 
 async def _given_by_kubelet(folder: Path, resource: str) -> frozenset[tuple[str, str]] | None:
-    """The containers that have devices of this resource; None if not known."""
+    """(pod UID, container) of each container that has devices of this resource; None if not known."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
     except (KubeletError, OSError):

@@ -68,7 +68,7 @@ async def _pod(agent: AgentClient, pod: PodKey) -> Document | None:
 
 
 def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
-    """`reason`: why the agent is not asked. Raises GpumgrError with both reasons."""
+    """`reason`: why the agent is not asked. Raises GpumgrError, with both reasons, if the checkpoint can't be read."""
     try:
         loaded = read_checkpoint(folder)
     except GpumgrError as error:

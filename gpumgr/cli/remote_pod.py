@@ -19,7 +19,7 @@ from gpumgr.placement.pods import PodKey
 T = TypeVar("T")
 
 _POLL_SECONDS: Final = 0.3
-#: How often an annotation is written again after another writer changed the pod.
+#: The number of attempts to write an annotation, if another writer changes the pod each time.
 _TRIES: Final = 5
 _CONFLICT: Final = 409
 

@@ -74,14 +74,16 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
             f"container {chosen} uses a ResourceClaim, and the capacity of a claim is fixed by the API: create a pod with "
             "another claim"
         )
-    if chosen not in names or chosen is None:
-        held = f"these have: {', '.join(names)}" if names else "no container of the pod has"
-        raise GpumgrError(f"container {chosen or '?'} has no share of a GPU by gpumgr (annotation {ALLOCATIONS}); {held}")
+    if chosen is None or not names:
+        raise GpumgrError(f"no container of the pod has a share of a GPU from gpumgr: its annotation {ALLOCATIONS} names none")
+    if chosen not in names:
+        raise GpumgrError(f"container {chosen} has no share of a GPU from gpumgr; these containers have one: {', '.join(names)}")
     return chosen
 
 
 def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], requested_at: str) -> str:
-    """The text of the annotation that requests the resize; what is not given stays, also of a request that is not decided yet."""
+    """The text of the annotation that requests the resize. A value that is not given is taken from the request that is not decided yet,
+    else from the agent's last answer."""
     decided, asked = _entry(pod, RESIZED_ANNOTATION, container), _entry(pod, RESIZE_ANNOTATION, container)
     undecided = asked if asked.get("requestedAt") != decided.get("requestedAt") else {}
     now = {key: value for key, value in {**decided, **undecided}.items() if key in ("cores", "memoryMiB")}
@@ -89,7 +91,7 @@ def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], r
 
 
 async def _answer(pod: RemotePod, container: str, requested_at: str) -> str:
-    """Waits for the agent's answer. Raises GpumgrError for a refusal."""
+    """Waits for the agent's answer, and returns it as text. Raises GpumgrError for a refusal, or without an answer in time."""
     async for seen in pod.read_for(_ANSWER_SECONDS):
         answer = _entry(seen, RESIZED_ANNOTATION, container)
         if answer.get("requestedAt") == requested_at:

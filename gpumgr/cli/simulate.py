@@ -1,4 +1,4 @@
-"""`gpumgr simulate`: compares placement policies on a described cluster."""
+"""`gpumgr simulate`: compares placement policies on a described cluster. Its subcommands are in `simulate_live`."""
 
 import io
 import os

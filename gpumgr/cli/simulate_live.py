@@ -65,12 +65,12 @@ class _PodFile(TypedDict):
 
 
 def read_cluster(kubeconfig: Path) -> Document:
-    """Raises GpumgrError."""
+    """A new snapshot of the cluster. Raises GpumgrError."""
     return asyncio.run(_read(kubeconfig))
 
 
 def load(file: Path) -> Document:
-    """The document in the file. Raises InputError."""
+    """The snapshot in the file. Raises InputError."""
     text = read_text(file)
     try:
         return {**decode_json(text, _Snapshot)}
@@ -201,7 +201,7 @@ def defrag(cluster: LiveCluster, pod: LivePod, most_moves: int) -> Answer:
 
 
 def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: Any) -> None:
-    """The options for the source of the snapshot may also be given to the command's group."""
+    """The options that name the snapshot's source may also be given before the subcommand."""
     context = click.get_current_context()
     before: Json = context.obj
     document = document_of(**{name: given.pop(name) or of_group for name, of_group in before.items()})
@@ -222,7 +222,7 @@ def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: An
 
 
 def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None) -> Json:
-    """Raises GpumgrError."""
+    """The snapshot in the file, or with `from_cluster` a new one, which is saved if `snapshot` is set. Raises GpumgrError."""
     if not from_cluster:
         if kubeconfig is not None:
             raise click.UsageError("--kubeconfig needs --from-cluster")
@@ -236,7 +236,7 @@ def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path |
 
 
 def _read_pod(file: BinaryIO) -> LivePod:
-    """Raises InputError."""
+    """The pod in a YAML file. Raises InputError."""
     try:
         documents = decode_yaml(file.read(), max_bytes=_MOST_BYTES)
         if len(documents) != 1:

@@ -62,7 +62,8 @@ def resume(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
 
 
 def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
-    """Raises GpumgrError unless all containers of the pod reach the wanted state in this time. 0 seconds: no wait, and no such error."""
+    """Sets the annotation to `value`, and prints the containers' states. Raises GpumgrError unless all of them are `wanted` in this time. 0
+    seconds: no wait, and no such error."""
     states = asyncio.run(_annotate(pod, kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
         click.echo(f"{printable(container)}: {printable(state)}{f': {printable(reason)}' if reason else ''}")

@@ -50,7 +50,7 @@ _EXIT_CODES: Final = {
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
-    help="The token of the scheduler's http.token_file, where kubectl can't be used.",
+    help="A local file with the token of the scheduler's http.token_file: the API server's proxy is used in place of kubectl.",
 )
 @click.option("--all", "each_node", is_flag=True, help="The scheduler shows for each node why the pod does not fit.")
 @output_option

@@ -232,7 +232,7 @@ class WatchedObjects:
         self._version.set(version)
 
     def list(self, *, selected: bool = True) -> web.Response:
-        """Returns all objects on one page, as a server may; none if the request's selector selects none."""
+        """Returns all objects on one page, as a server may. `selected` False: the request's selector selects no object."""
         items = [*self.items.values()] if selected else []
         version = str(self._version.value)
         metadata = {"resourceVersion": version}
@@ -260,7 +260,7 @@ class WatchedObjects:
 
     @asynccontextmanager
     async def _limit(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError at the end of a watch."""
+        """Raises TimeoutError in the block after `seconds`, or when `end_watches` is called."""
         async with asyncio.timeout(seconds) as limit:
             self._open.add(limit)
             try:

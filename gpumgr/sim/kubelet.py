@@ -223,7 +223,7 @@ class SimKubelet:
     # Registration, streams and state
 
     async def _register(self, request: RegisterRequest) -> None:
-        """Connects to the plugin before it answers (some versions: afterwards), and then starts ListAndWatch."""
+        """Connects to the plugin (some versions: after the answer to Register), and then starts ListAndWatch."""
         self.registrations.append(request.resource_name)
         self._notify()
         if self.register_hangs:

@@ -26,7 +26,7 @@ ResourceOrder = Literal["random", "core_first", "memory_first"]
 
 class AlignedRequest(msgspec.Struct, frozen=True):
     """What the Topology Manager knows of a container's request of one resource. `devices`: the NUMA nodes of each id. `available` and
-    `reusable` do not overlap."""
+    `reusable` (ids of the pod's ended init containers) do not overlap."""
 
     devices: Mapping[str, frozenset[int]]
     available: AbstractSet[str]

@@ -1,1 +1,1 @@
-"""`gpumgr doctor`: checks everything that the agent needs on a node and prints problems with their remedies. It changes nothing."""
+"""The checks of `gpumgr doctor`: what the agent needs on a node, and the scheduler in a cluster. They change nothing."""

@@ -127,7 +127,7 @@ async def look_at_mode(mode: str) -> CheckResult:
 
 
 async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
-    """The kubelet's folders, and the driver's sockets in them."""
+    """Whether the kubelet's folders can be written, and whether the DRA driver listens at its sockets in them."""
     return await aside(lambda: _sockets(kubelet))
 
 
@@ -180,8 +180,8 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
 
 
 def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """`blocks`: UUID -> memory in blocks of 256 MiB, for the GPUs that the driver lists (None: it reports no memory). Published
-    GPUs with taints may be missing in that list."""
+    """A sentence for each difference between driver and ResourceSlice. `blocks`: UUID -> memory in blocks of 256 MiB, for the GPUs that the
+    driver lists (None: it reports no memory). A published GPU with taints may be missing there."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
     missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]

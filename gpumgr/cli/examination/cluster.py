@@ -122,7 +122,7 @@ async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
 
 
 def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ...]:
-    """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: it serves pods with HAMi's resources."""
+    """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: the scheduler serves pods with HAMi's resources."""
     watched = ("nodes", "pods", "resourcequotas") if hami else ("nodes", "pods")
     return (
         *(Right(verb=verb, resource=resource) for resource in watched for verb in ("get", "list", "watch")),
@@ -194,7 +194,7 @@ async def _versions(cluster: Cluster) -> CheckResult:
 
 
 def _minor(text: str) -> tuple[int, int] | None:
-    """The numbers of a version, or of an image with a version as its tag."""
+    """(major, minor) of a version, or of an image with a version as its tag; None for another text."""
     found = re.search(r"(?:^|:)v?(\d+)\.(\d+)(?:\.\d+)?[^:/]*$", text.partition("@")[0])
     return (int(found[1]), int(found[2])) if found else None
 

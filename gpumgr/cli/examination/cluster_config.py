@@ -34,7 +34,7 @@ class _Config(TypedDict, total=False):
 
 
 def parse_config(text: str) -> Mapping[str, Any]:
-    """Raises ValueError."""
+    """The KubeSchedulerConfiguration in a YAML text. Raises ValueError."""
     try:
         documents = decode_yaml(text, max_bytes=_MAX_BYTES)
     except UnreadableText as error:
@@ -125,7 +125,8 @@ _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
 
 
 def needed_by_claims() -> Iterator[Right]:
-    """The rights that `gpumgr claims` needs in all namespaces. Its right to the ConfigMap of the quotas is left out: a setting names it."""
+    """The rights that `gpumgr claims` needs in all namespaces. Its right to the ConfigMap of the quotas is left out, since a setting names
+    the ConfigMap."""
     for group, resources, verbs in (
         ("", "nodes pods", "list watch"),
         ("", "pods", "patch"),

@@ -34,7 +34,7 @@ class NodeBackends:
         return await asyncio.shield(self._asked)
 
     async def _ask(self) -> MechanismChoice:
-        # MPS records its protocol in its folder; a check must not do so in the real one.
+        # The check must not write to the agent's folders, where MPS would record its protocol.
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
             trial = Path(scratch), self._gpus.nvml
             enforcement = NodeEnforcement(self._settings, self._hardware, NoPods(), None, trial)
@@ -66,7 +66,7 @@ class NodeBackends:
         return skipped(f"this node can't use it: {obstacle}")
 
     async def look_at_hami_core(self) -> CheckResult:
-        """Also which library containers get."""
+        """As `look_at`, and which library containers get."""
         found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
         if found.state != "ok" or path is None or sha256 is None:
             return found
@@ -92,7 +92,7 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SE
         return skipped(str(exception))
     gpus = gpus_of(state.gpus)
     found = [sentence for row in state.gpus if (sentence := excess_sentence(row, gpus.label(row.name)))]
-    return ok("; ".join(found) or "the memory limits of containers exceed the memory of no GPU")
+    return ok("; ".join(found) or "on each GPU the memory limits of the containers are within the GPU's memory")
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:

@@ -101,5 +101,5 @@ def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: flo
 
 
 async def aside(fn: Callable[[], T]) -> T:
-    """Runs `fn` on a daemon thread, which delays neither the event loop nor the exit of the process, unlike asyncio.to_thread."""
+    """The result of `fn`, which runs on a daemon thread: unlike with asyncio.to_thread, a call that hangs does not delay the exit."""
     return await DaemonCalls("doctor").call(fn, timeout_seconds=math.inf)

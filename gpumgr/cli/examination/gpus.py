@@ -140,7 +140,8 @@ async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated
 
 
 def _device_nodes(root: Path, minors: list[int | None] | None) -> CheckResult:
-    """`minors`: the GPUs' minor numbers. None: NVML does not answer; then the node of at least one GPU must exist."""
+    """`minors`: the GPUs' minor numbers (None for a GPU without one). None: NVML does not answer; then the node of at least one GPU must
+    exist."""
     if minors and None in minors:
         node = root / WSL_NODE
         if node.is_char_device():

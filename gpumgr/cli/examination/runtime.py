@@ -47,7 +47,7 @@ async def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) ->
 
 
 async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
-    """`used`: containers get their devices by CDI (enforcement.injection)."""
+    """`used`: containers get their devices by CDI (enforcement.injection cdi, or node.mode dra)."""
     if not used:
         return skipped("not used: enforcement.injection is mounts")
     if await aside(lambda: obstacle(cdi_dir)) is not None:

@@ -15,7 +15,7 @@ from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 _XID: Final = 79
 #: The reason of a pod that the kubelet fails because a device plugin refused it.
 _REFUSED: Final = "UnexpectedAdmissionError"
-#: How often the agent's pages are polled for an expected value.
+#: The interval at which the agent's pages are polled for an expected value.
 _LOOK_SECONDS: Final = 0.1
 
 #: (pod, container, GPU's UUID)
@@ -225,7 +225,7 @@ class Script:
         return await self._node.run(self._pods[name])
 
     async def _granted_to(self, name: str, *containers: SimContainer) -> frozenset[GpuName]:
-        """The GPUs of a new pod, which must run. Its ids must be the ledger's."""
+        """Runs a new pod, and returns its GPUs. The pod must be Running, and the ledger must have the same GPUs for it."""
         status = await self._run(name, *containers)
         _expect(status.phase == "Running", f"pod {name} is {status.phase}: {status.message}")
         names = self._node.gpus_of(self._pods[name])

@@ -184,7 +184,7 @@ def burst_settings(folder: Path, *, burst: bool = True) -> Settings:
 @pytest.mark.parametrize(
     ("excess", "message"),
     [
-        ([0, None], "the memory limits of containers exceed the memory of no GPU"),
+        ([0, None], "on each GPU the memory limits of the containers are within the GPU's memory"),
         (
             [3 * (1 << 30), (1 << 30)],
             "the memory limits of the containers on GPU0 exceed its memory by 3.0 GiB; the memory limits of the "
