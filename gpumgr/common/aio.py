@@ -24,7 +24,7 @@ T = TypeVar("T")
 #: `in_slices` lets other tasks run each time this has passed.
 SLICE_SECONDS = 0.005
 #: A repeated bug is logged at most this often.
-BUG_LOG_SECONDS: Final = 60.0
+LOG_SECONDS: Final = 60.0
 _KILL_SECONDS: Final = 2.0
 
 _log = structlog.get_logger(__name__)
@@ -239,19 +239,29 @@ async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
     raise DaemonExitedError(f"the daemon {name} returned; it must run until it is cancelled")
 
 
+class LogPace:
+    """Decides whether a failure that repeats is logged: at most once in LOG_SECONDS. `clock` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._logged_at = clock, float("-inf")
+
+    def due(self) -> bool:
+        """Whether the caller logs now."""
+        if (now := self._clock()) < self._logged_at + LOG_SECONDS:
+            return False
+        self._logged_at = now
+        return True
+
+
 class BugLog:
-    """Logs bugs that do not end a daemon, with the traceback, at most one per minute. `clock` is monotonic, in seconds."""
+    """Logs bugs that do not end a daemon, with the traceback, at the pace of LogPace. `clock` is monotonic, in seconds."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._clock = name, clock
-        self._logged_at = float("-inf")
-        self._number = 0
+        self._name, self._pace, self._number = name, LogPace(clock), 0
 
     def record(self, error: Exception) -> None:
         self._number += 1
-        now = self._clock()
-        if now - self._logged_at >= BUG_LOG_SECONDS:
-            self._logged_at = now
+        if self._pace.due():
             _log.error("daemon_failed", daemon=self._name, error=repr(error), number=self._number, exc_info=error)
 
 

@@ -15,6 +15,7 @@ from gpumgr.agent.container_starts import is_share, tenant_of
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
 from gpumgr.agent.state import AgentState
+from gpumgr.common.aio import LogPace
 from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
@@ -102,7 +103,7 @@ class MemoryLimitWatcher:
         self._agent_state, self._owners, self._backends, self._clock = agent_state, owners, backends, owners.clock
         self._events = ContainerEvents(agent_state, containers=lambda: owners.latest.containers)
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
-        self._meter = meter
+        self._meter, self._unsaved = meter, LogPace(owners.clock)
         self._shares, self._pods = _Shares(pods, self._events), pods
         demands = BurstDemands(pods, self._events, obstacle=backends.obstacle_to_burst)
         self.bursts = Bursts(agent_state, demands)
@@ -150,7 +151,8 @@ class MemoryLimitWatcher:
         use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin_evaluation(ledger, use)
         obstacle = self._backends.obstacle_to_change
-        if await decide_resizes(self._agent_state, self._pods, self.bursts, use, most=self._rule.most, obstacle=obstacle):
+        most, unsaved = self._rule.most, self._unsaved
+        if await decide_resizes(self._agent_state, self._pods, self.bursts, use, most=most, obstacle=obstacle, unsaved=unsaved):
             ledger = self._agent_state.ledger
             shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
             use = join(ledger, sample, ownership.owners, index=index)

@@ -13,6 +13,7 @@ from gpumgr.agent.history import about
 from gpumgr.agent.pods import undecided_resize
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
+from gpumgr.common.aio import LogPace
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts, Resource
 from gpumgr.ledger.history import RESIZED, HistoryEntry
@@ -35,10 +36,11 @@ async def decide_resizes(
     *,
     most: Amounts,
     obstacle: Callable[[tuple[str, ...], Resource], str | None],
+    unsaved: LogPace,
 ) -> bool:
     """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
     containers use. `most`: how much a pod may have above its requests. `obstacle` returns why these mechanisms can't change a container's
-    limit of a resource; None: they can."""
+    limit of a resource; None: they can. `unsaved`: how often it is logged that a decision can't be saved."""
     known = agent_state.ledger.allocations
     if not any(undecided_resize(a, pods) for a in known.values()):
         return False
@@ -73,11 +75,9 @@ async def decide_resizes(
     try:
         await agent_state.change(decided)
     except CheckpointError as error:
-        log.error(
-            "resize_not_saved",
-            error=str(error),
-            consequence="the limits stay; the resize is tried again with the next sample",
-        )
+        if unsaved.due():
+            why = "the limits stay; the resize is tried again with each sample"
+            log.error("resize_not_saved", error=str(error), consequence=why)
         return False
     for entry in entries:
         write = log.info if entry.code == RESIZED else log.warning

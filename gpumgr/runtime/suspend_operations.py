@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from gpumgr.agent.ports import Runs
 from gpumgr.agent.state import AgentState
+from gpumgr.common.aio import LogPace
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import RESUMED, SUSPENDED
@@ -114,6 +115,7 @@ class SuspendOperations:
         self._agent_state, self._events, self._bursts, self._meter = agent_state, events, bursts, meter
         self._parts, self._pages, self._measure, self._clock = parts, parts.pages, measure, clock
         self.again_at: dict[AllocationId, float] = {}
+        self._unsaved = LogPace(clock)
         #: Operation in progress -> when the reason for which it waits was reported last.
         self._reported_at: dict[AllocationId, float] = {}
         #: Set by each change of a state.
@@ -271,9 +273,10 @@ class SuspendOperations:
             await asyncio.sleep(_SAVE_AGAIN_SECONDS)
 
     async def save_once(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Saves a state. An error is only logged, since a later call saves the state again."""
+        """Saves a state. An error is only logged, once a minute, since a later call saves the state again."""
         try:
             await self._agent_state.set_suspension(name, suspension)
             self.changed.set()
         except CheckpointError as error:
-            log.error("suspension_not_saved", allocation=name, error=str(error))
+            if self._unsaved.due():
+                log.error("suspension_not_saved", allocation=name, error=str(error))

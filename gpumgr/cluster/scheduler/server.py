@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 from gpumgr.cluster.scheduler.extender import NOT_LEADING, Extender
 from gpumgr.cluster.scheduler.metrics import outcome_of
 from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
+from gpumgr.common.aio import LogPace
 from gpumgr.common.foreign_text import UnreadableText, decode_answer
 
 _log = structlog.get_logger(__name__)
@@ -30,8 +31,6 @@ _OTHER_BYTES: Final = 16 << 20
 BODY_SECONDS: Final = 30.0
 #: Added to the age of a body, so that the size decides among bodies that have just begun to arrive.
 _YOUNG_SECONDS: Final = 0.01
-#: Connections that are cut for memory are logged at most once in this time.
-_LOG_SECONDS: Final = 60.0
 _Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
 _Result = FilterResult | BindResult | PreemptResult | list[HostPriority]
 
@@ -56,7 +55,7 @@ class Bodies:
         #: The unfinished bodies, the oldest first.
         self._arriving = dict[_Body, None]()
         self._total = 0
-        self._cut, self._logged_at = 0, float("-inf")
+        self._cut, self._pace = 0, LogPace(clock)
 
     @asynccontextmanager
     async def of(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
@@ -106,10 +105,10 @@ class Bodies:
         if body.request.transport is not None:
             body.request.transport.abort()
         self._cut += 1
-        if (now := self._clock()) >= self._logged_at + _LOG_SECONDS:
+        if self._pace.due():
             limit = f"bodies of requests take more than {self._total_bytes >> 20} MiB"
             _log.warning("requests_cut", path=body.request.path, last_peer=body.request.remote, count=self._cut, reason=limit)
-            self._cut, self._logged_at = 0, now
+            self._cut = 0
 
 
 def make_application(

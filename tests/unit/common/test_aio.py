@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.common.aio import (
-    BUG_LOG_SECONDS,
+    LOG_SECONDS,
     BugLog,
     DaemonCalls,
     DaemonExitedError,
@@ -192,7 +192,7 @@ def test_one_bug_a_minute_is_logged_with_the_number_of_all() -> None:
     now = 0.0
     bugs = BugLog("teller", clock=lambda: now)
     with capture_logs() as logs:
-        for now in (0.0, 1.0, BUG_LOG_SECONDS - 1, BUG_LOG_SECONDS, BUG_LOG_SECONDS + 1):  # noqa: B007
+        for now in (0.0, 1.0, LOG_SECONDS - 1, LOG_SECONDS, LOG_SECONDS + 1):  # noqa: B007
             bugs.record(LookupError("a bug"))
     assert [line["number"] for line in logs] == [1, 4]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
@@ -163,8 +164,11 @@ async def test_a_decision_that_is_not_saved_changes_no_limit() -> None:
     node = node_with(A)
     node.agent_state.checkpoint.full = True
     ask(node, "a", WEB, wants(20))
-    await node.sampled(uses(a=1))
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.sampled(uses(a=1))
     assert (limits(node), told(node)) == ({"a": (50, 512)}, [])
+    assert [each["event"] for each in logs] == ["resize_not_saved"]
     node.agent_state.checkpoint.full = False
     await node.sampled(uses(a=1))
     assert limits(node) == {"a": (20, 512)}

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
+from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.ledger import Allocation, MigDevice
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
@@ -285,6 +287,20 @@ async def test_an_operation_of_an_earlier_agent_is_continued(began: State, verb:
     node.agent_state.suspensions = {"a": Suspension(state=began, processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB})}
     await sampled(node, uses(a=0))
     assert (node.mover.done, state(node)) == ([(verb, "a")], ends)
+
+
+async def test_that_a_state_is_not_saved_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_key: str, _value: str) -> None:
+        raise CheckpointError("no space left")
+
+    node = running()
+    node.backends.held.add("a")
+    with monkeypatch.context() as full, capture_logs() as logs:
+        full.setattr(node.agent_state.checkpoint, "save_note", fail)
+        await sampled(node, uses(a=0))
+    assert ([each["event"] for each in logs], state(node)) == (["suspension_not_saved"], None)
+    await sampled(node, uses(a=0))
+    assert node.mover.done == [("resume", "a")]
 
 
 @pytest.mark.parametrize("unknown", ["container", "processes"])
