@@ -1,7 +1,7 @@
 """Decides which pods the quotas of their namespaces allow. Pure.
 
-The gate is the pod's scheduling gate gpumgr.io/quota. A claim is allocated some time after its pod's gate is removed. Until then it
-counts within each limit, so that no limit is exceeded wherever it is allocated. A claim that several pods share counts for each pod that
+The gate is the pod's scheduling gate gpumgr.io/quota. A claim is allocated some time after its pod has lost the gate. Until it is
+allocated, it counts within each limit, so that it exceeds no limit on any GPU. A claim that several pods share counts for each pod that
 waits with it.
 """
 
@@ -43,9 +43,9 @@ def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
 
 
 def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:
-    """`pods` have gates. They are examined in the order of their creation. A pod that must wait for other pods to end keeps its place: what
-    it asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims that
-    are not allocated yet, of pods without gates."""
+    """Decides for `pods`, which have gates, in the order of their creation. A pod that must wait for other pods to end keeps its place:
+    what it asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims
+    that are not allocated yet, of pods without gates."""
     decision, first = Decision(), dict[str, UnboundPod]()
     #: `granted`: the flights and the allowed pods. `reserved`: these and the waiting pods. `unused`: the same quotas with nothing in use.
     granted, reserved, unused = _Sums(quotas, flights), _Sums(quotas, flights), Quotas(quotas.limits)

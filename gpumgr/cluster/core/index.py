@@ -77,8 +77,8 @@ class _Node:
 
 
 class Largest(NamedTuple):
-    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs, without amounts that are at most another GPU's,
-    both in cores and in memory."""
+    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs; a GPU is left out if another one has as much of
+    both cores and memory."""
 
     idle_gpus: int
     free: tuple[Amounts, ...]

@@ -22,7 +22,7 @@ Totals = Counter[tuple[str, str, str]]
 #: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on full GPUs (see GPU_PARTS), so no pod can get it.
 #: "closed": free on GPUs that are unhealthy or cordoned.
 PARTS: Final = ("used", "free", "partial", "stranded", "closed")
-#: States of whole GPUs; "full": it has no free cores, or no free memory, or no place for a MIG device.
+#: States of a GPU; "full": it has no free cores, or no free memory, or no place for a MIG device.
 GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 

@@ -108,7 +108,8 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def gpu_digest(self) -> bytes:
-        """A digest of the pod's own request without CPU. It is the key of stored results, because constraints may have long texts."""
+        """A digest of the request without `cpu_milli` and `denied`. It is the key of stored results, because constraints may have long
+        texts."""
         return blake2b(repr((self.containers, self.constraints, self.node_policy)).encode(), digest_size=16).digest()
 
     @cached_property

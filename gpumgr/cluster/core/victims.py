@@ -68,9 +68,9 @@ def find_eviction(
     """The best set of victims among `pods` of this node; it is empty if the pod fits without an eviction. None if no set helps.
 
     Pods in `unbound` are not bound yet, so they can't be evicted. If such a pod has a lower priority, what it holds (an earlier preemption
-    freed that for the pod) counts as free for the preemptor. Pods in `ending` end anyway. `proposed`: the pods that kube-scheduler
-    proposes, also pods without GPUs. They stay victims; only if kube-scheduler chose them because the node has too few cores in total, a
-    better set may replace them.
+    freed that for the pod) counts as free for the preemptor. Pods in `ending` end anyway. `proposed`: the victims that kube-scheduler
+    proposes, also pods without GPUs. The set contains all of them, with one exception: if the node has too few cores in total (which alone
+    explains the proposal), and all of them are evictable here, a better set need not contain them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
     gone = (ending & pods.keys()) | (lower & unbound)
@@ -135,7 +135,8 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
         """The pods of this GPU, then also of the GPU that adds the fewest pods, and so on until the preemptor fits."""
         chosen, left = on[first], on.keys() - {first}
         while left and not fits(_uids(chosen)):
-            # Every set needs a pod with the pool's highest priority, so the number of pods decides first.
+            # Without the pods of the pool's highest priority the preemptor does not fit. So all sets have the same highest priority, which
+            # is left out of the comparison ([1:]).
             nearest = min(left, key=lambda gpu: (_cost(on[gpu] - chosen)[1:], gpu))
             chosen, left = chosen | on[nearest], left - {nearest}
         return chosen if left or fits(_uids(chosen)) else frozenset(pool)

@@ -47,8 +47,8 @@ class KeptRejections(OrderedDict[Hashable, tuple[Hashable, Rejection]]):
 
 @dataclass
 class RankWithinQuota:
-    """`rank` answers as ClusterIndex.rank, without the nodes and GPUs that the quota denies. `examine` runs before it, and does the slow
-    part in steps. `kept` None: nothing is kept for later questions, neither here nor in the index."""
+    """`rank` answers as ClusterIndex.rank, without the nodes and GPUs that the quota denies. `examine` does the slow part in steps; call it
+    before `rank`. `kept` None: nothing is kept for later questions, neither here nor in the index."""
 
     index: ClusterIndex
     quotas: Quotas

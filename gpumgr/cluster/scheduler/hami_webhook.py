@@ -1,5 +1,5 @@
-"""Completes pods that request HAMi's resources, in clusters without MutatingAdmissionPolicies: the rules of
-config/hami/admission-policies.yaml.
+"""Completes pods that request HAMi's resources, by the rules of config/hami/admission-policies.yaml, in clusters without
+MutatingAdmissionPolicies.
 
 config/hami/webhook.yaml selects the pods. Source: HAMi 2.10, pkg/scheduler/webhook.go, and MutateAdmission in
 pkg/device/nvidia/device.go.

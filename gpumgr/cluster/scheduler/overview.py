@@ -1,4 +1,5 @@
-"""What people and metrics see of the cluster: a row and sums for each node, and why a pod waits, whether or not it has reached the verbs.
+"""What people and metrics see of the cluster: a row and sums for each node, and why a pod waits, even if kube-scheduler has not called the
+extender for it. "Verbs" are the extender's calls: filter, prioritize, preempt and bind.
 
 Nodes are computed again only after a change. All work runs in slices, so that a verb never waits for all nodes.
 """
@@ -103,8 +104,8 @@ class ClusterOverview:
         return kind, ""
 
     async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
-        """The kind of reason without the quota. The index examines only a request that may fit by its sums: most waiting pods lack
-        resources in total, and kube-scheduler never passes them to the verbs."""
+        """The kind of reason without the quota. The index is asked only if some node has enough in total: most waiting pods lack even
+        that."""
         if not await self._enough_in_total(request):
             return "resources"
         # Results that the index keeps for the verbs are not displaced.

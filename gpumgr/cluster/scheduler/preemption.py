@@ -30,8 +30,8 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
-#: The most nodes that one call examines, and the most GPUs x pods on all of them but the last one. A node with 8 GPUs and 80 pods takes 20
-#: ms, one with 16 and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
+#: A call examines at most _MAX_NODES nodes, and no further node once the sum of GPUs x pods on the nodes before it reaches _MAX_WORK. A
+#: node with 8 GPUs and 80 pods takes 20 ms, one with 16 and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
 _MAX_NODES: Final = 32
 _MAX_WORK: Final = 20_480
 #: A node as it was examined. A choice has the positions of the GPUs in this state.

@@ -77,7 +77,7 @@ class Rejections:
         return self._index.names(found.offered) if found is not None else ()
 
     async def fitting(self) -> WatchedPod | None:
-        """A waiting pod that fits by now, and that kube-scheduler has not tried again for a while."""
+        """A waiting pod that fits by now, and that kube-scheduler has not tried again for a while; None if there is none."""
         now = self._clock()
         changed = self._index.take_changed()
         if self._changed and self._changed[-1].numbering != changed.numbering:

@@ -327,8 +327,8 @@ POLICIES: Final = ("least-fragmentation", "binpack", "spread", "random", *_SCORE
 
 
 def make_placer(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Placer:
-    """Makes one of POLICIES. `cpu_per_gpu_milli`: the CPU that an average pod requests beside one GPU, in thousandths; `fragmentation`: by
-    typical requests."""
+    """Makes one of POLICIES. `cpu_per_gpu_milli`: the CPU that an average pod requests beside one GPU, in thousandths; `fragmentation`, for
+    "fgd": measures nodes by typical requests."""
     match policy:
         case "least-fragmentation" | "binpack" | "spread":
             return CorePolicy(cluster, policy, cpu_per_gpu_milli)
@@ -338,6 +338,6 @@ def make_placer(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmenta
             return DraPolicy(cluster, random, _DRA[policy])
     rule = Fgd(fragmentation)
     score, choice = (rule.score, rule.choice) if policy == "fgd" else (_SCORES[policy], Node.tightest)
-    # The nodes have one random order for all decisions. The published simulator takes the first of equal nodes in an order of its own.
-    # Results in the file's order would not be comparable: files list equal nodes side by side.
+    # Among nodes of equal score, all decisions take the first one in the same random order; the published simulator has an order of its
+    # own. The file's order would distort results: files list equal nodes side by side, which would be filled one after another.
     return ScorePolicy(cluster, score, choice, [random.random() for _ in cluster.nodes])

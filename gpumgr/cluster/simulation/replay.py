@@ -104,7 +104,7 @@ def run(
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     placer = make_placer(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
-    #: From which second on how many GPU-milli are allocated, and how many pods wait.
+    #: (Second, GPU-milli that are allocated from then on, pods that wait from then on.)
     levels: list[tuple[float, int, int]] = []
     milli = length = last = 0
     started: dict[int, float] = {}
