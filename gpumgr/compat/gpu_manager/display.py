@@ -3,8 +3,8 @@
 Source of the shapes: proto/display/api.proto, as grpc-gateway v1 writes it. Fields have the names in that file. Fields that are zero or
 empty are left out, but not entries of maps and lists. An answer without any entry is {}.
 
-The service listens on gpu-manager's unix socket, and has the same answers as the web pages, computed from memory. Only old programs use
-the socket, so the agent also runs if it can't make the socket.
+The service listens on gpu-manager's unix socket, and has the same answers as gpumgr's HTTP pages with gpu-manager's paths (such as /usage),
+computed from memory. Only old programs use the socket, so the agent also runs if it can't make the socket.
 """
 
 import errno
@@ -135,8 +135,8 @@ class GpuDisplay:
     """The service object."""
 
     def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
-        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. Each call of a client calls one of them, on
-        the event loop."""
+        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. Calls of PrintGraph and PrintUsages call
+        them, on the event loop."""
         self._graph, self._usage, self._version = graph, usage, version
 
     def __mapping__(self) -> dict[str, Method]:

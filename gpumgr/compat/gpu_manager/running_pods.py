@@ -38,8 +38,8 @@ class TakeOver:
     ledger before their GPUs are offered, even if the driver lists a GPU late. A record is skipped if its pod is not in the kubelet's
     checkpoint, or if the API server has no such pod or reports that it has ended.
 
-    While the kubelet lists a running container with such ids that has no record, no device is offered: the GPU of that container would
-    be granted again. This ends when these containers have ended, or after a restart with a readable file.
+    While the kubelet lists a running container with such ids, and no record names its GPU, no device is offered: that GPU could be granted
+    twice. This ends when these containers have ended, or after a restart with a readable file.
 
     `remember` saves that the migration is finished; it may raise CheckpointError. It is None if an earlier process finished the migration:
     then there is work only if gpu-manager has run again. `clock` is monotonic, in seconds.
@@ -79,7 +79,7 @@ class TakeOver:
         self._absent_since: dict[tuple[str, str], float] = {}
 
     async def before_offer(self) -> None:
-        """To be called whenever the driver has listed GPUs, before they are offered. The caller holds the agent state's lock."""
+        """Takes the records over. Call it whenever the driver has listed GPUs, before these are offered, with the agent state's lock."""
         if self._pending:
             self._pending = False
             try:
@@ -120,7 +120,7 @@ class TakeOver:
     def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
         """The containers with GPUs that are neither in the ledger nor in `records`.
 
-        A record outside of the ledger counts for this only if the driver lists none of its GPUs: they are not offered anyway.
+        A record that is not in the ledger counts here only if the driver lists none of its GPUs, which are then not offered anyway.
         """
         shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
         found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
@@ -246,7 +246,7 @@ class TakeOver:
 
 
 def listed(holders: Mapping[tuple[str, str], PodKey | None]) -> str:
-    """(UID of the pod, container) -> the pod's name, as text; the first ones only."""
+    """The first of these containers as text, with their pods' names, or else their UIDs."""
     texts = list(_texts(holders))
     return ", ".join(texts[:_NAMED]) + (f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else "")
 

@@ -22,7 +22,7 @@ from gpumgr.settings.tree import legible
 
 _DEVICE_CONFIG: Final = "device-config.yaml"
 _NODE_CONFIG: Final = "config.json"
-#: Keys of both files, in lower case -> the setting with the same meaning for pods that keep HAMi's resources.
+#: Keys of device-config.yaml and config.json, in lower case -> the setting with the same meaning for pods that keep HAMi's resources.
 _NAMES: Final = {
     "resourcecountname": "count_resource",
     "resourcememoryname": "memory_resource",

@@ -160,7 +160,7 @@ def _link(
     score = set_score(score_matrix(topology), chosen)
     group = enclosing_group(build_tree(topology), mask_of(chosen))
     why = (
-        f"the best connected {count} of {len(free)} free GPUs that leave the others well connected: within {group.name}, "
+        f"{count} of {len(free)} free GPUs, for the best links among them and among the GPUs that stay free: within {group.name}, "
         f"score {score}"
     )
     return Placement(evaluator="link", gpus=chosen, score=score, why=why)

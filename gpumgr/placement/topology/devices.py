@@ -143,8 +143,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unlisted_sentence(self) -> str | None:
-        """A sentence about GPUs that NVML does not list; None if there are none. It names the GPUs by their PCI addresses, unless a listed
-        GPU may be among these."""
+        """A sentence about GPUs that NVML does not list; None if there are none. It names these GPUs by PCI address, unless an address may
+        be a listed GPU's."""
         if not self.unlisted:
             return None
         known = {gpu.bus_id for gpu in self.gpus}

@@ -66,7 +66,7 @@ class DriverMirror:
     """Concurrent calls run one after another; a call completes even if its caller is cancelled.
 
     In a container vcuda's library runs the program gpu-client: the file that the setting `client_path` names, or else an installed one that
-    volume.conf lists. `share_dir` and `whole_dir`: the links of the two volumes.
+    volume.conf lists. `share_dir`, `whole_dir`: the links to the volumes for shares and for whole GPUs.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ def pack_config(tenant: GpuShare) -> bytes:
     """The content of vcuda.config, which has the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
 
     Without a soft limit the cores are a hard limit (hard_limit 1). With a soft limit the container may use cores up to that limit while
-    others are idle. The library passes the two names to the client that registers the process. The client requires both and the agent
-    trusts neither: a name that the kubelet does not give is replaced by the allocation's id.
+    others are idle. The library passes the pod's uid and the container's name to the client that registers the process. The client requires
+    both, and the agent trusts neither, so the allocation's id replaces a missing one.
     """
     gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(

@@ -1,10 +1,11 @@
 """The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it when a process is about to use CUDA for the
 first time.
 
-Invariants: the caller is identified by the socket and the kernel; the message is not read. The kernel gives the pid of the calling
-process, and the process's cgroup shows its container, which is compared with the names that the kubelet gave. If a name is missing on
-either side (for example of an init container without an API server), the process must have the allocation's folder among its mounts. A
-refusal is a gRPC status with a sentence. The listener limits the bytes of a connection.
+Invariants: the caller is identified by the socket and the kernel; the message is not read. The kernel gives the pid of the calling process,
+and the process's cgroup shows its container, which is compared with the names that the kubelet gave. If the runtime or the kubelet did not
+give a name, the process must have the allocation's folder among its mounts (without an API server the agent knows no init container's
+name). A refusal is a gRPC status with a sentence. Since containers are not trusted, the listener (`slot`) closes a connection after 256
+KiB.
 """
 
 import asyncio
