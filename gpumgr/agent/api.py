@@ -138,7 +138,7 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of writes to the API server. `away`: the API server does not answer."""
+    """The queue of writes to the API server; the fields are those of gpumgr.agent.node_report.ApiQueueState."""
 
     waiting: int
     dropped: int

@@ -23,8 +23,8 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
 
 
 def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
-    """The container's undecided request for a resize (NO_RESIZE: back to what was granted); None: there is none, or the pod or the granted
-    amounts are not known yet."""
+    """The container's undecided request for a resize (NO_RESIZE: back to what was granted); None: there is none, the pod has ended, or the
+    pod or the granted amounts are not known yet."""
     view = find_pod(pods, a.pod, a.uid)
     if view is None or view.ended or a.reserved or (a.by_ids and not (a.held("core") and a.held("memory"))):
         return None

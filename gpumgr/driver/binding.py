@@ -55,7 +55,7 @@ EVENT_DOUBLE_BIT_ECC: Final = 0x2
 EVENT_XID: Final = 0x8
 FIELD_RECOVERY_ACTION: Final = 230
 
-#: How often to try to fetch a list that grows between the query of its size and the fetch.
+#: The number of tries to fetch a list that grows between the query of its size and the fetch.
 _LIST_TRIES: Final = 3
 _SYSTEM_NAME: Final = "libnvidia-ml.so.1"
 

@@ -188,7 +188,7 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
         compute_profile = _compute_profile(nvml, instance, profile.slices)
         compute = nvml.call("nvmlGpuInstanceCreateComputeInstance", instance, compute_profile)
         made.append(("nvmlComputeInstanceDestroy", compute))
-        # This is the handle of the MIG device. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
+        # `device` is the handle of the MIG device. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
         return read_mig_instance(nvml, gpu, nvml.call("nvmlComputeInstanceGetInfo", compute).device)
     except NvmlError:
         for function, part in reversed(made):

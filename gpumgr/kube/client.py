@@ -46,7 +46,7 @@ UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionE
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 #: Longer than the ten seconds for which the API server retries an eviction with a wrong UID before it refuses the eviction.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
-#: The shortest time between two reads of the files while credentials are refused: a read may run a program, and may give the same ones.
+#: The shortest time between two reads of the files while credentials are refused: a read may run a program, and nothing may have changed.
 _RENEW_SECONDS: Final = 5.0
 #: The longest Retry-After that is obeyed.
 MAX_RETRY_AFTER_SECONDS: Final = 120.0
@@ -91,8 +91,8 @@ class ApiServer:
         self._refused = False
         self._renewing = asyncio.Lock()
         self._renewal_due = -math.inf
-        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status.
-        #: Many objects may share the path of a POST.
+        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. The
+        #: name is there because many objects share the path of a POST.
         self._held: dict[tuple[Method, str, str], tuple[float, int]] = {}
         #: Why the last renewal failed; None: it did not fail.
         self._unreadable: SettingsError | None = None

@@ -26,7 +26,7 @@ ALLOCATIONS: Final = "gpumgr.io/allocations"
 #: The outcome of the admission of a pod, for HAMi's scheduler, which bound the pod.
 HAMI_PHASE: Final = "hami.io/bind-phase"
 
-#: A longer text has no reasons: Kubernetes accepts 256 KiB for all annotations of an object together.
+#: A longer text of ALLOCATIONS is written without reasons: Kubernetes accepts 256 KiB for all annotations of an object together.
 MAX_ALLOCATIONS_BYTES: Final = 64 << 10
 
 
@@ -123,8 +123,8 @@ def _json(value: object) -> str:
 
 
 def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
-    """The allocations of `text`, each with the ids of the MIG device at its place. `devices`: (UUID of the GPU, MIG device). Raises
-    ValueError."""
+    """HAMi's annotation `text` (MIG_ALLOCATIONS) with the driver's ids of the MIG device at each place. `devices`: (UUID of the GPU, MIG
+    device). Raises ValueError."""
     ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
 
     def completed(each: MigAllocation) -> MigAllocation:

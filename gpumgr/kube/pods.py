@@ -121,8 +121,8 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
 
 
 def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
-    """The container with the memory that HAMi's scheduler counts for a percentage: a part of the memory that the agent registered, that
-    is, without what other pods held on the GPU at that time."""
+    """The container with the memory that HAMi's scheduler wrote for a request in percent. It can't be computed again: the scheduler took a
+    part of the memory that was registered at the placement, without what other pods held then."""
     if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
         return container
     memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))

@@ -88,8 +88,8 @@ def wanted_limits(allocation: Allocation, view: PodView, memory_mebibytes: Mappi
 
 
 def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int]) -> Amounts:
-    """By how much, all together, resizes and bursts may take these containers of one pod above their requests. `limits`: container -> the
-    limit of its burst in MiB."""
+    """The sum of what resizes and bursts may add to the requests of these containers of one pod. `limits`: container -> the limit of its
+    burst in MiB."""
     above = Amounts()
     for a in allocations:
         for gpu, granted in a.gpus.items() if a.resized or a.container in limits else ():
@@ -98,5 +98,5 @@ def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int])
 
 
 def blocks_of_burst(mebibytes: int) -> int:
-    """How many memory blocks can't be granted because bursts hold so much."""
+    """How many memory blocks can't be granted because bursts hold this many MiB."""
     return -(-mebibytes // BLOCK_MEBIBYTES)

@@ -22,8 +22,8 @@ FindPod = Callable[[PodKey], PodView | None]
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The container for which the kubelet calls; what is not known is None.
 
-    `unconfirmed`: `List` did not show the pod, but no other known pod waits for such ids. `continues`: an allocation that this call
-    completes, judged by the order of the calls, though the allocation does not name the caller.
+    `unconfirmed`: `List` did not show the pod, but no other known pod waits for such ids. `continues`: an allocation with only the other
+    resource and without a container's name; by the order of the kubelet's calls this call completes it.
     """
 
     pod: PodKey | None = None
@@ -62,8 +62,8 @@ UNKNOWN_CALLER = Caller()
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
     """First container, in the kubelet's order, that lacks a resource that it requests.
 
-    Every container before the last one that holds ids has all its ids. This includes an init container without a name in its allocation
-    (its pod was not known at the grant).
+    Containers before the last one that holds ids are skipped: the kubelet goes in order, so they have all their ids, even if an init
+    container's allocation lacks the container's name (its pod was not known at the grant).
     """
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
@@ -109,7 +109,7 @@ def find_caller(
 
 
 def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
-    """The init container's allocation with these ids, if this call takes them over; None if the ids are new."""
+    """The init container's allocation with some of these ids, if this call takes them over; None if the ids are new."""
     holders = [a for a in ledger.holders(resource, masks) if a.init]
     for holder in holders:
         if common(masks, ledger.reusable(resource, holder.pod, holder.uid)):
@@ -118,7 +118,8 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """Marks an allocation with any of these ids as an init container's, and as this pod's, if it has neither a container nor another pod.
+    """The ledger in which each allocation with any of these ids, but without a container's name and another pod, is an init container's of
+    this pod.
 
     The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).
     """

@@ -1,7 +1,7 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
-A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID. The id of a replica is
-`<UUID>-<number>`, as in HAMi. The id of a MIG device is its UUID.
+A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID. A replica, an id of
+`nvidia.com/gpu`, is `<UUID>-<number>`, as in HAMi. The id of a MIG device is its UUID.
 
 A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core, block, replica or MIG device n.
 """

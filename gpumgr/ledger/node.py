@@ -102,8 +102,9 @@ def node_devices(
     replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
-    """`failed`: the GPUs that do not work. `replicas`: how many replicas each GPU may have now; a GPU on which MIG devices are created has
-    at most as many as MIG devices fit. `open_ids`: allocations of whole GPUs that may still get a memory call."""
+    """The Healthy ids of each registered GPU. `failed`: the GPUs that do not work. `replicas`: how many replicas each GPU may have now; a
+    GPU on which MIG devices are created has at most as many as MIG devices fit. `open_ids`: allocations of whole GPUs that may still get a
+    memory call."""
     now = at_present(node, ledger)
     return tuple(
         _gpu_devices(ledger, now, node, registered, replicas, open_ids)

@@ -301,7 +301,8 @@ def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection
 
 
 def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
-    """Pod UID -> pod. `entries`: (UID, container, ids) of the kubelet's checkpoint, found in PodResources by container and ids."""
+    """Pod UID -> pod. Each of `entries` (UID, container, ids; from the kubelet's checkpoint) is looked up in `listing` by container and
+    ids."""
     listed = {
         (container, frozenset(ids)): pod
         for pod in listing.pods
@@ -313,7 +314,7 @@ def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listin
 
 
 def _ids_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> Mapping[Resource, Masks]:
-    """Free ids of both resources for this record."""
+    """The ids to reserve for this record: for whole GPUs all their core ids, else free core and memory ids of its first GPU."""
     if record.cores >= CORES_PER_GPU:
         return {"core": dict.fromkeys(gpus, ALL_CORES)}
     gpu = gpus[0]

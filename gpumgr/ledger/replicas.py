@@ -1,4 +1,4 @@
-"""Containers of `nvidia.com/gpu`: chooses GPUs and one replica of each, and grants them with the amounts that the container requests.
+"""Containers of `nvidia.com/gpu`: chooses GPUs and one replica (id) of each, and grants them with the amounts that the container requests.
 
 * Each replica of a container is on a different GPU (on GPUs with MIG profiles several may be on one). The container has the same amounts
   of each GPU.

@@ -1,8 +1,8 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
-A request is decided once, by what its GPUs have left then. What exceeds the container's grant is taken from what is free there, then from
-what other containers hold but may not use since a resize. If that is not enough, suspended containers lend memory. It is used like a
-burst: when they resume, they get back what is not in use.
+A request is decided once, by what its GPUs have left at that time. What exceeds the container's grant is taken from what is free there,
+then from what other containers hold but may not use since a resize. If that is not enough, suspended containers lend memory. It is used
+like a burst: when they resume, they get back what is not in use.
 """
 
 from collections.abc import Callable, Collection, Mapping

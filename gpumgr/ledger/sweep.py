@@ -65,9 +65,9 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
-        """Whether `a` ends when `g` does. Names recur: an allocation without a UID that was granted after `g` may be a later pod's, and
-        stays. An allocation that was granted before `g` belongs to the same pod if `List` does not show it now, or never shows it (see
-        `unlisted`): `List` may show a later pod of that name."""
+        """Whether `a` ends when `g` does: `List` does not show `a`, or `a` was granted before `g` and `List` never shows it (see
+        `unlisted`; the listed pod of that name may be a later one). An allocation without a UID that was granted after `g` stays: it may
+        be a later pod's."""
         earlier = order.index(a.id) <= order.index(g.id)
         if a.uid is None and not earlier:
             return False

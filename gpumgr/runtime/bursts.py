@@ -46,14 +46,14 @@ class Bursts:
         self.growing: Collection[GpuName] = ()
         #: Only this class changes it.
         self.in_force = LimitsInForce()
-        #: Set at the end of the next evaluation, which makes another one.
+        #: Set once the next evaluation has computed its limits; each evaluation makes a new event.
         self._news = asyncio.Event()
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, ledger: Ledger, use: NodeUse) -> None:
-        """Call it first in each evaluation: it notes the limits that new containers may have. `use`: what the containers use by the new
-        sample."""
+        """Call it first in each evaluation of a sample: it notes the limits that new containers may have. `use`: what the containers use by
+        this sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
             if not self.in_force.last_number and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)

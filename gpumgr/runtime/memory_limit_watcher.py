@@ -224,8 +224,8 @@ class MemoryLimitWatcher:
             log.info("container_within_limit", **_log_fields(use))
 
     def _over_limit_message(self, use: ContainerUse) -> str:
-        """The sentence lacks the amount in use, which is in the log and the metrics, so that Kubernetes counts all repetitions as one
-        Event."""
+        """The event's message. It lacks the amount in use, which is in the log and the metrics, so that Kubernetes counts all repetitions
+        as one Event."""
         rule = self._rule
         return (
             f"container {use.container or '?'} is over its limit: it may use {_mebibytes(use.memory_limit_bytes)} MiB of memory on "

@@ -29,17 +29,17 @@ log = structlog.get_logger(__name__)
 REFUSED: Final = "GpuSuspendRefused"
 WAITS: Final = "GpuResumeWaits"
 FAILED: Final = "GpuSuspendFailed"
-#: How long a container's thread may need to call the driver after the library has found that calls are not held.
+#: How long a container's thread may need to call the driver after the limiter's library has found that calls are not held.
 HOLD_SECONDS: Final = 0.1
 #: How long a suspension waits for samples that were read while calls are held.
 _SAMPLES_SECONDS: Final = 15.0
-#: The pause before a refused resume is tried again doubles with every failure, from the first to the second value. The third value: the
-#: pause before a state is saved again.
+#: The pause before a failed resume is tried again doubles with every failure, from the first to the second value.
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
+#: The pause before a state is saved again.
 _SAVE_AGAIN_SECONDS = 1.0
 #: The pause after a suspension that failed.
 _FAILED_SECONDS: Final = 300.0
-#: How often the reason for which a resume waits is reported, since its figures change with every sample.
+#: The shortest time between two reports of why a resume waits: the figures in the reason change with every sample.
 _REPORT_SECONDS: Final = 60.0
 #: How long a resume waits until the limits of other containers are lowered; after that, only the free memory decides.
 _LOWER_SECONDS: Final = 12.0

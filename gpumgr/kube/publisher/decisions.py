@@ -31,7 +31,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import SuspensionsById
 from gpumgr.placement.pods import PodView
 
-#: How long after a change its pod is reported: the kubelet's calls for one pod arrive within milliseconds of each other.
+#: How long after a change of an allocation its pod is reported: the kubelet's calls for one pod arrive within milliseconds.
 SETTLE_SECONDS: Final = 0.3
 REPORT_SECONDS: Final = 1.0
 #: How often the annotations of all pods are compared with what the API server has.
@@ -130,7 +130,8 @@ class DecisionReporter:
                 self._due[a.id] = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> None:
-        """Reports each pod once all its allocations are due and the driver lists all its GPUs."""
+        """Reports each pod once all its allocations are due and the driver lists all its GPUs. Clears the annotations of active pods
+        without allocations."""
         ledger = self._agent_state.ledger
         shown = self._agent_state.inventory.gpus(ledger.gpu_registry)
         self._due = {each: due for each, due in self._due.items() if each in ledger.allocations}
@@ -206,7 +207,7 @@ class DecisionReporter:
                 self._record(config_event(self._node, entry))
 
     def _about(self, entry: HistoryEntry) -> ObjectRef | None:
-        """The entry's pod; None if its UID is not known. The kubelet's own event has the reason of a refusal, too."""
+        """The entry's pod; None if its UID is not known. Then no event is written, but the kubelet's own event has a refusal's reason."""
         allocation = self._agent_state.ledger.allocations.get(entry.id) if entry.id else None
         pod = entry.pod or (allocation.pod if allocation else None)
         uid = entry.pod_uid or (allocation.uid if allocation else None)

@@ -39,7 +39,7 @@ from gpumgr.placement.topology.devices import score_matrix
 from gpumgr.placement.topology.labels import gpu_labels
 
 #: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory lists allocations that are held for
-#: longer.
+#: longer than this.
 ENDING_SECONDS: Final = 15.0
 _MAX_TEXT: Final = 256
 

@@ -208,8 +208,8 @@ class Publisher:
             eviction.wanted_at = math.inf
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
-        """Replaces the evictions of the requester. Each pod is evicted as soon as its PodDisruptionBudget allows it. A refused request is
-        repeated by a call after the resync interval, or by any call with `immediately`."""
+        """Replaces the evictions of the requester (a drain, or the memory limit). Each pod is evicted as soon as its PodDisruptionBudget
+        allows it. A refused request is repeated by a call after the resync interval, or by any call with `immediately`."""
         now, wanted = self._clock(), {each.uid: each for each in evictions}
         for uid, eviction in wanted.items():
             desired = self._evictions.setdefault(uid, PodEviction(eviction.pod, uid))

@@ -90,8 +90,8 @@ class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
 class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
     """The whole node at one instant.
 
-    `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` lacks GPUs without a readable
-    process list. `unknown`: pids of processes in containers that are not known yet.
+    `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` has the sums of the unattributed
+    processes, not for GPUs without a readable process list. `unknown`: pids of processes in containers that are not known yet.
     """
 
     containers: Mapping[AllocationOnGpu, ContainerUse] = msgspec.field(default_factory=dict)
