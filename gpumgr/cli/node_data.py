@@ -24,7 +24,7 @@ from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.placement.pods import PodKey
-from gpumgr.web.state import node_state, pod_details
+from gpumgr.web.state import entries_of, node_state, pod_details
 
 Document = dict[str, Any]
 
@@ -99,7 +99,7 @@ def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
         live=False,
         state=to_json_data(replace(state, gpus=known(state.gpus))),
         pod=to_json_data(replace(details, gpus=known(details.gpus))) if details else None,
-        entries=[msgspec.to_builtins(entry) for entry in history if pod in (None, entry.pod)],
+        entries=[msgspec.to_builtins(entry) for entry in (entries_of(loaded.ledger, history, pod) if pod else history)],
     )
 
 

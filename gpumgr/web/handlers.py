@@ -35,6 +35,7 @@ from gpumgr.web.responses import (
     make_middleware,
     on_response_prepare,
 )
+from gpumgr.web.state import entries_of
 
 _HISTORY_SHOWN: Final = 100
 MAX_STREAMS: Final = 64
@@ -180,14 +181,14 @@ class Pages:
 
     async def history(self, request: web.Request) -> web.Response:
         """The entries with all fields, the newest first."""
-        entries = reversed(self._sources.history())
+        entries = self._sources.history()
         if (name := request.query.get("pod")) is not None:
-            pod = tuple(name.split("/"))
-            if len(pod) != 2 or not all(pod):
+            namespace, _, pod = name.partition("/")
+            if not (namespace and pod) or "/" in pod:
                 return failure(400, f"pod {name!r} is not of the form NAMESPACE/NAME")
-            entries = (entry for entry in entries if entry.pod == pod)
+            entries = entries_of(self._sources.view().ledger, entries, (namespace, pod))
         limit = _number(request, "limit", _HISTORY_SHOWN, HISTORY_ENTRIES)
-        chosen = [entry for entry, _ in zip(entries, range(limit), strict=False)]
+        chosen = entries[: -limit - 1 : -1]
         # A thousand entries of a node with many GPUs are a megabyte, so they are encoded on another thread.
         return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
 

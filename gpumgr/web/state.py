@@ -243,6 +243,11 @@ def pod_details(
     )
 
 
+def entries_of(ledger: Ledger, history: Sequence[HistoryEntry], pod: PodKey) -> list[HistoryEntry]:
+    """The entries about pods of this name, also those from before the name was known."""
+    return [entry for entry, holder in _with_holders(_holders(ledger, history), history) if holder[0] == pod]
+
+
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
     """The pod of each allocation by the newest information: some are granted before the pod's name is known, or with a wrong name."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}

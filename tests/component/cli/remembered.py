@@ -65,9 +65,11 @@ ENTRIES = (
 )
 
 
-async def remember(folder: Path, *, cordons: Mapping[str, Cordon] | None = None) -> None:
+async def remember(
+    folder: Path, *, cordons: Mapping[str, Cordon] | None = None, entries: tuple[HistoryEntry, ...] = ENTRIES
+) -> None:
     """Writes it, as an agent that has ended; GPUs with these UUIDs were cordoned."""
     checkpoint = SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0)
-    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=ENTRIES))
+    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=entries))
     await checkpoint.save_note(CORDONS_NOTE, encode_note(cordons or {}))
     assert await checkpoint.close()

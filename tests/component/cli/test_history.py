@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.cli.node_story import entry
 from tests.unit.cli.test_history_lines import LINES
@@ -13,7 +14,7 @@ from tests.unit.cli.test_history_lines import LINES
 from .conftest import Gpumgr
 from .fake_agent import FakeAgent
 from .process import Process
-from .remembered import remember
+from .remembered import ENTRIES, remember
 
 Start = Callable[..., Awaitable[Process]]
 
@@ -82,6 +83,12 @@ async def test_without_the_agent_the_checkpoint_is_read_and_hostile_names_are_es
         "2023-11-14 22:13:20Z  granted  team/resnet-0 (main)              30 cores    GPU0    share: the least free room\n"
         "2023-11-14 22:13:21Z  refused  team/\\x1b[2Jevil\\n                150 cores   -       invalid_request: 150 cores requested\n"
     )
+    of_pod = await gpumgr_command("history", "--pod", "team/resnet-0", "--output", "json")
+    assert numbers(of_pod.out) == [1]
+
+
+async def test_a_pod_has_the_entries_from_before_its_name_was_known(folder: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(folder, entries=(replace(ENTRIES[0], pod=None, pod_uid=None), ENTRIES[1]))
     of_pod = await gpumgr_command("history", "--pod", "team/resnet-0", "--output", "json")
     assert numbers(of_pod.out) == [1]
 

@@ -50,9 +50,8 @@ class Scene:
         self.states = LatestValue(b"")
         self.now = b'{"at": 1}'
         self.entries: list[HistoryEntry] = [
-            HistoryEntry(
-                number=1, at=1.0, what="granted", id="a", pod=("team", "share"), candidates=(Candidate(gpu=name_of(0), index=0),)
-            ),
+            # Its pod was not known yet; the ledger and the entry 3 name it.
+            HistoryEntry(number=1, at=1.0, what="granted", id="a", candidates=(Candidate(gpu=name_of(0), index=0),)),
             HistoryEntry(number=2, at=2.0, what="refused", id="c", pod=("team", "late"), why="no room", code="no_fit"),
             HistoryEntry(number=3, at=3.0, what="freed", id="a", pod=("team", "share")),
         ]
