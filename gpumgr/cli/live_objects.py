@@ -170,7 +170,6 @@ def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
 
 
 def _name(item: Any) -> str:
-    """The object's name for messages."""
     metadata = item.get("metadata") if isinstance(item, Mapping) else None
     texts = [metadata.get(part) for part in ("namespace", "name")] if isinstance(metadata, Mapping) else []
     return "/".join(str(text) for text in texts if text) or "without a name"

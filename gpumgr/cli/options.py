@@ -129,7 +129,7 @@ def effective_settings(
 
 
 def default_kubeconfig() -> Path | None:
-    """The default kubeconfig; None if it does not exist."""
+    """The first file of $KUBECONFIG, else ~/.kube/config; None if it does not exist."""
     named = os.environ.get("KUBECONFIG", "").partition(":")[0]
     path = Path(named) if named else Path.home() / ".kube" / "config"
     return path if path.is_file() else None

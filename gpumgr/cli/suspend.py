@@ -72,7 +72,7 @@ def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: st
 
 
 async def _annotate(name: PodKey, kubeconfig: Path | None, value: str, wait_seconds: float, wanted: str) -> _States:
-    """The last states of the containers. Raises GpumgrError."""
+    """Annotates the pod, waits, and returns the last states. Raises GpumgrError."""
     async with remote_pod(name, kubeconfig) as pod:
 
         def text_of(seen: Mapping[str, Any]) -> str:

@@ -138,8 +138,8 @@ class DaemonCalls:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
-        """Returns the result of `work`, or raises its error. Raises TimeoutError after `timeout_seconds`, or at once if an earlier call has
-        not returned or the system starts no further thread."""
+        """Returns the result of `work`, or raises its error. Raises TimeoutError after `timeout_seconds`; at once if an earlier call has
+        not returned, or if no thread can be started."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -287,9 +287,9 @@ async def persistently(
         await asyncio.sleep(pause_seconds)
 
 
-#: After this time a computing thread releases the GIL.
+#: `yielding_gil` releases the GIL after this time.
 _WORK_SECONDS: Final = 500e-6
-#: The thread then sleeps for this time, which is enough for a waiting event loop to run.
+#: It then sleeps for this time, which is enough for a waiting event loop to run.
 _RELEASE_SECONDS: Final = 50e-6
 
 

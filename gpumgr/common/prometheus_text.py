@@ -2,7 +2,7 @@
 family differs: OpenMetrics writes a counter's name without `_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4,
 OpenMetrics 1.0.
 
-prometheus_client takes 3 to 14 times as long to render a custom collector. That exceeds the goals for a scrape in docs/benchmarks.md.
+prometheus_client is not used for this: it takes 3 to 14 times as long to render a custom collector.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,7 +77,6 @@ def render_metric(metric: Metric) -> RenderedFamily:
 
 
 def page(families: Iterable[RenderedFamily], *, openmetrics: bool) -> bytes:
-    """The body of a scrape's response."""
     parts = [part for each in families for part in (each.head(openmetrics=openmetrics), each.lines)]
     return b"".join((*parts, b"# EOF\n")) if openmetrics else b"".join(parts)
 

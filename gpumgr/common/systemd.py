@@ -114,7 +114,6 @@ class Notifier:
         return None if self._watchdog_seconds is None else self._watchdog_seconds / 2
 
     def ready(self, status: str) -> None:
-        """Reports that the agent serves."""
         self._send("READY=1", _status(status))
 
     def status(self, text: str) -> None:
@@ -126,7 +125,6 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def stopping(self) -> None:
-        """Reports that the agent stops on purpose."""
         self._send("STOPPING=1", _status("stopping"))
 
     def _send(self, *lines: str) -> None:

@@ -111,8 +111,8 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: The DRA side that serves the remaining claims after a change of node.mode from dra to plugin, and also after a loss of the
-        #: ledger, since it is then unknown whether claims remain. Else None.
+        #: The DRA side that serves remaining claims after a change of node.mode from dra to plugin, or after a loss of the ledger (claims
+        #: may remain then). Else None.
         self.former_mode_dra = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
             self.former_mode_dra = self._make_dra(make_driver(settings), server, lost=loaded.lost)

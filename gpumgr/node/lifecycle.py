@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 FIRST_PODS_SECONDS = 0.2
 FIRST_SNAPSHOT_SECONDS = 10.0
 REPORT_SECONDS = 1.0
-#: How often the pods on drained GPUs are looked up again.
+#: The interval at which the pods on drained GPUs are looked up.
 EVICT_SECONDS = 60.0
 FIRST_REPORT_SECONDS = 0.1
 #: The number of this parameter of mallopt(3), from malloc.h.

@@ -3,13 +3,13 @@
 The second agent loads all that it can without the locks. It reports ready once it waits only for the locks; then the DaemonSet ends the
 first agent. The second agent polls the locks, so it continues some milliseconds after the first one has released them.
 
-In node mode dra the second agent also registers the driver with sockets of its own. The kubelet sends its calls to the driver that
+In node mode dra the second agent also registers the DRA driver with sockets of its own. The kubelet sends its calls to the DRA driver that
 registered last; the calls wait until the first agent has ended and the second one has its ledger. If the first agent has pods of mode
 plugin, the second one registers nothing.
 
-While it waits, the second agent opens a session with the driver and lists the pods and the containers (`Preload`), but changes nothing on
-the node. It reads the checkpoint to see whether this version can, and whether pods of mode plugin hold GPUs. It uses nothing else from it,
-since the agent that has the node still writes to it.
+While it waits, the second agent opens a session with NVIDIA's driver and lists the pods and the containers (`Preload`), but changes nothing
+on the node. It reads the checkpoint to see whether this version can, and whether pods of mode plugin hold GPUs. It uses nothing else from
+it, since the agent that has the node still writes to it.
 """
 
 import asyncio
@@ -185,7 +185,7 @@ class _Wait:
                 self._driver.plugin.waits_for = f"the new agent {text}"
 
     async def _register(self) -> None:
-        """In mode dra, registers the driver as soon as everything is loaded. From then on the kubelet's calls wait for this agent."""
+        """In mode dra, registers the DRA driver as soon as everything is loaded. From then on the kubelet's calls wait for this agent."""
         if self._driver is None:
             return
         await self._preload.loaded.wait()

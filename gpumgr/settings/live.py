@@ -38,7 +38,7 @@ RELOADED: Final = "reloaded"
 
 class Reload(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a reload. `settings`: the previous settings with the changed live keys (keys that take effect without a restart).
-    `applied`, `needs_restart`: the dotted keys that differ, in the order of the sections."""
+    `applied` (live) and `needs_restart`: the dotted keys that differ, in the order of the sections."""
 
     settings: Settings
     applied: tuple[str, ...]
@@ -105,7 +105,6 @@ class SettingsReloader:
         self._rejected: str | None = None
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
         asked = self._source.asked
         while True:
             await wait_at_most(asked, until_tick(self._check_seconds))

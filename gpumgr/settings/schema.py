@@ -165,7 +165,7 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Takes the fullest or the emptiest of the GPUs that fit a share.
+    #: For shares: take the fullest (binpack) or the emptiest (spread) of the GPUs that fit.
     policy: Annotated[Literal["binpack", "spread"], LIVE] = "binpack"
     #: Grant shares of a GPU (less than 100 cores).
     share_mode: Annotated[bool, LIVE] = True

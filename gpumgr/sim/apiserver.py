@@ -235,7 +235,6 @@ class SimApiServer:
 
 
 def _document_of(pod: SimPod, status: PodStatus, node: str, created: str, *, controlled: bool) -> Document:
-    """The pod as a document of the API server."""
     said = {"phase": status.phase, "reason": status.reason, "message": status.message}
     owners = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": pod.name, "uid": f"rs-{pod.uid}", "controller": True}]
     return {

@@ -205,7 +205,6 @@ class SimKubelet:
         return dict(self._devices.devices.get(resource, {}))
 
     def held(self, uid: str, container: str, resource: str) -> frozenset[str]:
-        """The ids that a container holds."""
         holding = self._devices.holding(uid, container, resource)
         return holding.ids if holding is not None else frozenset()
 

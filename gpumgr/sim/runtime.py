@@ -48,7 +48,6 @@ class SimRuntime:
     # -- life cycle --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listens, also after a `stop`."""
         self._server = DrainingServer([self])
         await self._server.start(path=str(self.socket))
 

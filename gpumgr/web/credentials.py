@@ -149,7 +149,7 @@ def _stamp(*paths: Path) -> _Stamp:
 
 
 def _read(key: str, path: Path, most_bytes: int) -> bytes:
-    """Raises SettingsError."""
+    """The file that the setting `key` names. Raises SettingsError."""
     try:
         return read_bounded(path, most_bytes)
     except OSError as error:

@@ -52,8 +52,6 @@ gpumgr_waits_for_agent 1
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a maintenance request."""
-
     reason: str = ""
     evict: bool = False
 
@@ -292,7 +290,7 @@ def probe_response(request: web.Request, reasons: Sequence[str], *, notes: Seque
 
 
 def _number(request: web.Request, name: str, default: int, most: int) -> int:
-    """Raises HTTPBadRequest."""
+    """A query parameter, from 1 to `most`. Raises HTTPBadRequest."""
     text = request.query.get(name, str(default))
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and 1 <= int(text) <= most):
         raise web.HTTPBadRequest(reason=f"{name} is not a whole number from 1 to {most}")

@@ -46,7 +46,7 @@ _AIOHTTP_LOG.disabled = True
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """`connections`: the most connections; further TCP connections are closed at once. Unix connections count, but are never refused.
 
-    A connection ends if its handshake, and then the headers of its first request, take more than `request_seconds`; if it is idle for
+    A connection ends if its handshake, or afterwards its first request's headers, take more than `request_seconds`; if it is idle for
     `idle_seconds`; or if the client leaves a response unread for `unread_seconds`. For `stop_seconds` see `HttpServer.stop`.
     """
 

@@ -1,6 +1,7 @@
 """Answers Prometheus, the web page, scripts and gpu-manager's clients from memory.
 
-No read request makes the agent call the driver, the kubelet or the API server. Documents with readers are rendered once a sample period.
+No read request makes the agent call the driver, the kubelet or the API server. /metrics and /api/state are rendered once a sample period,
+while they have readers.
 """
 
 import asyncio
@@ -92,7 +93,7 @@ class ReadModel:
     # -- once a sample period ----------------------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
-        """Renders the documents that have readers."""
+        """Renders /metrics and /api/state, if they have readers."""
         await self._exposition.refresh()
         if self._states.readers:
             async with self._rendering:
@@ -187,7 +188,6 @@ class ReadModel:
         return ("the driver's library does not answer" if hardware.sampled_at else "no driver was found yet",)
 
     def status(self) -> str:
-        """One line for `systemctl status`."""
         states, hardware = self._components.link.states.values(), self._components.hardware_events
         mode = "mode dra, " if self._components.dra is not None else ""
         registered = f"{mode}registered {sum(state.registered for state in states)}/{len(states)}"
@@ -217,11 +217,11 @@ class ReadModel:
         return usage_message(self.report(), self._pods)
 
     def history(self) -> Sequence[HistoryEntry]:
-        """Oldest first."""
+        """The entries, oldest first."""
         return self._components.agent_state.history.entries()
 
     def pod(self, namespace: str, pod: str) -> PodDetails | None:
-        """None if nothing is known of the pod."""
+        """What is known of a pod; None: nothing."""
         return pod_details(self.report(), self._pods.get((namespace, pod)), namespace, pod, self.history())
 
     async def maintain(self, wanted: MaintenanceRequest) -> MaintenanceResult:

@@ -48,7 +48,7 @@ _NO_SAMPLE: Final = GpuSample(uuid="")
 
 
 def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Callable[[], float] = time.monotonic) -> NodeState:
-    """`history` is oldest first; `clock` returns monotonic seconds, for the age of the sample."""
+    """The document of /api/state. `history` is oldest first; `clock` returns monotonic seconds, for the age of the sample."""
     snapshot = report.view.inventory.snapshot
     topology, rows = snapshot.topology, range(len(snapshot.topology))
     return NodeState(
@@ -196,7 +196,8 @@ Holder = tuple[PodKey | None, str | None]
 def pod_details(
     report: NodeReport, view: PodView | None, namespace: str, pod: str, history: Sequence[HistoryEntry]
 ) -> PodDetails | None:
-    """None if nothing is known. `view` is the API server's pod of this name (None: there is none), `history` is oldest first.
+    """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod of this name (None: there is none),
+    `history` is oldest first.
 
     The history has the entries of all pods of this name, and the entries of their GPUs during the allocations.
     """

@@ -67,7 +67,7 @@ async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_second
 
 
 async def look_at_plugins(folder: Path) -> CheckResult:
-    """Other device plugins for these GPUs."""
+    """Whether another device plugin serves these GPUs."""
     if not await aside(folder.is_dir):
         return skipped(f"{folder} is no folder")
     found = await aside(lambda: answering(folder))

@@ -202,7 +202,7 @@ def text_fields(values: Iterable[str]) -> bytes:
         return b"".join([field(1, each.encode()) for each in values])
 
 
-#: Length -> tag and length of a short string in field 1. The regular expression finds such fields, but may also match other bytes.
+#: Length -> tag and length of a short string in field 1. `_SHORT_TEXTS` finds such fields, but may also match other bytes.
 _HEADS: Final = tuple(f"\n{chr(size)}" for size in range(0x80))
 _SHORT_TEXTS: Final = re.compile("\n[\0-\x7f]([^\n]{0,127})")
 _TAGS: Final = tuple(bytes([number << 3 | BYTES]) for number in range(16))

@@ -162,7 +162,6 @@ class SimulatedNode:
         self.runtime.run(pod, "main")
 
     def set_status(self, pod: SimPod, status: PodStatus) -> None:
-        """Sets the pod's status in the API server."""
         self.pods[pod.uid] = pod
         if self.api is not None:
             self.api.put(pod, status)

@@ -150,7 +150,6 @@ class AgentProcess:
             self._process.send_signal(number)
 
     async def close(self) -> None:
-        """Kills the process if it still runs."""
         if self._reader is not None:
             await self.kill()
 

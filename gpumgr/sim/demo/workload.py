@@ -68,7 +68,6 @@ class Workload:
             yield Use(pod=pod, container=container.name, memory_bytes=memory_bytes, sm_percent=sm_percent)
 
     def _granted_bytes(self, container: SimContainer, gpus: frozenset[GpuName]) -> int:
-        """The granted bytes on each of its GPUs."""
         if container.cores < CORES_PER_GPU:
             return container.memory_blocks * BLOCK_BYTES
         models = [self._node.description.model_of(self._node.indices[gpu]) for gpu in gpus]
@@ -92,7 +91,8 @@ _REFUSAL_ROUNDS: Final = 4
 
 
 class Activity:
-    """Continues after the script, when shares run on one GPU: deletes the pod `patient`, then repeats rounds of events."""
+    """Rounds of events after the script: each replaces a short-lived pod; in some a pod is refused, a share exceeds its memory, or a
+    process runs outside of the containers."""
 
     def __init__(self, node: SimulatedNode, work: Workload) -> None:
         self._node, self._work = node, work

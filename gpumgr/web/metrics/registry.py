@@ -197,7 +197,6 @@ class Metrics:
         self._xids.labels(uuid or "", str(number) if 0 <= number <= _LAST_XID else "other").inc()
 
     def went_over(self) -> None:
-        """A container has gone over its memory limit."""
         self._over_limit.inc()
 
     def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
@@ -210,19 +209,15 @@ class Metrics:
         self._resume_waits.observe(waited_seconds)
 
     def evicted(self) -> None:
-        """The eviction of a pod was requested."""
         self._evictions.inc()
 
     def found(self, backend: str, code: str) -> None:
-        """An enforcement backend reported a finding."""
         self._findings.labels(backend if backend in BACKENDS else "other", code if code in FINDINGS else "other").inc()
 
     def batched(self, seconds: float) -> None:
-        """A reading of all GPUs took this long."""
         self._batch.observe(seconds)
 
     def lagged(self, seconds: float) -> None:
-        """The event loop ran a timer this late."""
         self._lag.observe(seconds)
 
     # -- rendering ---------------------------------------------------------------------------------------------------------
