@@ -1,9 +1,9 @@
 """The interface of an enforcement mechanism; the backend "none", which limits nothing; and the choice of the mechanisms of a node. A new
 mechanism needs a module, its settings, and a line where the backends are constructed.
 
-Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` once a sample while it
-runs; `cleanup` when the allocation is gone and the container has no process. The agent may end and start again at any point: what must
-survive is on disk or in separate processes, and `recover` takes it over.
+Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` after each sample of the
+GPUs' use while the container runs; `cleanup` when the allocation is gone and the container has no process. The agent may end and start
+again at any point: what must survive is on disk or in separate processes, and `recover` takes it over.
 
 The mechanisms of a share are the node's choice and the operator's overrides. Nothing that a pod's owner can write counts. `auto` uses the
 driver's own memory limits where the node has them, and gpumgr's limiter for everything else. The other mechanisms are used where the

@@ -1,7 +1,7 @@
 """The processes of a container: their pids on the host and in the container, and the folders of allocations that they have mounted.
 
-A pid namespace and a pid in it identify a process; the limiter's library writes both into the process's record in the container's pages.
-While any process has an allocation's folder mounted, the allocation's container is alive.
+A pid namespace and a pid in it identify a process; the limiter's library writes both into a file that it shares with the agent. While any
+process has an allocation's folder mounted, the allocation's container is alive.
 """
 
 import os

@@ -40,8 +40,8 @@ class PodSandbox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas`, or a number of MIG devices (`instances`).
-    `priority`: a lower number has precedence."""
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas` (HAMi's resources), or a number of MIG devices
+    (`instances`). `priority`: a lower number has precedence."""
 
     name: str
     kind: ContainerKind = "app"

@@ -1,8 +1,8 @@
 """Watches claims, templates and ResourceSlices beside the objects of the scheduler's index, and keeps the pods that wait for the
 controller.
 
-In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count nodes in mode plugin and in mode dra
-together.
+In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count nodes with device plugins and nodes
+with DRA together.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class ClaimWatches(ClusterWatches):
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
         """The gated pods for which all claims exist, each with its demand; and the demands of other pods' unallocated claims."""
-        nodes = filter(None, map(self.index.node, self._slices))  # claims get no GPUs of nodes in mode plugin
+        nodes = filter(None, map(self.index.node, self._slices))  # claims get no GPUs of nodes with device plugins
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         self._kinds = kinds = kinds or self._kinds
         self._forget_left()
@@ -161,7 +161,7 @@ class ClaimWatches(ClusterWatches):
         self.changed.set()
 
     def _complete(self, state: NodeState) -> NodeState:
-        """Replaces the GPUs of a node in DRA mode by the GPUs of its ResourceSlice."""
+        """Replaces the GPUs of a node with DRA by the GPUs of its ResourceSlice."""
         found = self._slices.get(state.name)
         if found is None or not found.gpus:
             return state

@@ -27,11 +27,11 @@ GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
-    known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with HAMi's resources may share it. `scaling`:
-    the node's factors for such containers; None: the factors in the scheduler's settings apply, and each request contains them. `mig`: if
-    not empty, the GPU has no shares. Each container with HAMi's resources then gets a MIG device of one of these profiles, created on
-    demand."""
+    """`uuid` and `model` are empty on a node without inventory (the agent's annotation with its GPUs). `memory_mebibytes` is what the node
+    offers of this GPU; `numa` -1 = not known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with
+    HAMi's resources may share it. `scaling`: the node's factors for such containers; None: the factors in the scheduler's settings apply,
+    and each request contains them. `mig`: if not empty, the GPU has no shares. Each container with HAMi's resources then gets a MIG device
+    of one of these profiles, created on demand."""
 
     uuid: str = ""
     model: str = ""

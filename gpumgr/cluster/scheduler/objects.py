@@ -162,9 +162,9 @@ Inventory = Literal["used", "outdated", "unusable", "none"]
 
 
 class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """`inventory`: how the scheduler sees the node's GPUs. "outdated": the inventory has more GPUs than the kubelet of this Ready node, so
-    the agent was removed, or can't write. "none": the GPUs are derived from the node's capacity (gpu-manager's nodes), or there are none.
-    `problem`: why its inventory or capacity is not used."""
+    """`inventory`: how the scheduler sees the node's GPUs. "outdated": the inventory (the agent's annotation with its GPUs) has more GPUs
+    than the kubelet of this Ready node, so the agent was removed, or can't write. "none": the GPUs are derived from the node's capacity
+    (gpu-manager's nodes), or there are none. `problem`: why its inventory or capacity is not used."""
 
     uid: str
     state: NodeState

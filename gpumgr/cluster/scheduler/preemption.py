@@ -1,4 +1,4 @@
-"""The extender's verb preempt, and GPUs that are kept for the pods that preempt.
+"""The extender's verb (call of kube-scheduler) preempt, and GPUs that are kept for the pods that preempt.
 
 kube-scheduler evicts the victims and nominates their node for the pod (status.nominatedNodeName). Until the pod is bound, other pods of the
 same or a lower priority must not take the GPUs. So the GPUs are assumed for the pod while the victims still hold them, and stay taken when

@@ -1,4 +1,4 @@
-"""The HTTP server of the extender: the verbs under /scheduler, and /readyz.
+"""The HTTP server of the extender: the verbs (kube-scheduler's calls) under /scheduler, and /readyz.
 
 The response to a verb has status 200 even for an error: `filter` and `bind` report it in the field `Error`, which kube-scheduler shows in
 the pod's events. A replica that does not lead answers 503 and closes the connection, so that the client's next connection reaches the

@@ -1,8 +1,8 @@
 """The policies by name. A policy decides where a pod goes; the GPUs of the node are part of the decision.
 
 The reference policies are compared with the scheduler's own. random, best-fit, dot-product, packing, clustering and fgd follow the
-published simulator of FGD (USENIX ATC '23): scores are integers from 0 to 100, computed from CPU and the sum of the free GPU-milli, which
-are relative to 128 CPUs and 8 GPUs. The class DraPolicy models kube-scheduler with Dynamic Resource Allocation.
+published simulator of FGD (USENIX ATC '23): scores are integers from 0 to 100, computed from CPU (relative to 128 CPUs) and the sum of the
+free GPU-milli (thousandths; relative to 8 GPUs). The class DraPolicy models kube-scheduler with Dynamic Resource Allocation.
 """
 
 from bisect import bisect_left, insort

@@ -1,4 +1,5 @@
-"""Monitors the region of one container: reports findings and repairs limits. Blocks: call it on a thread.
+"""Monitors the region of one container (the file that HAMi-core's library shares with the agent): reports findings and repairs limits.
+Blocks: call it on a thread.
 
 The agent decides the limits. The region only shows which processes run under the library; its limits are never trusted.
 """
@@ -21,8 +22,8 @@ from gpumgr.enforcement.hami_core.repairs import Repair
 from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
 
-#: The library takes a slot shortly after a process's first context appears, so a process without a slot is reported only after this number
-#: of consecutive checks.
+#: The library takes a slot (a record in the region) shortly after a process's first context appears, so a process without a slot is
+#: reported only after this number of consecutive checks.
 CHECKS_UNREGISTERED: Final = 3
 #: The library looks up the host pid of each process once. A lookup takes up to a second, and only one process does it at a time. If the
 #: host pid is still wrong at this number of checks, the process itself writes it, which counts as tampering.

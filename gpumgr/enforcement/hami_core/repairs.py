@@ -27,8 +27,8 @@ from gpumgr.ledger.gpu_share import GpuShare
 
 #: If a slot's seqlock is odd for longer than this, and its writer does not run, the writer was killed while it wrote.
 STUCK_SECONDS: Final = 2.0
-#: The library holds the semaphore `postinit` for a second at most. If nothing changes for this time, and no possible holder runs, the
-#: holder is gone.
+#: A process in cuInit holds the semaphore `postinit` for a second at most. If nothing changes for this time, and no possible holder runs,
+#: the holder is gone.
 HELD_SECONDS: Final = 5.0
 #: If nothing changes for this time, `postinit` is freed even if a possible holder runs: the library's waiters give up then, too.
 HELD_AT_MOST_SECONDS: Final = 30.0

@@ -1,5 +1,6 @@
-"""Monitors a container's pages from its start to its end: restores what the container changed, frees the slots (records) of ended
-processes, and writes for the library how many bytes the driver uses beyond the library's count. Blocks: call it on a thread.
+"""Monitors the pages of one start of a container, files that it shares with the agent: restores what the container changed, frees the slots
+(records) of ended processes, and writes for the library how many bytes the driver uses beyond the library's count. Blocks: call it on a
+thread.
 """
 
 import threading

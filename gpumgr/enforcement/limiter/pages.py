@@ -1,7 +1,7 @@
-"""The content of a container's pages: the layout of pages.h, as values. Pure.
+"""The content of a container's pages (files that it shares with the agent) as values; the layout is that of pages.h. Pure.
 
-Agent and arbiter write `limits`. The container can write `use` (a slot for each process) and `turn` (by which the arbiter gives turns):
-their bytes can be anything, so limits are never read from there.
+Agent and arbiter write `limits`. The container can write `use` (a slot for each process) and `turn` (by which the arbiter, a thread of the
+agent, gives containers turns to run kernels): their bytes can be anything, so limits are never read from there.
 """
 
 import ctypes
@@ -220,7 +220,7 @@ def resume_requests_word() -> tuple[int, bytes]:
 
 
 def decode_resume_requested(head: bytes) -> bool:
-    """Whether a thread waits for the end of a suspension, or did; `head` as for `decode_counts`."""
+    """Whether a thread has waited for the resume since the last suspension began; `head` as for `decode_counts`."""
     return bool(_UseHead.from_buffer_copy(head).resume_requests)
 
 

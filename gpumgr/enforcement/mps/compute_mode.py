@@ -1,4 +1,4 @@
-"""The compute mode of a shared GPU: EXCLUSIVE_PROCESS, so that a process that does not use the daemon gets no context.
+"""The compute mode of a GPU that MPS shares: EXCLUSIVE_PROCESS, so that a process that does not use the MPS daemon gets no context.
 
 The former mode is on record until it is restored. An agent restores it even after a restart, or if mps.exclusive_process is off by then.
 """

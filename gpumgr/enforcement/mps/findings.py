@@ -21,7 +21,8 @@ class Tampering(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU's daemon at its last check. `clients`: pid -> namespace. `server_user`: the user of the server; None: no server runs.
+    """One GPU's daemon at its last check. `clients`: pid -> MPS namespace (the allocation's id; None in protocol 2). `server_user`: the
+    user of the server; None: no server runs.
 
     `multiuser`: the server serves clients of all users. `suspects`: the containers that may have caused `tampering`.
     """

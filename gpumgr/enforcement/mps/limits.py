@@ -99,7 +99,7 @@ class Namespaces(msgspec.Struct):
     async def put(self, daemon: DaemonClient, shares: Shares, names: Collection[AllocationId], *, anew: bool) -> None:
         """Creates missing namespaces of `names`, sets their limits and checks them: a namespace without limits gets the whole GPU.
         `anew`: also limits that were set already. Raises MpsError."""
-        # A run of the program costs milliseconds: a namespace without a socket is created without listing namespaces first.
+        # A namespace without a socket is created without listing namespaces first, since a run of the program costs milliseconds.
         there = {name for name in names if (daemon.folder.namespace(name) / "control").exists()}
         known = {name: limits for name, (limits, _) in self._set.items() if name in there and not anew}
         new = {name: share for name, share in shares.items() if name in names and share.limits != known.get(name)}

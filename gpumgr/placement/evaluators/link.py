@@ -13,7 +13,7 @@ Two ideas make the search fast enough for plain Python:
 * GPUs with the same scores to all others are interchangeable, so it matters only *how many* GPUs of each class a set has. A
   two-socket NVSwitch box of 16 has 81 states instead of 65,536. A GPU that is like no other is a class of one; with only such
   classes, the search is over masks.
-* Scores are turned into losses. A member of a set loses its k-1 best scores, summed, less its scores within the set.
+* Scores are turned into losses. The loss of a set's member is the sum of its k-1 best scores minus its scores within the set.
   Losses are never negative, and the least sum of losses is the highest sum of scores. So with candidates sorted by loss, the search
   stops at the first candidate that alone is worse than the best answer.
 
