@@ -57,8 +57,8 @@ _UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutEr
 _POLL_SECONDS: Final = 0.25
 #: Refusals of the same kind, and dropped events, are logged once in this time.
 _LOG_AGAIN_SECONDS: Final = 3600.0
-
-
+#: The API server's words for a write to a namespace that is being deleted, with status 403: no right is missing.
+_TERMINATING: Final = "because it is being terminated"
 #: The writes to the Node, which are counted as "node".
 _NODE: Final = ("annotations", "labels", "condition")
 
@@ -100,7 +100,7 @@ class _DeliveryLog:
         elif error.status == 404 and desired.what in _NODE:
             remedy = f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
         self.count(desired, "refused")
-        if self._is_new(desired.rights, error.status):
+        if _TERMINATING not in str(error) and self._is_new(desired.rights, error.status):
             _log.warning("announcement_refused", what=desired.what, error=str(error), remedy=remedy)
         return remedy
 
@@ -276,7 +276,7 @@ class Publisher:
             if outage or (error.status in _RETRIED and (error.status != 409 or desired.attempts < _MAX_CONFLICTS - 1)):
                 return self._retry(desired, error)
             remedy = self._log.refused(desired, error)
-            if isinstance(desired, PodEviction):
+            if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
                 why = f"{error}; {remedy}" if error.status == 403 else str(error)
                 self._refused_evictions[desired.uid] = desired.eviction, why
             if desired.insists:

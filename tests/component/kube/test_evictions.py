@@ -1,5 +1,6 @@
 """Evictions: which pods, for whom, and what a PodDisruptionBudget does to them."""
 
+import asyncio
 from pathlib import Path
 
 from aiohttp import web
@@ -99,6 +100,24 @@ async def test_an_eviction_that_is_withdrawn_while_it_waits_for_its_token_is_nei
     await stage.written()
     assert sim.requests == ["pod"] * 100 + ["event"]
     assert stage.publisher.state().written == {("pod", "ok"): 100, ("event", "ok"): 1}
+
+
+async def test_the_refusal_of_an_eviction_that_was_withdrawn_during_its_request_is_not_reported(
+    api: FakeApiServer, odd: Stage
+) -> None:
+    withdrawn = asyncio.Event()
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        await withdrawn.wait()
+        return await status(403, "no")(request)
+
+    api.writes.append(late)
+    odd.evict(POD, "uid-0")
+    await odd.until(lambda: len(api.written) == 1)
+    odd.withdraw("uid-0")
+    withdrawn.set()
+    await odd.until(lambda: odd.publisher.state().written == {("eviction", "refused"): 1})
+    assert not odd.publisher.take_refused_evictions()
 
 
 async def test_a_pod_stays_only_when_no_requester_wants_it_evicted(sim: SimApiServer, stage: Stage) -> None:

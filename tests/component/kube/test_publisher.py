@@ -383,6 +383,15 @@ async def test_an_answer_that_is_no_node_is_not_patched(api: FakeApiServer, odd:
     assert api.written == []
 
 
+async def test_a_namespace_that_terminates_is_no_missing_right(api: FakeApiServer, odd: Stage) -> None:
+    text = 'events "x" is forbidden: unable to create new content in namespace team because it is being terminated'
+    api.writes.append(status(403, text))
+    with capture_logs() as logs:
+        odd.warn("too much")
+        await odd.written()
+    assert logs == []
+
+
 @pytest.mark.parametrize(
     ("body", "error"),
     [
