@@ -6,6 +6,7 @@ host makes later must propagate into the pod.
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
 #: Exit status of the loader (a library is missing) and of wrappers: the program is missing or can't be executed.
 _NOT_RUN: Final = (126, 127)
+#: The limit of a program's output. The rest can't be written: a container that answers in the daemon's place could send without end.
+_MAX_BYTES: Final = 1 << 20
 #: Separate from asyncio's threads: on each GPU a program that hangs can block one until the time limit.
 _THREADS: Final = ThreadPoolExecutor(32, "mps-control")
 _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
@@ -80,9 +83,11 @@ class ControlProgram:
     async def communicate(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
         """Runs a command where the control program runs: on the host if `before` is set. Returns the exit status, and the output on stdout
         and stderr. Raises MpsTransientError."""
-        return await self._execute([*self._before, *argv], environment, text, subprocess.PIPE)
+        return await self._execute([*self._before, *argv], environment, text, None)
 
-    async def _execute(self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int) -> tuple[int, str]:
+    async def _execute(
+        self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int | None
+    ) -> tuple[int, str]:
         """Runs the command on a thread, since asyncio's subprocesses take 1.5 times as long."""
         limited = partial(_run, argv, environment, text, output, self._timeout_seconds)
         return await asyncio.get_running_loop().run_in_executor(_THREADS, limited)
@@ -111,33 +116,40 @@ class DaemonClient(msgspec.Struct, frozen=True):
             raise
 
 
-def _run(argv: Sequence[str], environment: Mapping[str, str], text: str, output: int, limit_seconds: float) -> tuple[int, str]:
-    """Exit status and output. The program runs in a session of its own, so that no signal to the agent's session reaches it, and without
-    the agent's CUDA_ variables. It and the processes of its session are killed after the time limit; a daemon that has left the session
-    stays. Raises MpsTransientError."""
+def _run(
+    argv: Sequence[str], environment: Mapping[str, str], text: str, output: int | None, limit_seconds: float
+) -> tuple[int, str]:
+    """Exit status and output, which is empty if `output` is a file of the caller. The program runs in a session of its own, so that no
+    signal to the agent's session reaches it, and without the agent's CUDA_ variables. It and the processes of its session are killed after
+    the time limit; a daemon that has left the session stays. Raises MpsTransientError."""
     given = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")} | {**environment}
-    try:
-        process = subprocess.Popen(
-            argv, env=given, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    except OSError as error:
-        raise MpsTransientError(
-            f"can't run {argv[0]}: {error.strerror or error}; is NVIDIA's driver installed completely?"
-        ) from error
-    with process:
+    with open(os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as printed:
+        os.ftruncate(printed.fileno(), _MAX_BYTES)
+        fcntl.fcntl(printed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        to = printed if output is None else output
         try:
-            printed, _ = process.communicate(text.encode(), limit_seconds)
-        except subprocess.TimeoutExpired:
-            command = text.strip() or " ".join(argv[1:])
-            raise MpsTimeoutError(
-                f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
-                "check whether the driver answers (nvidia-smi) and what the kernel's log says"
-            ) from None
-        finally:
-            if process.returncode is None:  # not reaped yet, so no other process has its id, even if only its children run
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, (printed or b"").decode(errors="replace")
+            process = subprocess.Popen(
+                argv, env=given, stdin=subprocess.PIPE, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            raise MpsTransientError(
+                f"can't run {argv[0]}: {error.strerror or error}; is NVIDIA's driver installed completely?"
+            ) from error
+        with process:
+            try:
+                process.communicate(text.encode(), limit_seconds)
+            except subprocess.TimeoutExpired:
+                command = text.strip() or " ".join(argv[1:])
+                raise MpsTimeoutError(
+                    f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
+                    "check whether the driver answers (nvidia-smi) and what the kernel's log says"
+                ) from None
+            finally:
+                if process.returncode is None:  # not reaped yet, so no other process has its id, even if only its children run
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        end = os.lseek(printed.fileno(), 0, os.SEEK_CUR)  # the program has the same position in the file
+        return process.returncode, os.pread(printed.fileno(), end, 0).decode(errors="replace")
 
 
 def shown(output: str) -> str:
