@@ -42,10 +42,11 @@ class ContainerEvents:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])
         self._agent_state.history.add_unless_repeated(entry)
 
-    def report(self, reason: str, messages: Mapping[Subject, str]) -> Mapping[Subject, str]:
-        """Adds events with the messages that differ from those of the last call with this reason; returns these messages."""
+    def report(self, reason: str, messages: Mapping[Subject, str], *, changed: bool = True) -> Mapping[Subject, str]:
+        """Adds events with the messages that the last call with this reason had for no such subject or, if `changed`, in other words;
+        returns these messages."""
         before = self._reported.get(reason, {})
-        new = {subject: message for subject, message in messages.items() if before.get(subject) != message}
+        new = {each: said for each, said in messages.items() if each not in before or (changed and before[each] != said)}
         for (allocation, user), message in new.items():
             self.add_once(allocation, reason, message, user=user)
         self._reported[reason] = messages

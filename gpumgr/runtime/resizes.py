@@ -20,7 +20,7 @@ from gpumgr.ledger.history import RESIZED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.resize import Surroundings, Waits, decide, refused
 from gpumgr.ledger.usage.node_use import NodeUse
-from gpumgr.runtime.bursts import Bursts
+from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +63,8 @@ async def decide_resizes(
                 continue
             after = decide(now, a, request, around)
             if isinstance(after, Waits):
-                if (why := bursts.in_force.now.obstacles.get(after.holder.id)) is None:
+                # After a restart the runtime may answer late; a refusal would be final.
+                if (why := bursts.in_force.now.obstacles.get(after.holder.id, NOT_LISTED)) == NOT_LISTED:
                     bursts.growing = {*bursts.growing, after.gpu}
                     continue
                 why = f"the lower memory limit of {after.holder.describe()} on GPU {after.gpu} is not in force: {why}"

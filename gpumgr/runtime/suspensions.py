@@ -219,4 +219,5 @@ def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> No
             others = used_by({a.describe(): limits[a.id] << 20 for a in active if a is not each})
             why = f"allocations within the container's limit can fail: GPU {name} has too little memory for it and for {others}"
             messages[each.id, None] = why
-    events.report(OVERCOMMITTED, messages)
+    # Each suspension changes the names in the messages, so only a container that becomes active there gets an event.
+    events.report(OVERCOMMITTED, messages, changed=False)

@@ -135,6 +135,25 @@ async def test_growth_waits_until_a_lower_limit_of_memory_is_in_force() -> None:
     assert granted() == 1792
 
 
+async def test_growth_waits_for_a_runtime_that_answers_late_after_a_restart() -> None:
+    before = node_with(A, T)
+    ask(before, "a", WEB, wants(mebibytes=256))
+    await before.sampled(uses(a=100, t=0))
+    node = node_with(*before.agent_state.ledger.allocations.values())
+    node.set_timeout(0.01)
+    node.runtime.answers.clear()
+    ask(node, "a", WEB, wants(mebibytes=256))
+    ask(node, "t", TRAIN, wants(mebibytes=1792))
+    for _ in range(3):
+        await node.sampled(uses(a=100, t=0))
+    assert (node.agent_state.ledger.allocations["t"].resize, told(node)) == (None, [])
+    node.runtime.answers.set()
+    for _ in range(4):
+        await breathe()
+        await node.sampled(uses(a=100, t=0))
+    assert limits(node) == {"a": (50, 256), "t": (30, 1792)}
+
+
 async def test_a_request_is_decided_once() -> None:
     node = node_with(A, T)
     ask(node, "a", WEB, wants(99))

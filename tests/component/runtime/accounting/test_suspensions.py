@@ -608,6 +608,18 @@ async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_s
     assert state(node) == "running"
 
 
+async def test_a_container_that_leaves_an_overcommitted_gpu_causes_no_events_of_the_others() -> None:
+    shares = [
+        replace(share(letter, pod, 0b1111 << (4 * place)), limits={GPU: Amounts(1, 2048)})
+        for place, (letter, pod) in enumerate((("a", WEB), ("t", TRAIN), ("u", ("team", "third"))))
+    ]
+    node = with_driver(Node(*shares))
+    for _ in range(2):
+        await node.sampled(uses(a=100, t=100))
+        assert [entry.id for entry in node.told if entry.code == "GpuOvercommitted"] == ["a", "t", "u"]
+        node.frees("u")
+
+
 async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -> None:
     """`running` and `failed` stay for a long time: the limiter needs what the driver reports, and so does a resize to less."""
     for expected in ("running", "failed"):
