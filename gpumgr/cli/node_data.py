@@ -1,5 +1,5 @@
-"""What `gpumgr usage`, `why` and `history` print: documents of the agent's API, or without an agent the same from its checkpoint, with null
-for what only a running agent knows.
+"""What `gpumgr usage`, `why` and `history` print: documents of the agent's API. Without an agent they are made from its checkpoint, and
+what only a running agent knows is null.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ Document = dict[str, Any]
 
 
 class NodeData(msgspec.Struct, frozen=True, kw_only=True):
-    """`live`: from the running agent. `state` is as /api/state, `pod` as /api/pods/NAMESPACE/POD (None: nothing is known of the pod),
-    `entries` are of the pod, or of all pods if none was given: with their candidates, oldest first."""
+    """`live`: from the running agent. `state` is as /api/state, `pod` as /api/pods/NAMESPACE/POD (None: nothing is known of the pod).
+    `entries`: the pod's history, or all if no pod was given; with their candidates, oldest first."""
 
     live: bool
     state: Document

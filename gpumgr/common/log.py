@@ -1,8 +1,8 @@
 """Configures the log: structlog writes to stderr, one JSON object per line, or text (format "console", and "auto" on a terminal). Libraries
 log from WARNING on.
 
-If the format is "auto" and systemd's journal reads stderr, each line is sent to the journal as an entry with fields and a priority; its
-message is the same JSON.
+If the format is "auto" and systemd's journal reads stderr, each line is sent to the journal as an entry with fields and a priority; the
+entry's message is the line of JSON.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Starts the agent in order, runs it, and stops it. Bugs end the process with a reason; transient errors are retried.
 
 Start: takes the node's locks, opens the checkpoint, starts the pod cache and the driver at the same time, reconciles with the kubelet,
-opens the web server, then the device plugin's sockets, registers, and sends READY last. Stop: sends STOPPING; within
+opens the web server, then the device plugin's sockets, registers them, and sends READY last. Stop: sends STOPPING; within
 `process.stop_grace_seconds` lets calls in progress end, removes the sockets and writes the history; then releases the locks and shuts NVML
 down.
 """

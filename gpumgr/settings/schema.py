@@ -77,7 +77,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: With mode plugin: the resources that are offered. tencent: tencent.com/vcuda-core and vcuda-memory. hami: nvidia.com/gpu.
     profile: Literal["tencent", "hami", "both"] = "tencent"
     #: With mode plugin: how the MIG devices of GPUs in MIG mode are offered. none: not at all. single: as nvidia.com/gpu
-    #: (hami.count_resource); all GPUs must have equal ones. mixed: as nvidia.com/mig-<profile>, for example mig-1g.10gb.
+    #: (hami.count_resource); all GPUs must have equal MIG devices. mixed: as nvidia.com/mig-<profile>, for example mig-1g.10gb.
     mig_strategy: Literal["none", "single", "mixed"] = "none"
     #: With mode dra: the effect of the taint of a GPU that does not work. NoExecute: its pods are deleted, too.
     unhealthy_taint_effect: Literal["NoSchedule", "NoExecute"] = "NoSchedule"

@@ -96,7 +96,7 @@ def _no_yaml(why: str, line: int | None = None) -> UnreadableError:
 
 
 def _sentence(error: Exception) -> str:
-    """The error as one sentence: the first line of a YAMLError or ValueError, else the repr, since the text alone says too little (a
-    KeyError has only the key)."""
+    """The error as one sentence: the first line of a YAMLError or ValueError. Other errors are written as their repr, since their text says
+    too little (a KeyError has only the key)."""
     said = str(error).partition("\n")[0]
     return legible(said if isinstance(error, yaml.YAMLError | ValueError) and said else repr(error), _MAX_SENTENCE)

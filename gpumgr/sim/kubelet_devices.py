@@ -5,8 +5,8 @@ Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where G
 1. First the ids of ended init containers of the same pod, without a call; then the plugin's preference among the available ids; then
 any available ids.
 2. Ids of ended pods are freed by the next `free_ended`: an admission, or a PodResources List.
-3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold: ids that were chosen for an Allocate
-call that has not returned are missing in the new table and are offered twice.
+3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold. Ids that were chosen for an Allocate call
+that has not returned are missing in the new table, so they are offered twice.
 
 The kubelet's Topology Manager is not part of it; `align` replaces it.
 """

@@ -70,8 +70,8 @@ class Components(Protocol):
 class ReadModel:
     """The data of the pages; each request reads from it.
 
-    `api_queue` returns the state of the queue to the API server (None: there is no API server), `connections` the numbers of connections
-    that the web server has open and has refused, and of clients that disconnected before their response was complete.
+    `api_queue` returns the state of the queue to the API server (None: there is no API server). `connections` returns three numbers of the
+    web server: open connections, refused connections, and clients that disconnected before their response was complete.
     """
 
     def __init__(

@@ -260,8 +260,8 @@ def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[History
 
 
 def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry]) -> list[tuple[set[GpuName], float, float]]:
-    """The GPUs of each allocation, with the numbers of the history's entries of its grant (0: older than the history) and of its end
-    (infinity: it has not ended)."""
+    """(GPUs, first, last) of each allocation: `first` and `last` number the history's entries of its grant (0: older than the history) and
+    its end (infinity: it has not ended)."""
     granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
     ended = [(granted[entry.id], entry.number) for entry in entries if entry.what == "freed" and entry.id in granted]
     return [

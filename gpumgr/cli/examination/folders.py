@@ -1,8 +1,8 @@
 """Checks the folders that the agent writes: whether they can be written, whether a pod mounts them from the host, and whether the
 checkpoint can be used.
 
-The checkpoint is read as `gpumgr checkpoint show` reads it: no content changes and no file is created, but sqlite may rebuild its
-shared-memory index (-shm) after a killed agent, as the next agent would.
+The checkpoint is read as `gpumgr checkpoint show` reads it: no content changes and no file is created. After a killed agent sqlite may
+rebuild its shared-memory index (-shm), as for the next agent.
 """
 
 import os

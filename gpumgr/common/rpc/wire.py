@@ -4,8 +4,8 @@ writer.
 A message is a series of (tag, payload); tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and bytes, 5
 four bytes. Source: the public protobuf encoding guide.
 
-Generated code reads and writes all short messages. It takes far more CPU ("Decisions" in docs/design.md), so this module is used for the
-lists of device ids, of pods and of containers, and for the response to Allocate, which delays the start of each container.
+Generated code reads and writes all short messages. It takes far more CPU ("Decisions" in docs/design.md). So this module is used for the
+lists of device ids, pods and containers, and for the response to Allocate, which delays the start of each container.
 """
 
 import re
