@@ -25,8 +25,6 @@ POLL_SECONDS: Final = 1.0
 
 
 class Reason(Utf8):
-    """The reason of a cordon."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if len(value) > REASON_CHARACTERS:
             self.fail(f"it has {len(value)} characters; {REASON_CHARACTERS} at most", param, ctx)

@@ -26,8 +26,6 @@ _EXIT_CODES: Final = {0: "placed", 1: "refused, with the reason", 2: "wrong usag
 
 
 class GpuState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One GPU of a state file."""
-
     index: Annotated[int, msgspec.Meta(ge=0)]
     cores_free: Annotated[int, msgspec.Meta(ge=0, le=CORES_PER_GPU)]
     memory_blocks_free: Annotated[int, msgspec.Meta(ge=0, le=2**53)]

@@ -65,8 +65,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Elf(msgspec.Struct, frozen=True, kw_only=True):
-    """One program or library."""
-
     bits: int
     machine: str
     soname: str | None = None

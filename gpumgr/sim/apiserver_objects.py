@@ -177,7 +177,6 @@ def merge(target: Document, patch: Mapping[str, Any]) -> None:
 
 
 def status(code: int, reason: str, message: str) -> Document:
-    """A metav1.Status of a failure."""
     return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": message}
 
 
@@ -205,7 +204,6 @@ class WatchedObjects:
         self.needless_bookmarks = False
 
     def put(self, document: Document) -> None:
-        """Creates or replaces an object."""
         uid = document["metadata"]["uid"]
         event = "MODIFIED" if uid in self.items else "ADDED"
         self.items[uid] = document

@@ -296,7 +296,6 @@ async def _readable(listening: socket.socket) -> None:
 
 
 def _where(error: Exception) -> str:
-    """File and line that raised the error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
