@@ -293,7 +293,7 @@ class CommitBatch:
         saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._waiting.append((decision, result))
-        await run_shielded(self._save(result), name="commit_batch")  # callers of earlier decisions wait for it, too
+        await run_shielded(self._save(result), name="commit_batch")  # shielded: it saves other callers' decisions, too
         return result.result()
 
     async def _save(self, result: asyncio.Future[Any]) -> None:

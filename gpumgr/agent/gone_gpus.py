@@ -1,6 +1,6 @@
 """Forgets registered GPUs that were removed for good, so that the node does not report them as missing forever.
 
-A GPU can be forgotten if the driver does not list it, and no allocation and no process of an ended container is on it. It is forgotten on
+A GPU can be forgotten if the driver does not list it, and it has no allocation and no process of an ended container. It is forgotten on
 an operator's request, or automatically when another GPU is at its PCI address. If it returns, it is registered again with the same name.
 Its cordon stays in force.
 """

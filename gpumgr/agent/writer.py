@@ -97,7 +97,7 @@ class Agent:
 
     @contextmanager
     def _recording(self, call: Call, resource: Resource, size: int) -> Iterator[CallRecord]:
-        """Logs a refusal and adds it to the history."""
+        """A block that decides one call of the kubelet: logs a refusal, and adds it to the history."""
         record = CallRecord(call=call, resource=resource, size=size, id=self._new_id())
         number = self.admission.called() if call != "pre_start" else None
         try:

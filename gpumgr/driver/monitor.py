@@ -2,10 +2,10 @@
 reloads of the driver.
 
 Invariants:
-* Without a driver it waits, since a driver may be installed later. It logs this once for each outage.
+* Without a driver the monitor waits, since one may be installed later. It logs this once for each outage.
 * An error of one GPU affects only that GPU. All GPUs are unhealthy only while NVML as a whole is down.
 * While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
-* A GPU that was listed once stays known: if it is no longer listed it is missing, and it recovers when it returns.
+* A GPU that was listed once stays known: it is unhealthy ("missing") while it is not listed, and recovers when it returns.
 * While the session is closed for another program, nothing is read and no health changes. This is no outage.
 * `run` raises only DriverMismatchError: a process can't load the library twice, so the agent must end. After other errors it tries again.
 """

@@ -52,7 +52,7 @@ class UtilizationState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> UtilizationState:
-    """The state after these samples. A process has the mean of its new samples, or its last value if that is not older than a period."""
+    """The state after these samples. A process has the mean of its new samples; without new ones its last value, for one period."""
     since = state.since(now)
     new = {(pid, instant): percent for pid, instant, percent in samples if instant > since and 0 <= percent <= 100}
     percents: dict[int, list[int]] = {}

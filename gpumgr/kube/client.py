@@ -212,8 +212,8 @@ class ApiServer:
     async def _send(
         self, method: Method, path: str, credentials: Credentials, *, headers: Mapping[str, str], **options: Any
     ) -> aiohttp.ClientResponse:
-        """`options`: arguments of aiohttp.ClientSession.request, which opens separate connections for each TLS context. Raises what
-        `request` raises."""
+        """Sends a request with these credentials. `options`: arguments of aiohttp.ClientSession.request, which opens separate connections
+        for each TLS context. Raises what `request` raises."""
         await self._files.refresh(credentials)
         try:
             return await self._session.request(

@@ -91,7 +91,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
 
 
 def _deletion(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """`deleted`, `ends_at` and `grace_seconds`."""
+    """The fields `deleted`, `ends_at` and `grace_seconds` of a PodView."""
     if not (timestamp := metadata.get("deletionTimestamp")):
         return {}
     grace = metadata.get("deletionGracePeriodSeconds")
@@ -107,7 +107,8 @@ def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
-    """`placed`, `placement_ignored` and `bound_by_hami`. Users may write the annotations, so a wrong one does not make a pod unreadable."""
+    """The fields `placed`, `placement_ignored` and `bound_by_hami`. Users may write the annotations, so a wrong one does not make a pod
+    unreadable."""
     text = annotations.get(PLACEMENT_ANNOTATION)
     if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
         return _placement(text, node)
@@ -239,7 +240,7 @@ def _core_limit(text: object) -> int | None:
 
 
 def _memory_limits(text: object, containers: Collection[str]) -> dict[str, Any]:
-    """`memory_limits` or `memory_limits_ignored`; `containers`: the names of all containers of the pod."""
+    """The field `memory_limits` or `memory_limits_ignored`. `containers`: the names of all containers of the pod."""
     if text is None:
         return {}
     try:
@@ -252,7 +253,7 @@ def _memory_limits(text: object, containers: Collection[str]) -> dict[str, Any]:
 
 
 def _suspension(annotations: Mapping[str, Any]) -> dict[str, Any]:
-    """`suspend` and `suspend_when_idle_seconds`, or `suspend_ignored`."""
+    """The fields `suspend` and `suspend_when_idle_seconds`, or `suspend_ignored`."""
     demand, idle = annotations.get(SUSPEND_ANNOTATION), annotations.get(SUSPEND_WHEN_IDLE_ANNOTATION)
     if demand not in (None, "true", "false"):
         return {"suspend_ignored": f'the annotation {SUSPEND_ANNOTATION} must be "true" or "false"'}

@@ -162,9 +162,9 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
-    """`devices`: UUIDs of GPUs or MIG devices. LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does
-    not search LOADER_PATHS; otherwise the image keeps its own value. If the files are mounted and the node may have NVIDIA's toolkit,
-    NVIDIA_VISIBLE_DEVICES keeps the toolkit from adding the files again."""
+    """Variables of the container. `devices`: UUIDs of GPUs or MIG devices. `mounted`: the driver's files are mounted. Then LD_LIBRARY_PATH
+    is set for vcuda, so that its library is found first, and where glibc does not search LOADER_PATHS; otherwise the image keeps its own
+    value. If the node may have NVIDIA's toolkit, NVIDIA_VISIBLE_DEVICES keeps it from adding mounted files again."""
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit
@@ -197,7 +197,7 @@ def instance_answer(
 def _of_instances(
     allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], places: Mapping[str, tuple[GpuName, int, int]], host: HostPaths
 ) -> ContainerResponse:
-    """`places`: UUID of a MIG device -> its GPU, and the ids of its GPU instance and compute instance."""
+    """The response for MIG devices. `places`: UUID -> the device's GPU, and the ids of its GPU instance and compute instance."""
     numbers = dict(line.split() for line in host.mig_minors().splitlines() if len(line.split()) == 2)
     paths = []
     for gpu, gpu_instance, compute_instance in places.values():

@@ -68,8 +68,8 @@ def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken
 
 
 def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
-    """`limits`: (NVML's index, limits) of each GPU. The text lists GPUs with equal limits together, then what was measured about limits of
-    cores: "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured: ..."."""
+    """A text with the GPUs that have equal limits together, then what was measured about limits of cores: "GPU 0-7: memory hard
+    (nvml-memory), cores soft (mps); measured: ...". `limits`: (NVML's index, limits) of each GPU."""
     groups: dict[GpuLimits, list[int]] = {}
     for index, each in limits:
         groups.setdefault(each, []).append(index)
@@ -79,7 +79,7 @@ def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
 
 
 def _works_on(gpu: Gpu, mechanism: str) -> bool:
-    """A GPU of a model that is not in the table counts as Volta or newer."""
+    """Whether the mechanism works on the GPU. A GPU of an unknown model counts as Volta or newer."""
     if mechanism in _NOT_WITH_MIG and gpu.mig_enabled:
         return False
     return mechanism != "mps" or (capability_of(gpu.model) or _VOLTA) >= _VOLTA

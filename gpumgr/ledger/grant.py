@@ -164,7 +164,7 @@ def _refuse_foreign_memory(node: NodeView, masks: Masks, own: Allocation | None)
 def _granted_gpus(
     ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks], named: Collection[GpuName]
 ) -> Sequence[GpuName]:
-    """GPUs of the container, in the order of the registry: all GPUs of its ids, or, if it took over ids, as many as it requests."""
+    """GPUs of the container, in the order of the registry: all GPUs of its ids; as many as it requests if taken-over ids lie on more."""
     order = [gpu.name for gpu in ledger.gpu_registry.gpus]
     cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
     wanted = max(1, count(cores) // CORES_PER_GPU)

@@ -160,8 +160,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
-        """What the ledger counts for it on this GPU: the amounts of the ids that it holds there, or, without such ids, the amounts that it
-        was granted. More if it was resized to more."""
+        """What the ledger counts for it on this GPU: what it holds there (`held_on`), or more if it was resized to more."""
         held = self.held_on(gpu)
         return held.most(self.guaranteed_on(gpu)) if gpu in self.resized else held
 

@@ -102,7 +102,8 @@ def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuN
 
 
 def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
-    """What the container requests. Raises Refusal for an unknown caller and for a request that no node can grant."""
+    """What the container requests. Raises Refusal for an unknown caller, for a `size` that is not the requested number of GPUs, and for a
+    request that no node can grant."""
     spec = caller.spec
     if spec is None or spec.replicas is None:
         raise Refusal(

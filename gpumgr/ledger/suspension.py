@@ -165,8 +165,8 @@ def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) 
     return Activity(launches, now if works or before is None else before.at)
 
 
-#: What to do with a container: begin its suspension or its resume (or continue it, if an earlier process of the agent began it), or drop a
-#: state that its pod no longer demands.
+#: What to do with a container: begin its suspension or its resume, or continue the one that an earlier process of the agent began; or drop
+#: a state that its pod no longer demands.
 Step = Verb | Literal["forget"]
 
 
@@ -179,8 +179,9 @@ def next_step(
     now: float,
     default_seconds: float,
 ) -> tuple[Step | None, str | None]:
-    """What to do with a container, and why it is not suspended although its pod demands that. `view` None: its pod is not known. `known`:
-    its state on disk. `uses`: one for each of its GPUs. `now`: in monotonic seconds. `default_seconds`: see `idle_seconds_to_suspend`."""
+    """What to do with a container (None: nothing), and why it is not suspended although its pod demands that. `view` None: its pod is not
+    known. `known`: its state on disk. `uses`: one for each of its GPUs. `now`: in monotonic seconds. `default_seconds`: see
+    `idle_seconds_to_suspend`."""
     if known is not None and known.state in IN_PROGRESS:
         return ("suspend" if known.state == "suspending" else "resume"), None
     if known is not None and known.away:

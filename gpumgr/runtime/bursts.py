@@ -68,7 +68,7 @@ class Bursts:
         """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
         gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
         limits, unknown = self.demands.find(ledger, gpus, shares)
-        # While a container's pod is unknown, its use is its limit, so that it is not over its limit.
+        # While a container's pod is unknown, a use above the request counts as the limit, so that the container is not over its limit.
         limits |= {
             place: -(-each.memory_bytes >> 20) << 20
             for place, each in use.containers.items()
@@ -110,9 +110,9 @@ class Bursts:
         return (memory.used_bytes or 0) > ids_bytes and self.most_bytes(allocation, place[1]) > ids_bytes
 
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
-        """Whether an earlier process of the agent may have given the container another limit. The setting may have allowed bursts then. If
-        it allows none now, a container may have had a burst if its pod demands one, or if it uses more than the memory of its device ids
-        plus the slack."""
+        """Whether an earlier process of the agent may have given the container another limit, by a resize or a burst. If the setting allows
+        no bursts now, it may have allowed them then: a burst is possible if the pod demands one, or if the container uses more than the
+        memory of its device ids plus the slack."""
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
         burst = self.demands.allowed or beyond or self.demands.demands_burst(a)
         return a.resize is not None or (burst and self.demands.can_burst(a))

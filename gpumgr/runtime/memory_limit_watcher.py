@@ -282,8 +282,8 @@ class _Evictions:
 
 
 class _Shares:
-    """The containers that share a GPU. Each GpuShare is made once and kept while its allocation, its GPUs and its pod stay the same, so
-    that not every evaluation creates all of them again. Only shares can be suspended: for another container the annotation
+    """The containers that share a GPU. A GpuShare is kept from one evaluation to the next while its allocation, its GPUs and its pod stay
+    the same. Only shares can be suspended: for another container the annotation
     gpumgr.io/suspend leads to an event."""
 
     def __init__(self, pods: Pods, events: ContainerEvents) -> None:

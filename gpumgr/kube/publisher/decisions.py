@@ -221,7 +221,7 @@ class DecisionReporter:
 
 
 def _ref(view: PodView) -> ObjectRef:
-    """`kubectl describe` searches for a static pod's events by the UID that the kubelet gave the pod."""
+    """The pod in an event. A static pod has the UID that the kubelet gave it: `kubectl describe` searches for that."""
     return pod_ref(view.key, view.runtime_uid or view.uid)
 
 

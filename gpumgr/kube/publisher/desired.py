@@ -77,7 +77,7 @@ class WorkQueue:
         return desired
 
     def next_due(self) -> float:
-        """When the next write is due. The queue must not be empty."""
+        """When the next write is due (clock seconds). The queue must not be empty."""
         return min(each.due for each in self._waiting)
 
     def oldest_seconds(self, now: float) -> float:

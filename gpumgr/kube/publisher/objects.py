@@ -199,7 +199,7 @@ class NodeCondition(NodePart[Condition]):
     wall: Callable[[], float] = time.time
 
     def set(self, value: Condition | None, now: float) -> bool:
-        """As for the other parts. A condition with an unchanged status is not set if that is too early; callers repeat their calls."""
+        """As `NodePart.set`, but a condition with an unchanged status is not set if that is too early; callers repeat their calls."""
         same = value is not None and self.value is not None and value.trouble == self.value.trouble
         return not (same and now - self.wanted_at < _CONDITION_SECONDS) and NodePart.set(self, value, now)
 

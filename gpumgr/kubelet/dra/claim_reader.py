@@ -5,10 +5,10 @@ A GET reads the claim: the kubelet names only the claim, and a watch can't selec
 tries a failed claim again only after more than a minute, so transient faults are retried here. `kubectl describe pod` shows refusals.
 
 `WaitingPods` makes the kubelet retry pods that wait for a claim of this driver. A kubelet that could not prepare a pod's claims tries again
-only after 60 to 90 s, unless the pod changes. It does not even call the driver if the driver is not registered, or if the API server
-refuses to show it the claim because the authorizer has not processed the binding of the pod yet ("no relationship found between node and
-this object", seen with 40 pods at once). So a pod that still has no prepared claim some seconds after its binding gets an annotation, which
-changes the pod. This is repeated with growing pauses.
+only after 60 to 90 s, unless the pod changes. It fails without a call of the driver in two cases: the driver is not registered, or the API
+server refuses to show it the claim because the authorizer has not processed the binding of the pod yet ("no relationship found between node
+and this object", seen with 40 pods at once). So a pod with a claim that is not prepared some seconds after the pod's binding gets an
+annotation, which changes the pod. This is repeated with growing pauses.
 
 A claim that the ledger holds causes no retry: the kubelet may have the answer, and the pod's image is being pulled.
 """
@@ -117,7 +117,8 @@ def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str,
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
-    """`item`: the claim in the API server, None if there is none. Raises Refusal if the claim `ref` can't be prepared on this node."""
+    """The allocation that `item` has, the claim in the API server (None: there is none). Raises Refusal if the claim `ref` can't be
+    prepared on this node."""
     try:
         return _decoded(ref, pool, item)
     except _Unusable as error:

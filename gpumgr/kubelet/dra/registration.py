@@ -1,7 +1,7 @@
 """Registers the driver with the kubelet, and keeps it registered.
 
-The kubelet watches a folder for registration sockets, and makes two calls at each: GetInfo returns the path of the socket with the driver's
-services, and NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
+The kubelet watches a folder for registration sockets, and makes two calls at each: GetInfo returns the path of the DRA socket, the one with
+the driver's services, and NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
 pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:

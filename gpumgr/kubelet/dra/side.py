@@ -1,5 +1,5 @@
 """The parts of an agent in mode dra that replace the device plugins: ResourceClaims, the registration of the driver, and the node's
-ResourceSlice. After a change to mode plugin it deletes the slice, and keeps claims that still hold GPUs until they end."""
+ResourceSlice. After a change to mode plugin the agent deletes the slice, and keeps claims that hold GPUs until they end."""
 
 import asyncio
 import time

@@ -188,8 +188,8 @@ class SlicePublisher:
         return stored.content == compared or (compared, stored.content) == self._last
 
     async def _write(self, sent: Json, stored: StoredSlice | None) -> None:
-        """Creates or replaces the slice. If another client has changed it since it was read, the API server answers 404 or 409, and the
-        next step reads it again."""
+        """Creates or replaces the slice. If another client has changed the slice since it was read, the API server answers 404 or 409, and
+        the next step reads it again."""
         self._written_at = self._clock()
         if stored is None:
             answer = await self._server.read("POST", SLICES, sent)

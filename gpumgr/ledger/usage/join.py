@@ -176,8 +176,8 @@ def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int 
 
 
 def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
-    """The sum over the processes. If a process has no value, it is the GPU's own utilization if only this container uses the GPU (then
-    `alone` is the GPU's sample), else None."""
+    """The sum over the processes, at most 1. If a process has no value: the GPU's own utilization if only this container uses the GPU
+    (`alone` is then the GPU's sample), else None."""
     ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
     if len(ratios) == len(processes):
         return min(1.0, sum(ratios))
