@@ -209,10 +209,10 @@ def _json(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, s
         elements = decode_json(text, list[msgspec.Raw])
     except UnreadableText as error:
         raise InputError(f"{file}: it is not a list of objects in JSON: {error}") from error
-    line, end = 1, 0
+    line, begin, end = 1, 0, 0
     for number, raw in enumerate(elements, start=1):
-        begin = text.index(raw, end)
-        line, end = line + text.count(b"\n", end, begin), begin
+        before, begin = begin, text.index(raw, end)
+        line, end = line + text.count(b"\n", before, begin), begin + len(raw)
         place = f"{file}, line {line}, element {number}"
         try:
             element = decode_json(raw, dict[str, Any])

@@ -106,6 +106,7 @@ GOOD = '{"name": "x", "gpus": 1, "cpu_milli": 1, "ram_mebibytes": 1}'
         ("[1]", "p.json, line 1, element 1: Expected `object`, got `int`"),
         (f'[{GOOD},\n{{"name": ["x"]}}]', "p.json, line 2, element 2, column name: a text or a number is expected"),
         (f"[\n{GOOD},\n{GOOD.replace('1', '1.5', 1)}]", "p.json, line 3, element 2, column gpus: '1.5' is not a whole"),
+        (f"[{GOOD.replace('x', '{}')},\n{{}}]", "p.json, line 2, element 2: the column name is missing"),
         (f"[{GOOD}\n{GOOD}]", "p.json: it is not a list of objects in JSON: JSON is malformed: expected ',' or ']' (byte 62)"),
         (f"[{GOOD}]\n5", "p.json: it is not a list of objects in JSON: JSON is malformed: trailing characters (byte 64)"),
         (
