@@ -155,6 +155,8 @@ class QuotaSources:
 
     def _join(self, namespace: str) -> None:
         configured, hard = (self._configured or {}).get(namespace), self._hard[namespace].values()
+        if not hard:
+            del self._hard[namespace]
         if configured is None and not hard:
             self._limits.pop(namespace, None)
             return

@@ -126,6 +126,14 @@ def test_a_change_joins_the_limits_of_its_namespace_only(monkeypatch: pytest.Mon
     assert (len(joined), len(quotas.limits)) == (1000, 1000)
 
 
+def test_a_namespace_without_resourcequotas_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, quota, limits = QuotaSources(Quotas(), "a/b"), hard("u", cores=1), configured(100)
+    sources.resource_quota_changed(None, quota)
+    sources.resource_quota_changed(quota, None)
+    monkeypatch.setattr(quota_sources, "replace", pytest.fail)
+    sources.configmap_changed(None, limits)
+
+
 @pytest.mark.parametrize("item", [{"metadata": {}}, {}, {"metadata": {"uid": "u"}, "data": "text"}])
 def test_an_object_that_is_no_configmap(item: dict[str, Any]) -> None:
     with pytest.raises((KeyError, AttributeError)):
