@@ -157,6 +157,7 @@ def _guard(extender: Extender, names: frozenset[str], answered: Callable[[str, s
         if not request.path.startswith(f"{PREFIX}/"):
             return await handler(request)
         if names and not names & names_of(request.get_extra_info("peercert")):
+            answered(request.path.rpartition("/")[2], "error", 0.0)
             return web.Response(status=403, text="the client certificate has none of scheduler.client_names\n")
         if not extender.answers:
             answered(request.path.rpartition("/")[2], "unavailable", 0.0)

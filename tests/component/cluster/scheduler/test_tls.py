@@ -11,12 +11,14 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from gpumgr.cluster.scheduler.lifecycle import certificates, verb_server
-from gpumgr.cluster.scheduler.server import names_of
+from gpumgr.cluster.scheduler.server import make_application, names_of
 from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.web.http_server import HttpServer
 from tests.component.web.scene import CERTIFICATES
 from tests.component.web.test_tls import context
+
+from .conftest import Stage
 
 Listen = Callable[[SchedulerSettings], Awaitable[HttpServer]]
 
@@ -133,3 +135,17 @@ def test_names_of_a_certificate() -> None:
         "a",
     }
     assert names_of(None) == set()
+
+
+async def test_a_client_with_another_name_is_counted_as_an_error(stage: Stage) -> None:
+    answers: list[tuple[str, str, float]] = []
+    application = make_application(
+        stage.extender, max_request_mebibytes=1, client_names=["kube-scheduler"], answered=lambda *each: answers.append(each)
+    )
+    listener = HttpServer(application, host="127.0.0.1", port=0)
+    await listener.start()
+    url = f"http://127.0.0.1:{listener.address[1]}/scheduler/filter"
+    async with stage.http.post(url, data="{}") as answer:
+        assert answer.status == 403
+    await listener.stop()
+    assert answers == [("filter", "error", 0.0)]
