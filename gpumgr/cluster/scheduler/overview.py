@@ -133,7 +133,9 @@ class ClusterOverview:
         """Calls `kind` for each pod; None once MAX_REQUESTS different requests have been examined. Call `refresh` first."""
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         found: list[tuple[WatchedPod, Kind | None, str]] = []
-        for pod in list(pods):
+        for number, pod in enumerate(list(pods)):
+            if number % _COMPUTED == 0:
+                await asyncio.sleep(0)
             full = (
                 len(known) == MAX_REQUESTS
                 and pod.refusal is None

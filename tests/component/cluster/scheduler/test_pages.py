@@ -297,6 +297,16 @@ async def test_a_request_that_many_pods_share_is_examined_once(pages: PagesStage
     assert (waiting['reason="elsewhere"'], waiting['reason="unexamined"']) == (MAX_REQUESTS + 1, 2)
 
 
+async def test_many_pods_with_a_known_reason_are_counted_in_slices(pages: PagesStage) -> None:
+    await pages.waits(pod("one", ("app", 1, 1)))
+    counting = asyncio.create_task(ClusterOverview(pages.watches, "binpack").kinds([*pages.watches.pending.values()] * 5000))
+    turns = 0
+    while not counting.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert (len(await counting), turns >= 50) == (5000, True)
+
+
 async def test_questions_beyond_the_limit_wait(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
     await pages.waits(pod("one", ("app", 400, 0)))
     at_a_time, most = 0, 0
