@@ -27,7 +27,7 @@ _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
 #: The pause between two steps, because each step examines all claims while pods have the gate.
 _PAUSE_SECONDS: Final = 0.1
-#: The first and the longest pause after a refused write, for each object; Retry-After may be longer.
+#: The first and the longest pause after a write, for each object; Retry-After may be longer.
 _PAUSES_SECONDS: Final = (0.5, 60.0)
 #: The shortest time between two events about one pod.
 _EVENT_SECONDS: Final = 60.0
@@ -59,7 +59,7 @@ class ClaimsController:
         self._leader, self._clock, self._jitter, self._period = leader, clock, jitter, period_seconds
         self.writes: Counter[tuple[str, str]] = Counter()
         self.refused = 0
-        #: (Kind, key) of a refused or failed write -> when it may be tried again, and the pause after the next refusal.
+        #: (Kind, key) of an object -> when it may be written again, and the pause after that write.
         self._paused: dict[Hashable, tuple[float, float]] = {}
         #: UIDs of the pods that have lost the gate, until the watch shows that.
         self._opened: set[str] = set()

@@ -16,7 +16,8 @@ from gpumgr.cluster.simulation.policies import make_placer
 from gpumgr.common.errors import InputError
 
 DEMAND_PERCENT: Final = 130
-#: Percentages of arrived demand (the GPUs that the pods so far have requested, in percent of all GPUs) at which grants are measured.
+#: Percentages of arrived demand (the GPUs that the pods so far have requested, in percent of all GPUs) at which grants (ALLOCATED_AT) and
+#: fragmentation (FRAGMENTED_AT) are measured.
 ALLOCATED_AT: Final = (100, 130)
 FRAGMENTED_AT: Final = (50, 80, 90)
 #: Kinds of pods that every result has; further kinds are named by their number of GPUs.

@@ -242,7 +242,8 @@ class Daemon:
         return True
 
     async def check(self) -> None:
-        """Checks the daemon once, restarts it if it has ended, and corrects its limits; sets `trouble` and `tampering`."""
+        """Checks the daemon once, restarts it if it has ended and a container needs it, and corrects its limits; sets `trouble` and
+        `tampering`."""
         try:
             if await self.adopt():
                 self.tampering = await self._restore_limits()
@@ -346,8 +347,8 @@ class Daemon:
 
     @property
     def client_due(self) -> bool:
-        """Whether a trial of a new client is due. One is due after a client has left, since a client that is killed in the middle of its
-        work can block the server."""
+        """Whether a trial of a new client is due: after a client has left, since one that is killed in the middle of its work can block the
+        server, and again while new clients hang."""
         waited = self.config.clock() - self._tried_at
         pause = _CLIENT_PAUSE_SECONDS if self._client_left else _HANG_PAUSE_SECONDS
         return bool(self.servers) and (self._client_left or self.hang is not None) and waited >= pause

@@ -87,8 +87,8 @@ class Supervisor:
             del tasks[daemon.uuid]
 
     async def end_idle(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends each daemon `idle_seconds` after its last container has ended; `known` returns the allocations that exist now. Returns the
-        seconds until the next end is due, None if all daemons are in use."""
+        """Ends each daemon `idle_seconds` after its last container has ended, a blocked one at once; `known` returns the allocations that
+        exist now. Returns the seconds until the next end is due, None if all daemons are in use."""
         now, due = self.config.clock(), list[float]()
         for daemon in self.daemons():
             if _in_use(daemon, known()):
