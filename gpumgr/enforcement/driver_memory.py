@@ -63,7 +63,8 @@ class MemoryLimits(Protocol):
 
 class _Limit(msgspec.Struct):
     """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force, None if one is; `kept`: why the driver keeps
-    a burst's higher limit; `due`: when to read the limit back; `hard_bytes`: the limit that was in force last."""
+    the higher limit of a burst (memory beyond the share while it is free); `due`: when to read the limit back; `hard_bytes`: the limit that
+    was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None

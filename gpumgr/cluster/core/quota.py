@@ -1,7 +1,7 @@
 """Quotas: the limits of namespaces, what their pods hold, and whether a pod may get more.
 
-What a pod holds is added when it is placed (assumed or bound) and subtracted when it ends, so a decision takes the same time with any
-number of pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
+What a pod holds is added when it is placed (bound, or assumed: decided and not bound yet) and subtracted when it ends, so a decision takes
+the same time with any number of pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
