@@ -196,7 +196,7 @@ EVENTS: Final = {
             (_of_gpu("uncordoned"), "An operator has uncordoned a GPU."),
             (
                 _of_gpu("overcommitted"),
-                "With `hami.device_memory_scaling`: the active containers do not fit on the GPU, or a suspended one waits for them.",
+                "With `hami.device_memory_scaling`: the active containers do not fit on the GPU.",
             ),
             (
                 _of_gpu("forgotten"),
