@@ -52,8 +52,8 @@ class ClaimReader(Protocol):
 
 
 class NodeClaims:
-    """Implements gpumgr.kubelet.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no further claims are prepared;
-    None: they are prepared."""
+    """Implements gpumgr.kubelet.dra.service.Claims. `share_mode`: whether shares are granted. `closed`: why no new claims are prepared;
+    None: they are."""
 
     def __init__(
         self,

@@ -64,7 +64,8 @@ class History:
         self._number = 0
 
     def restore(self, entries: Iterable[HistoryEntry], *, allocations: Iterable[AllocationId]) -> None:
-        """After a restart. `entries`: the checkpoint's entries, oldest first. `allocations`: the ids of the existing allocations."""
+        """Restores the history after a restart. `entries`: the checkpoint's entries, oldest first. `allocations`: the ids of the existing
+        allocations."""
         self._grants = {allocation: [] for allocation in allocations}
         for entry in entries:
             self._keep(entry)

@@ -72,7 +72,7 @@ class AgentState:
         self._on_freed, self._before_offer = on_freed, before_offer
 
     def apply(self, *, policy: Policy) -> None:
-        """Takes effect at the next decision."""
+        """Sets the policy from the next decision on."""
         self.inventory = replace(self.inventory, policy=policy)
 
     def node(self) -> NodeView:
@@ -188,16 +188,16 @@ class AgentState:
             await self._before_offer()
 
     async def set_health(self, health: HardwareHealth) -> None:
-        """The health of the GPUs now."""
+        """Puts the health of the GPUs in force."""
         await self._change_inventory(health=health)
 
     async def set_mig_blocked(self, blocked: Mapping[str, int]) -> None:
-        """GPU's UUID -> memory slices at which no MIG device can be created now."""
+        """`blocked`: GPU's UUID -> memory slices at which no MIG device can be created now."""
         if blocked != self.inventory.mig_blocked:
             await self._change_inventory(mig_blocked=blocked)
 
     async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
-        """GPU -> memory that containers hold above their requests."""
+        """`mebibytes`: GPU -> memory that containers hold above their requests."""
         if mebibytes != self.inventory.burst_mebibytes:
             await self._change_inventory(burst_mebibytes=mebibytes)
 
@@ -208,7 +208,7 @@ class AgentState:
             self.publish()
 
     def restore_suspensions(self, notes: Mapping[str, str]) -> None:
-        """After a restart. Raises CheckpointError for a note that can't be read."""
+        """Restores the suspensions after a restart. Raises CheckpointError for a note that can't be read."""
         self.suspensions = decode_note(notes, SUSPENSIONS_NOTE, dict[AllocationId, Suspension])
 
     async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
@@ -257,7 +257,8 @@ class AgentState:
             self._noted = note
 
     async def save_note(self, key: str, value: str, *entries: HistoryEntry) -> None:
-        """`entries` are history entries to write in the same transaction. Raises CheckpointError; then nothing has changed."""
+        """Saves a note. `entries` are history entries to write in the same transaction. Raises CheckpointError; then nothing has
+        changed."""
         numbered = tuple(self.history.numbered(entry) for entry in entries)
         await self._checkpoint.save_note(key, value, numbered)
         for entry in numbered:

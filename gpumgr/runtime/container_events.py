@@ -18,7 +18,7 @@ from gpumgr.placement.pods import PodKey
 
 #: A pod's name and UID, and one of its containers.
 User = tuple[PodKey, str, str | None]
-#: An allocation, and the user that an event concerns instead of the allocation's first one.
+#: An allocation, and the user that an event concerns; None: the allocation's first user.
 Subject = tuple[AllocationId, User | None]
 
 
@@ -31,7 +31,7 @@ class ContainerEvents:
         self._reported: dict[str, Mapping[Subject, str]] = {}
 
     def add(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
-        """`reason` and `message` are the event's. `gpus` are the GPUs concerned; without them, all GPUs of the allocation."""
+        """Adds an event with this reason and message. `gpus` are the GPUs concerned; without them, all GPUs of the allocation."""
         self._agent_state.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
@@ -43,8 +43,8 @@ class ContainerEvents:
         self._agent_state.history.add_unless_repeated(entry)
 
     def report(self, reason: str, messages: Mapping[Subject, str], *, changed: bool = True) -> Mapping[Subject, str]:
-        """Adds events with the messages that the last call with this reason had for no such subject or, if `changed`, in other words;
-        returns these messages."""
+        """Adds an event for each subject that the last call with this reason lacked or, with `changed`, had with another message. Returns
+        the messages of these events."""
         before = self._reported.get(reason, {})
         new = {each: said for each, said in messages.items() if each not in before or (changed and before[each] != said)}
         for (allocation, user), message in new.items():

@@ -1,7 +1,7 @@
 """Evaluates each sample of the driver: who uses what, and who too much; resizes, bursts and suspensions; the backends' findings.
 
-Three sources count: the driver reports the memory of each process, the kernel reports its cgroup, and the ledger has what the
-container was granted. What containers and the libraries in them report about themselves does not count.
+Who uses too much is decided by three sources: the driver reports the memory of each process, the kernel reports its cgroup, and the ledger
+has what the container was granted. What containers and the libraries in them report about themselves does not count there.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -93,7 +93,8 @@ class _DeliveryLog:
         self.written["node" if desired.what in _NODE else desired.what, outcome] += 1
 
     def refused(self, desired: Desired, error: AnswerError) -> str:
-        """Counts a refusal that a retry can't change, and logs it once an hour for each kind. Returns the remedy."""
+        """Counts a refusal that a retry can't change, and logs it once an hour for each kind, unless the namespace is being deleted.
+        Returns the remedy."""
         remedy = "nothing; it is tried again" if desired.insists else "nothing; it is not tried again"
         if error.status == 403:
             remedy = f"allow it in the agent's ClusterRole: {desired.rights}"

@@ -65,7 +65,7 @@ def encode_container_response(response: ContainerResponse) -> bytes:
 
 
 def decode_container_response(data: bytes) -> ContainerResponse:
-    """Decodes a ContainerAllocateResponse of the kubelet's checkpoint, which is read only when the agent starts."""
+    """Decodes a ContainerAllocateResponse of the kubelet's checkpoint, by generated code: the checkpoint is rarely read."""
     read = wire.parse(ContainerAllocateResponse, data)
     return ContainerResponse(
         envs=read.envs,

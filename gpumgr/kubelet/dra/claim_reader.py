@@ -117,8 +117,8 @@ def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str,
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
-    """The allocation that `item` has, the claim in the API server (None: there is none). Raises Refusal if the claim `ref` can't be
-    prepared on this node."""
+    """The part of `item`, the claim in the API server (None: there is none), that concerns this node. Raises Refusal if the claim `ref`
+    can't be prepared here."""
     try:
         return _decoded(ref, pool, item)
     except _Unusable as error:

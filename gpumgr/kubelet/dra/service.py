@@ -28,7 +28,7 @@ from gpumgr.enforcement import cdi
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef
 
-#: The kubelet shows a device as Unknown 30 s after its last update.
+#: An unchanged list is repeated after this time: the kubelet shows a device as Unknown 30 s after its last update.
 _REPEAT_SECONDS: Final = 10.0
 #: The kubelet truncates longer messages, perhaps inside a character.
 _MESSAGE_BYTES: Final = 1024

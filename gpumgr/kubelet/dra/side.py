@@ -213,8 +213,8 @@ class DraSide:
         return self.held_back
 
     async def _adopt(self) -> None:
-        """After the loss of the ledger: prepares the claims of the node's pods again. The kubelet does not call Prepare for them again,
-        since it counts them as prepared."""
+        """After the loss of the ledger: prepares the claims of the node's pods again, and removes LOST_NOTE. The kubelet counts the claims
+        as prepared, so it does not call Prepare for them."""
         while (failure := await self._adopt_once()) is not None:
             self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()

@@ -10,7 +10,7 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 
 T = TypeVar("T")
 
-#: Note in the checkpoint while a lost ledger is not rebuilt yet: the agent may end before that.
+#: The checkpoint has this note while a lost ledger is not rebuilt yet: the agent may end before that, and the next one must know.
 LOST_NOTE: Final = "ledger_lost"
 #: The remedy for a note that may be lost.
 DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
