@@ -90,7 +90,7 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     memory_bytes: int | None = None
     whole: bool = False
-    #: The memory that the annotation gpumgr.io/memory-limit lets it use; None: `memory_bytes`.
+    #: The memory that it may use with a burst, or that other containers lend it; None: `memory_bytes`.
     memory_limit_bytes: int | None = None
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None

@@ -136,7 +136,7 @@ class ContainerStarts:
         return (core_answer if resource == "core" else replica_answer)(allocation, granted, self._host)
 
     def _tenant(self, allocation: Allocation) -> GpuShare | None:
-        """None: the allocation has no limits to enforce."""
+        """The allocation's tenant; None: it has no limits to enforce."""
         if not allocation.mechanisms:
             return None
         gpu_registry = self.agent_state.ledger.gpu_registry

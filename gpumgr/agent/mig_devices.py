@@ -119,7 +119,7 @@ class MigDevices:
                 return ledger.allocations[current.id]
 
     def _allocation(self, allocation: AllocationId) -> Allocation:
-        """Raises Refusal if it was freed."""
+        """The allocation as it is now. Raises Refusal if it was freed."""
         current = self._agent_state.ledger.allocations.get(allocation)
         if current is None:
             raise Refusal("conflict", "the container's allocation was freed: its pod has ended")

@@ -105,7 +105,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU: the scores of its links to all GPUs (`score_matrix`).
 
     `other`: pod UID (an allocation's id if its pod is not known) -> what the pod holds. `scaling`: the factors of memory and cores for pods
-    with HAMi's resources; it is written if a GPU may be shared. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    with HAMi's resources, if the node offers these. `enforcement` is the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1

@@ -89,8 +89,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod that is being admitted: a listed pod that waits for these ids. If several wait, it is a pod with a container that already has
-    ids of the other resource, or else the newest pod. None if no listed pod fits.
+    """The caller: the container of a listed pod that waits for these ids. If several pods wait, it is a pod with a container that already
+    has ids of the other resource, or else the newest pod. None if no listed pod fits.
 
     `seen` numbers the pods in the order in which they were first listed.
     """
@@ -118,8 +118,8 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """The ledger in which each allocation with any of these ids, but without a container's name and another pod, is an init container's of
-    this pod.
+    """The ledger in which the allocations with any of these ids are an init container's of this pod, if they have no container's name and
+    no other pod.
 
     The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).
     """

@@ -112,8 +112,8 @@ class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU of a share, and what the container may use of it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
 
     The kubelet asks for cores and memory in two calls, in either order: each is 0 until its call, and both are known when the
-    container starts. `burst_bytes`: how much more memory it may use now (annotation `gpumgr.io/memory-limit`). `bus_id` and `total_bytes`
-    are None while the driver does not show the GPU.
+    container starts. `burst_bytes`: how much more memory it may use now (a burst, or memory lent by suspended containers). `bus_id` and
+    `total_bytes` are None while the driver does not show the GPU.
     """
 
     name: GpuName

@@ -1,8 +1,8 @@
 """The highest memory limits that may be in force. Pure.
 
 The agent evaluates each sample of the driver: it computes the limits of all containers, and the backends set them. Evaluations are numbered
-from 1. The backends may still set limits after the end of an evaluation, and may fail for some containers. So a container may have any
-limit that was computed in the last evaluation with limits in force, or later.
+from 1. The backends may still set limits after the end of an evaluation, and may fail for some containers. So a container may have the
+limit of the latest evaluation that is in force, or of any later one.
 """
 
 from collections.abc import Mapping

@@ -85,8 +85,8 @@ class SuspendMeter(Protocol):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """`machine`: as platform.machine(). `start_times`: pids -> the start times of these that run. `memory_left`: see the function of this
-    name. These and `runs` read small files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints).
+    """`machine`: as platform.machine(). `start_times`: pids -> the start times of the ones that run. `memory_left`: see the function of
+    this name. These and `runs` read small files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints).
     `sampling_soon` makes a context manager: while its block runs, the driver is sampled at least once a second."""
 
     machine: str

@@ -2,8 +2,8 @@
 has dropped. Pure.
 
 kube-scheduler takes the first devices that fit, in the order of the slice, so the order decides the placement: claims for whole GPUs fill
-an empty node group by group. The order is fixed; a slice changes only with the hardware and its health, since every change makes
-kube-scheduler try all pending pods again.
+an empty node group by group. The order is fixed; a slice changes only with the hardware, its health and settings, since every change
+makes kube-scheduler try all pending pods again.
 
 Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, since CEL fails on absent attributes:
 
