@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -116,17 +117,17 @@ class SuspendOperations:
         self._parts, self._pages, self._measure, self._clock = parts, parts.pages, measure, clock
         self.again_at: dict[AllocationId, float] = {}
         self._unsaved = LogPace(clock)
-        #: Operation in progress -> when the reason for which it waits was reported last.
-        self._reported_at: dict[AllocationId, float] = {}
+        #: Operation in progress -> when the reason for which it waits was saved last, and the words of its last event.
+        self._reported: dict[AllocationId, tuple[float, Sequence[str]]] = {}
         #: Set by each change of a state.
         self.changed = asyncio.Event()
 
     async def run(self, verb: Verb, allocation: Allocation, suspension: Suspension) -> None:
         """Suspends or resumes the container. `suspension`: its state, which is saved first."""
-        self._reported_at[allocation.id] = float("-inf")
+        self._reported[allocation.id] = float("-inf"), ()
         with self._parts.sampling_soon():  # the sample period may be an hour
             await (self._suspend if verb == "suspend" else self._resume)(allocation, suspension)
-        del self._reported_at[allocation.id]
+        del self._reported[allocation.id]
 
     async def _suspend(self, allocation: Allocation, begun: Suspension) -> None:
         name, since = allocation.id, self._clock()
@@ -250,12 +251,15 @@ class SuspendOperations:
         return await asyncio.to_thread(lambda: any(map(self._parts.runs, known.processes)))
 
     async def _say_why(self, allocation: Allocation, known: Suspension, why: str) -> None:
-        """Reports why a resume waits."""
-        if self._clock() - self._reported_at[allocation.id] < _REPORT_SECONDS:
+        """Saves why a resume waits. It is an event unless only figures and the order of names have changed."""
+        saved_at, said = self._reported[allocation.id]
+        if self._clock() - saved_at < _REPORT_SECONDS:
             return
-        self._reported_at[allocation.id] = self._clock()
+        words = sorted(each for each in re.split(r"[ ,]+", why) if not each.strip("(").isdecimal())
+        self._reported[allocation.id] = self._clock(), words
         await self._save(allocation.id, replace(known, reason=why))
-        self._events.add_once(allocation.id, WAITS, f"the container asks to be resumed: {why}")
+        if words != said:
+            self._events.add_once(allocation.id, WAITS, f"the container asks to be resumed: {why}")
 
     async def _fail(self, allocation: Allocation, begun: Suspension, moved: Moved) -> None:
         reason = f"{moved.error or 'the driver reports a failed state'}; {_HOPELESS}"
