@@ -120,13 +120,14 @@ class SchedulerMetrics:
         if (verb, outcome) in self._seconds:
             self._seconds[verb, outcome].observe(seconds)
 
-    def response(self, waiting: Counter[Kind | None]) -> web.Response:
+    async def response(self, waiting: Counter[Kind | None]) -> web.Response:
         """`waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the overview
         first."""
-        return scraped([*self._gauges(waiting), *map(render_metric, self._registry.collect())])
+        totals = await self._overview.totals()
+        return scraped([*self._gauges(waiting, totals), *map(render_metric, self._registry.collect())])
 
-    def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
-        totals, inventories = self._overview.totals, self._overview.inventories
+    def _gauges(self, waiting: Counter[Kind | None], totals: Totals) -> Iterator[RenderedFamily]:
+        inventories = self._overview.inventories
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
             **process_values(_PROCESS, self._watches, leads=self._leader()),
             _NODES: {(kind,): inventories[kind] for kind in get_args(Inventory)},

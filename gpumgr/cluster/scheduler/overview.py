@@ -69,11 +69,12 @@ class ClusterOverview:
     def rows(self) -> list[msgspec.Raw]:
         return [node.row for node in self._nodes.values()]
 
-    @property
-    def totals(self) -> Totals:
+    async def totals(self) -> Totals:
         """The sums over all nodes."""
         totals = Totals()
-        for node in self._nodes.values():
+        for number, node in enumerate(list(self._nodes.values())):
+            if number % _COMPUTED == 0:
+                await asyncio.sleep(0)
             totals.update(node.totals)
         return totals
 

@@ -85,7 +85,7 @@ class ClusterPages:
 
     async def _scrape(self, _: web.Request) -> web.Response:
         waiting = await self._waiting()
-        return self.metrics.response(Counter(kind for _, kind, _ in waiting))
+        return await self.metrics.response(Counter(kind for _, kind, _ in waiting))
 
     async def _cluster(self, _: web.Request) -> web.Response:
         waiting = await self._waiting()

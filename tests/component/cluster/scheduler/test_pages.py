@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpumgr.cluster.scheduler import overview
 from gpumgr.cluster.scheduler.api import Waiting
 from gpumgr.cluster.scheduler.overview import MAX_REQUESTS, ClusterOverview
 from gpumgr.cluster.scheduler.pages import application_of
@@ -295,6 +296,17 @@ async def test_a_request_that_many_pods_share_is_examined_once(pages: PagesStage
     await until(lambda: len(pages.watches.pending) == MAX_REQUESTS + 3)
     waiting = await pages.series("waiting_pods")
     assert (waiting['reason="elsewhere"'], waiting['reason="unexamined"']) == (MAX_REQUESTS + 1, 2)
+
+
+async def test_the_sums_over_all_nodes_are_computed_in_slices(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "_COMPUTED", 1)
+    shown = ClusterOverview(pages.watches, "binpack")
+    await shown.refresh()
+    summing, turns = asyncio.create_task(shown.totals()), 0
+    while not summing.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert ((await summing)["gpus", "", "free"], turns) == (6, 3)
 
 
 async def test_many_pods_with_a_known_reason_are_counted_in_slices(pages: PagesStage) -> None:
