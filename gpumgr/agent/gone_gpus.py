@@ -36,9 +36,9 @@ class GoneGpus:
         self._replaced_since: dict[str, float] = {}
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """Takes over the addresses after a start, once the quarantine is restored. GPUs that were replaced before the start are forgotten
-        without a wait, since the kubelet gets a new list anyway. A note that can't be read counts as empty: an operator can still forget
-        the GPUs.
+        """Takes over the addresses after a start. Call it after the quarantine is restored. A GPU is forgotten without a wait if an earlier
+        process has recorded its replacement, since the kubelet gets a new list anyway. A note that can't be read counts as empty: an
+        operator can still forget the GPUs.
         """
         try:
             self._addresses = decode_note(notes, ADDRESSES_NOTE, dict[str, str])
@@ -75,15 +75,17 @@ class GoneGpus:
 
     async def forget(self, gpu: RegisteredGpu, why: str) -> None:
         """Forgets the GPU on an operator's request. Raises Refusal with the obstacle."""
-        obstacle = self._obstacle(gpu)
+        obstacle, label = self._obstacle(gpu), self._agent_state.node().label(gpu.name)
         if self._agent_state.inventory.snapshot is EMPTY:
             obstacle = "the driver has not listed the node's GPUs yet"
         if obstacle is not None:
-            raise Refusal("conflict", f"{self._agent_state.node().label(gpu.name)} can't be forgotten: {obstacle}")
+            raise Refusal("conflict", f"{label} can't be forgotten: {obstacle}")
         try:
             await self._forget(gpu, why)
         except CheckpointError as error:
-            raise Refusal("internal", f"it can't be saved, so nothing was changed: {error}") from error
+            raise Refusal(
+                "internal", f"{label} can't be forgotten, since the ledger can't be saved; nothing was changed: {error}"
+            ) from error
 
     def _obstacle(self, gpu: RegisteredGpu) -> str | None:
         state = self._agent_state

@@ -1,4 +1,5 @@
-"""Serves the kubelet's calls, one at a time under one lock: collects the input, decides (pure), saves, applies and responds.
+"""Serves the kubelet's calls: collects the input, decides (pure), saves, applies and responds, for one call at a time under one lock. The
+lock is free while MIG devices are created, and between two tries of PodResources `List`.
 
 A call sends no request to the API server. Its waits for the pod cache, PodResources, the disk and the driver (which creates MIG devices)
 are bounded. It is completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
@@ -178,7 +179,8 @@ class Agent:
             agent_state.history.add_unless_repeated(entry)
 
     async def _choose(self, caller: Caller, request: Request) -> Choice:
-        """The best choice; if there is none, the best choice with memory blocks that were just freed."""
+        """The best choice; if there is none, the best choice with freed memory blocks that the kubelet still has as Unhealthy. They are
+        sent to it at once."""
         agent_state = self.agent_state
         select = choose_replicas if request.resource == "replica" else choose
         try:
@@ -312,7 +314,7 @@ class Agent:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """Adds the mechanisms and the exemption; the first of the container's calls decides them. An exemption needs a confirmed caller."""
+        """Adds mechanisms, exemption and `cdi`; the first of the container's calls decides them. An unconfirmed caller gets no override."""
         whole = allocation.whole or allocation.by_mig or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)

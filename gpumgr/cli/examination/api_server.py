@@ -1,8 +1,8 @@
 """Checks that ask the API server: the rights of the agent's account, and mode dra. If the API server refuses, or its answer can't be
 used, the check reports that.
 
-In mode dra the checks are about the driver's sockets, its ResourceSlice, the API server's version and gates, and claims that hold GPUs but
-do not exist in the API server.
+In mode dra the checks are about the sockets of gpumgr's DRA driver, its ResourceSlice, the API server's version and gates, and claims that
+hold GPUs but do not exist in the API server.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings
 
-IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
+IF_HUNG: Final = "the API server is overloaded or can't be reached: check the server's address in the kubeconfig"
 _ACCOUNT: Final = "run it with an account that may read this, for example an administrator's kubeconfig"
 
 
@@ -148,8 +148,8 @@ def _sockets(kubelet: KubeletSettings) -> CheckResult:
 
 
 async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
-    """What the API server stores of a ResourceSlice (found out by a dry run), and whether the node's slice has the GPUs that the driver
-    lists."""
+    """What the API server stores of a ResourceSlice (found out by a dry run), and whether the node's slice has the GPUs that
+    NVIDIA's driver lists."""
     if not settings.kubernetes.enabled:
         return error(_STANDALONE, _ENABLE)
     return await ask(settings, partial(_slice, settings.node.name, gpus))

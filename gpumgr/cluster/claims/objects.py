@@ -55,7 +55,7 @@ class UnboundPod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of a node's only ResourceSlice, with the names of the devices as UUIDs. `key`: the node's name."""
+    """The GPUs of a node's only ResourceSlice; the `uuid` of each is its device's name, which claims refer to. `key`: the node's name."""
 
     uid: str
     key: str
@@ -171,8 +171,8 @@ def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
-    """Amounts on one GPU, at most all its cores. Cores that are not given are all cores. Memory is 0 if it is not given, or if the cores
-    are all cores."""
+    """Amounts on one GPU, at most all its cores. Without an amount of cores it is all cores. Memory is 0 without an amount of memory, and
+    for all cores."""
     cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))

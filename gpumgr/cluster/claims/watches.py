@@ -45,7 +45,7 @@ class ClaimWatches(ClusterWatches):
         self._claims: dict[Key, WatchedClaim] = {}
         #: UID -> a pod that was bound or deleted, and when; the oldest entry first.
         self._left: dict[str, tuple[UnboundPod, float]] = {}
-        #: The last known kinds of GPUs in ResourceSlices: agents that stop withdraw their slices for a while.
+        #: The kinds of GPUs in ResourceSlices, with their MiB. Kept while there is no slice: an agent withdraws its slice when it stops.
         self._kinds: set[tuple[GpuKind, int]] = set()
         #: Name of the node -> its ResourceSlice.
         self._slices: dict[str, WatchedSlice] = {}

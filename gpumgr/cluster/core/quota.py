@@ -311,8 +311,8 @@ def gpus_of(node: NodeState) -> list[CountedGpu]:
 
 @lru_cache(maxsize=4096)
 def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs. It does not matter which GPUs they get, since the kubelet always reuses the devices of init
-    containers."""
+    """What containers hold on equal GPUs. Which GPUs they get does not matter: the kubelet gives the devices of an init container to later
+    containers, so both count on the same GPUs."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 

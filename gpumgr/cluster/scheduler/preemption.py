@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 #: node with 8 GPUs and 80 pods takes 20 ms, one with 16 and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
 _MAX_NODES: Final = 32
 _MAX_WORK: Final = 20_480
-#: A node as it was examined. A choice has the positions of the GPUs in this state.
+#: A node as it was examined. A NodeChoice names GPUs by their positions in this NodeState.
 _NodeView = tuple[NodeState | None, Mapping[str, PlacedPod]]
 
 
@@ -136,7 +136,8 @@ class Preemption:
     async def preempt(
         self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]], rejected: Sequence[str]
     ) -> PreemptResult:
-        """Proposes at most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have
+        """Proposes at most one node, so that it is clear which GPUs are to be kept. `proposed`: node -> the UIDs of the victims that
+        kube-scheduler proposes, and their violations of PodDisruptionBudgets. `rejected`: nodes that filter has rejected. They have
         passed kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; a node that changes in the
         meantime is not taken."""
         found: list[tuple[int, Cost, int, str, Eviction, _NodeView]] = []

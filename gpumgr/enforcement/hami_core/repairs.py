@@ -1,4 +1,4 @@
-"""The words that the agent writes into regions. Pure.
+"""What the agent writes into regions (see `content`). Pure.
 
 A repair writes one word: a granted limit, or what the library can't find out or repair (a host pid, the lock of a killed process). The word
 `recent_kernel` implements priorities: launches of a container wait while a container with a lower priority number launches on the same GPU.
@@ -27,14 +27,15 @@ from gpumgr.ledger.gpu_share import GpuShare
 
 #: If a slot's seqlock is odd for longer than this, and its writer does not run, the writer was killed while it wrote.
 STUCK_SECONDS: Final = 2.0
-#: A process in cuInit holds the semaphore `postinit` for a second at most. If nothing changes for this time, and no possible holder runs,
-#: the holder is gone.
+#: A process in cuInit holds the semaphore `postinit` for a second at most. If the waiters and the slots' pids stay the same for this time,
+#: and no possible holder runs, the holder is gone.
 HELD_SECONDS: Final = 5.0
-#: If nothing changes for this time, `postinit` is freed even if a possible holder runs: the library's waiters give up then, too.
+#: If they stay the same for this time, `postinit` is freed even if a possible holder runs: the library's waiters give up then, too.
 HELD_AT_MOST_SECONDS: Final = 30.0
 
 RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock", "postinit"]
-#: Only the container can have changed these. The switch is not one of them, since it has no effect with policy "force".
+#: Reported, since only the container can have changed them. A changed switch is only restored: with GPU_CORE_UTILIZATION_POLICY=force,
+#: which the agent sets, the library ignores it.
 TAMPERING: Final[frozenset[RepairCode]] = frozenset({"memory_limit", "core_limit", "priority"})
 
 
@@ -67,7 +68,7 @@ def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
 
 def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool, Repair]]:
     """For each slot without a host pid, or with a wrong one, yields the right host pid, whether the slot must be left alone for now,
-    and the repair. Until then the library does not limit the process's cores.
+    and the repair. Without the right host pid the library does not limit the process's cores.
 
     A pid with several candidates on the host (nested pid namespaces) is skipped. A stuck slot is left alone: its host pid shows whether its
     writer runs. A slot without a host pid is left alone while the library looks for host pids: its process may still find its own.
@@ -116,8 +117,8 @@ _BLOCKED: Final = -1
 
 
 def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
-    """The words `recent_kernel` to write. `found`: the present words of all running containers. Call it once a sample: a launch counts for
-    two calls. A larger word, which a container can write, counts no longer than that."""
+    """The words `recent_kernel` to write. `found`: the present words of all running containers. Call it once a sample: a launch delays
+    others until the next call. A larger word, which a container can write, counts as a launch."""
     aged = {share: min(word, RECENT_KERNEL) - 1 if word > 0 else word for share, word in found.items()}
     if len({share.priority for share in found}) < 2:
         return {share: 0 for share, word in found.items() if word < 0}

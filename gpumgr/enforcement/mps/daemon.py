@@ -62,10 +62,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True)
 class Daemon:
     """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `clients`: pid -> namespace
-    (None in protocol 2). `checks`: how often they were listed; `checked_at`: when the last check began. `tampering`: found at the last
-    check or later. `idle_since`: since when no container uses it; `unused`: the records of containers that have ended. `hang`: a sentence
-    if new clients hang. `silent`: the last command to the daemon did not end in time. `end_not_before`: when the agent may try again to end
-    it, after a failure. Times are in seconds of the clock."""
+    (None in protocol 2). `checks`: how often clients were listed; `checked_at`: when the supervisor last began a check. `tampering`:
+    found at the last check or later. `idle_since`: since when no container uses it; `unused`: the records of containers that have ended.
+    `hang`: a sentence if new clients hang. `silent`: the last command to the daemon did not end in time. `end_not_before`: when the agent
+    may try again to end it, after a failure. Times are in seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -163,8 +163,8 @@ class Daemon:
 
     @property
     def blocked(self) -> str | None:
-        """Why the daemon must be replaced; None if it works. One that leaves a command unanswered is blocked, as by a stopped server on an
-        H200."""
+        """Why the daemon must be replaced; None if it works. A daemon that leaves a command unanswered counts as blocked: on an H200 a
+        server that was stopped by a signal had this effect."""
         return self.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:

@@ -1,4 +1,5 @@
-"""Sets the limits of containers at a daemon: in protocol 2 one bound for all its clients, in protocol 3 a namespace for each container.
+"""Sets the limits of containers at a daemon: in protocol 2 one bound for all its clients, in protocol 3 (driver r615 and newer) a namespace
+for each container.
 
 The bound of protocol 2 is the largest of all shares; a client's own environment can only lower it. A container can change limits through
 the daemon's control socket (in protocol 3 only as root). So later answers of the daemon are compared with its answer right after limits
@@ -123,9 +124,9 @@ class Namespaces(msgspec.Struct):
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
         """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Returns what a
-        container changed, but not limits that gpumgr was changing: the agent may have ended in the middle. Also deletes namespaces of ended
-        containers, and namespaces that neither gpumgr nor MPS made; only a few at each check, since a container can make thousands. Raises
-        MpsError."""
+        container changed, except limits that gpumgr was changing (`former_bytes`: the agent may have ended in the middle) and, after a
+        restart of the agent, namespaces that are missing or within the grant. Also deletes namespaces of ended containers, and namespaces
+        that neither gpumgr nor MPS made; only a few at each check, since a container can make thousands. Raises MpsError."""
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
         unchecked = {name for name in wrong if shares[name].former_bytes is not None} | {

@@ -1,5 +1,5 @@
-"""A volume on disk. Each content of a volume is a version. A version is made under a temporary name, is complete and durable before a link
-points to it, and never changes.
+"""The mirror of the driver's files on disk. A volume is a set of these files for containers (see `volume_conf`); each content of it is a
+version. A version is made under a temporary name, is complete and durable before a link points to it, and never changes.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
     <base>/<link> -> .versions/<version>/<volume>
