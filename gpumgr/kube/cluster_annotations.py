@@ -186,8 +186,8 @@ _T = TypeVar("_T")
 
 
 def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
-    """Decodes an annotation's text. Raises ValueError that says what is wrong; its text begins with `fault` if the text has another
-    structure."""
+    """Decodes an annotation's text. Raises ValueError that says what is wrong; the message begins with `fault` if the annotation is not
+    JSON of this type."""
     encoded = text.encode("utf-8", "surrogatepass")
     if len(encoded) > MAX_ANNOTATIONS_BYTES:
         raise ValueError(f"{len(encoded)} bytes are too long for an annotation")
@@ -223,6 +223,7 @@ def _link(value: int) -> tuple[Level, int]:
     nvlinks, level = divmod(value, NVLINK_SCORE)
     if level not in Level._value2member_map_:
         raise ValueError(
-            f"{value} in levels is no pair level: {', '.join(str(int(each)) for each in Level)}, plus 100 for each NVLink"
+            f"{value} in levels is no pair score: expected one of {', '.join(str(int(each)) for each in Level)}, "
+            "plus 100 for each NVLink"
         )
     return Level(level), nvlinks

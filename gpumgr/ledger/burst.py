@@ -56,11 +56,11 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def missing_bytes(self, need_bytes: int, guaranteed_bytes: int, reach_bytes: int = 0) -> int:
-        """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing. `need_bytes` must be free. Two parts
-        of the free memory are set aside: `unused_bytes`, and `reach_bytes`, which `containers` may take beyond that; then
-        `guaranteed_bytes` must be left. `need_bytes` and `guaranteed_bytes` are equal, unless the GPU's memory is oversubscribed: then only
-        what the ledger counts for a container is guaranteed, and the rest of the free memory goes to the container that takes it first.
-        While the free memory is not known, the result is `reach_bytes`."""
+        """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing. Two conditions: `need_bytes` are
+        free; and `guaranteed_bytes` are free beside what `containers` may still take, which is `unused_bytes` plus `reach_bytes` (what
+        their limits in force allow beyond that). `need_bytes` and `guaranteed_bytes` are equal, unless the GPU's memory is oversubscribed:
+        then only what the ledger counts for a container is guaranteed, and the rest of the free memory goes to the container that takes it
+        first. While the free memory is not known, the result is `reach_bytes`: a start waits for lower limits, and is not refused."""
         if self.free_bytes is None:
             return reach_bytes
         left = max(0, self.free_bytes - self.unused_bytes - reach_bytes)

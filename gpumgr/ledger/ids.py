@@ -68,7 +68,7 @@ class RegisteredInstance(msgspec.Struct, frozen=True):
 
 class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
     """A GPU that this node has offered at some time. Its name and UUID never change, and its memory and the number of its replicas never
-    decrease (ids turn Unhealthy, never vanish). The position of a MIG device in `instances` never changes."""
+    decrease (ids turn Unhealthy, and vanish only with the GPU). The position of a MIG device in `instances` never changes."""
 
     name: GpuName
     uuid: str
@@ -118,7 +118,7 @@ class _Table(msgspec.Struct, frozen=True, dict=True):
 
 
 class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
-    """All GPUs that this node ever offered, in a fixed order, with the conversion of ids to masks and back."""
+    """The GPUs that this node has offered and not forgotten, in a fixed order, with the conversion of ids to masks and back."""
 
     gpus: tuple[RegisteredGpu, ...] = ()
 
@@ -145,7 +145,7 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
         return {resource: _Table.of(by_gpu) for resource, by_gpu in self.ids.items()}
 
     def parse(self, resource: Resource, device_ids: Collection[str]) -> Masks:
-        """Ids -> masks. Raises Refusal for an id that this node never offered, and for an id that occurs twice."""
+        """Ids -> masks. Raises Refusal for an id that no registered GPU has, and for an id that occurs twice."""
         table = self._tables[resource]
         try:
             found = [table.positions[text] for text in device_ids]

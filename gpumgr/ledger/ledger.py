@@ -10,8 +10,9 @@ Invariants (checked by `Ledger.violations`):
 2. A GPU that is granted whole has no holder of another pod.
 3. Ids belong to registered GPUs and lie within their capacity.
 4. An allocation was granted at least one GPU.
-5. An allocation with admin access (ClaimRequest) holds nothing, and may be on a GPU that another pod has whole.
+5. An allocation with admin access (ClaimRequest) may be on a GPU that another pod has whole.
 6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
+7. MIG devices that were created for two pods never have a memory slice of a GPU in common.
 
 A resize changes how much a container may use; its grant stays. If it may use more than the amounts of its ids, free ids of the GPU turn
 Unhealthy for the difference. If it may use less, resizes and bursts of other containers may use the difference, but no new container gets
@@ -29,7 +30,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
 from gpumgr.placement.pods import PodKey, ResizeRequest
 
-#: Name of an allocation: random, or a hash of a claim's shares. Host folders carry it, so it never repeats and does not reveal the pod.
+#: Name of an allocation: random, or a hash of a claim's shares, so the same claim gets it again. Host folders carry it: no two containers
+#: have the same, and it does not reveal the pod.
 AllocationId = str
 
 
@@ -397,9 +399,9 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         for resource in ALL_RESOURCES:
             violated += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
         violated += [
-            f"{self.in_force(gpu)} of GPU {gpu} are in use"
+            f"containers may use {self.in_force(gpu)} of GPU {gpu}, {excess} more than it has"
             for gpu in {g for a in suspects for g in a.places}
-            if self.excess(gpu, self.in_force(gpu)) != Amounts()
+            if (excess := self.excess(gpu, self.in_force(gpu))) != Amounts()
         ]
         for a in suspects:
             for gpu, owner in ((gpu, self.exclusive[gpu]) for gpu in a.places if gpu in self.exclusive):
@@ -459,7 +461,7 @@ def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
 
 
 def current_shares(ledger: Ledger) -> list[Allocation]:
-    """Allocations of a part of a GPU; an init container's only until another container of its pod has an allocation."""
+    """Allocations of a part of a GPU. An init container's allocation is left out once another container of its pod has one."""
     return [
         a
         for a in ledger.allocations.values()

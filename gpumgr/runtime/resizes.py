@@ -63,7 +63,8 @@ async def decide_resizes(
                 continue
             after = decide(now, a, request, around)
             if isinstance(after, Waits):
-                # After a restart the runtime may answer late; a refusal would be final.
+                # It waits while the limit is being lowered, and while the holder is not listed: after a restart of the agent the
+                # runtime may answer late, and a refusal would be final.
                 if (why := bursts.in_force.now.obstacles.get(after.holder.id, NOT_LISTED)) == NOT_LISTED:
                     bursts.growing = {*bursts.growing, after.gpu}
                     continue

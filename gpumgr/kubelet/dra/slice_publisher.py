@@ -2,10 +2,10 @@
 
 Invariants:
 
-1. Nothing is written while the driver is not registered with the kubelet: on a node without the driver, pods with claims wait for more than
-   a minute.
-2. The slice is read before each write. The watch only shows when to read it again, so a deletion by a starting kubelet, or by another
-   client, is noticed even if the watch has missed it.
+1. Nothing is written while gpumgr's DRA driver is not registered with the kubelet: kube-scheduler would place pods by the slice, and they
+   would wait on the node for more than a minute.
+2. The slice is read at each step. The watch only starts a step, and its content is not used. So a deletion (by a starting kubelet, or by
+   another client) that the watch has missed is noticed at the next step: after a new list, a change or a probe.
 3. Two writes are at least `change_seconds` apart. The last state is always written.
 4. A slice is compared with the form in which the API server has stored it, so no write is repeated without a change.
 5. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
@@ -210,7 +210,9 @@ class SlicePublisher:
         except AnswerError as error:
             if error.status != 404:
                 raise
-            raise GpumgrError("the API server has no resource.k8s.io/v1: use Kubernetes 1.34 or later") from error
+            raise GpumgrError(
+                "the API server has no resource.k8s.io/v1: use Kubernetes 1.36 or later (1.34 and 1.35 need feature gates)"
+            ) from error
         self._probed = True
         self._examine(slices.dropped(sent, answer))
 

@@ -14,7 +14,7 @@ NAME: Final = "gpumgr.sqlite3"
 _COMPANIONS: Final = ("-wal", "-shm")
 _MIN_PAGE_BYTES: Final = 512
 
-_FULL: Final = "free space on its file system; nothing was changed, and the agent retries"
+_FULL: Final = "make room on its file system; nothing was changed, and the agent retries"
 _ACCESS: Final = "make its folder writable for the user that gpumgr runs as, or set checkpoint.dir to another one"
 _DISK: Final = "check the kernel log for disk errors"
 _BUSY: Final = "another program holds the file; only one agent may run on a node"
@@ -90,7 +90,7 @@ def set_aside(path: Path, now_seconds: float) -> Path:
 def translate(error: sqlite3.Error, path: Path, verb: Literal["open", "read", "write"]) -> CheckpointError:
     """sqlite's error as a CheckpointError with the path, the cause and a remedy.
 
-    An error that the file system does not cause (no such table, no database, text that is not UTF-8) means corrupt content: CorruptError.
+    An error without an entry in _ADVICE (no such table, not a database, text that is not UTF-8) means corrupt content: CorruptError.
     """
     name = getattr(error, "sqlite_errorname", None) or type(error).__name__
     problem = f"can't {verb} the checkpoint {path}: {error} ({name})"

@@ -61,7 +61,8 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cores_to_place(self) -> int:
-        """The cores for which an evaluator chooses GPUs."""
+        """The cores that an evaluator places: all cores of the chain on one GPU; or, for whole GPUs, the cores of the largest container,
+        since the chain's further GPUs may be any that are entirely free."""
         return self.most_cores if self.whole_gpus else self.cores
 
     def check(self, container: str = "an init container") -> None:

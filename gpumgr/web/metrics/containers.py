@@ -33,7 +33,7 @@ def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], floa
 
 
 _CORES: Final = _family("core_allocated_ratio", "Share of the GPU's cores that the container holds.")
-_MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of a whole GPU's.")
+_MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; for a whole GPU all its memory.")
 _OVER: Final = _family("over_limit", "1 while the container stays over its limit of memory.")
 _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None]], ...]] = (
     (
@@ -53,7 +53,7 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None]], ..
         lambda use: ratio(use.utilization_ratio),
     ),
     (
-        _family("core_limit_ratio", "Share of the GPU's cores that the container was granted."),
+        _family("core_limit_ratio", "Cores that the container may use, as a share of the GPU's; only if it shares the GPU."),
         lambda use: None if use.memory_limit_bytes is None else use.cores / CORES_PER_GPU,
     ),
     (_family("processes", "Processes of the container on the GPU."), lambda use: use.process_count),
@@ -76,13 +76,13 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None]], ..
         _of_turns(lambda turns: turns.launches),
     ),
     (
-        _counter("overruns", "Turns that ended before the container's work (limiter)."),
+        _counter("overruns", "Turns that were taken from the container while its work still ran (limiter)."),
         _of_turns(lambda turns: turns.overruns),
     ),
 )
 _KINDS: Final = gauge(
     "container_memory_by_kind_bytes",
-    "Memory of the container by the kind of the allocation (limiter).",
+    "Memory of the container by the kind of CUDA memory (limiter).",
     *CONTAINER_LABELS,
     "kind",
 )

@@ -30,11 +30,11 @@ _NOT_LISTED: Final = gauge("gpus_not_listed", "GPUs on the PCI bus that the driv
 _CORDONED: Final = gauge("gpu_cordoned", "1 if an operator took the GPU out of service.", "gpu")
 _LINKS: Final = gauge(
     "nvlink_active_links",
-    "Active NVLinks between two GPUs (with NVSwitch: at least so many from each to the switches).",
+    "Active NVLinks between two GPUs; with NVSwitch the smaller of their numbers of links to the switches.",
     *("gpu", "peer"),
 )
 _CORES: Final = gauge("gpu_core_allocated_ratio", "Share of the GPU's cores that containers hold.", "gpu")
-_MEMORY: Final = gauge("gpu_memory_allocated_bytes", "Memory that containers hold; all of a whole GPU's.", "gpu")
+_MEMORY: Final = gauge("gpu_memory_allocated_bytes", "Memory that containers hold; for a whole GPU all its memory.", "gpu")
 _SHARERS: Final = gauge("gpu_shared_containers", "Containers that share the GPU; 0 for a whole GPU.", "gpu")
 
 
@@ -173,7 +173,9 @@ _WAITING: Final = gauge("api_queue_waiting", "Objects to be written to the API s
 _OLDEST: Final = gauge(
     "api_queue_oldest_seconds", "How long the oldest object has waited to be written to the API server; 0 without any."
 )
-_DROPPED: Final = counter("api_queue_dropped_total", "Dropped events: too many waited, or about one object.")
+_DROPPED: Final = counter(
+    "api_queue_dropped_total", "Events that were dropped: too many waited, or too many were about one object."
+)
 _WRITES: Final = counter("api_writes_total", "Writes to the API server, by object and outcome.", "what", "outcome")
 _RETRIES: Final = counter(
     "eviction_retries_total", "Eviction requests after the first for a pod, for example because of its PodDisruptionBudget."

@@ -181,6 +181,7 @@ def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:
     ]
     rebuilt = adopted(ledger, *entries, views=(hami_view("a", second, memory=3000), hami_view("b", second, memory=3000)))
     assert len(rebuilt.added) == len(rebuilt.problems) == 1
+    assert "6000 MiB of GPU 00000001, 0 cores and 1904 MiB more than it has" in rebuilt.problems[0]
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))

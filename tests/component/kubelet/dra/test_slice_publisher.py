@@ -310,7 +310,7 @@ async def test_a_server_without_the_api_is_named(tmp_path: Path) -> None:
     async with staged(tmp_path, prepare=lambda resources: resources.without.add("resource.k8s.io/v1")) as stage:
         stage.register(1)
         await until(lambda: stage.publisher.state.error)
-        assert "use Kubernetes 1.34 or later" in str(stage.publisher.state.error)
+        assert "use Kubernetes 1.36 or later" in str(stage.publisher.state.error)
 
 
 # -- feature gates -----------------------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def test_the_error_of_a_full_database_names_the_remedy(tmp_path: Path) -> None:
         with pytest.raises(sqlite3.OperationalError) as caught:
             connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
     said = str(translate(caught.value, path, "write"))
-    assert said.startswith(f"can't write the checkpoint {path}: database or disk is full (SQLITE_FULL); free space")
+    assert said.startswith(f"can't write the checkpoint {path}: database or disk is full (SQLITE_FULL); make room")
 
 
 # -- the history -----------------------------------------------------------------------------------------------------------
