@@ -2,8 +2,8 @@
 
 The kubelet answers at most 100 calls of PodResources `List` a second, of all clients together, and composes each answer anew. So the agent
 calls `List` once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while the
-rate of calls is low. If `List` fails and several pods wait for the same amount, the agent (`writer.py`) calls `List` again for
-LIST_AGAIN_SECONDS and then refuses: it does not guess.
+rate of calls is low. If only `List` can show which pod a call is for, and `List` fails, the agent (`writer.py`) calls `List`
+again for LIST_AGAIN_SECONDS and then refuses: it does not guess.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -116,7 +116,7 @@ class ContainerStarts:
         self.pods, self.enforcement, self.make_room = pods, enforcement, make_room
         self.agent_state, self._host, self._make_dir = agent_state, host, make_dir
         self._stored_nodes = stored_nodes
-        #: Allocation -> its GPUs' device nodes at the time of the response, or of its last comparison with them.
+        #: Allocation -> its GPUs' device nodes when the response was made, or last compared with them.
         self._compared: dict[AllocationId, Sequence[str | None]] = {}
 
     def answer(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
@@ -327,7 +327,7 @@ def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
 
 
 def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[str]) -> None:
-    """These ids name no GPU: gpu-manager admitted the container. Raises Refusal if the ledger has no record of gpu-manager."""
+    """For ids that name no GPU: gpu-manager may have admitted the container. Raises Refusal if the ledger has no record of gpu-manager."""
     if not any(a.anonymous for a in ledger.allocations.values()):
         record.id = _name_of(device_ids)
         raise Refusal(

@@ -209,7 +209,7 @@ class Maintenance:
         try:
             await self._agent_state.save_note(CORDONS_NOTE, encode_note(cordons), entry)
         except CheckpointError as error:
-            raise Refusal("internal", f"the cordon can't be saved, so nothing was changed: {error}") from error
+            raise Refusal("internal", f"the cordons can't be saved, so nothing was changed: {error}") from error
         self.cordons = cordons
         if cordon is None:
             log.info("gpu_uncordoned", gpu=gpu.uuid, reason=why)

@@ -80,7 +80,7 @@ class Backend:
         """Ends this backend's use of these GPUs before a container without this backend starts there. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
-        """Compares the limits of the running containers of this backend with what was granted, before anything restores them. Returns
+        """Compares the limits of the running containers of this backend with what was granted, before `adjust` restores them. Returns
         findings for the pods' events."""
         return ()
 

@@ -6,8 +6,8 @@ is put into the container. The driver limits neither cores nor managed memory th
 
 Only the hard limit is set. A soft limit (a guarantee) would be added to the cgroup's ancestors too, and subtracted there only if it were
 set to 0 before the cgroup is removed; but the runtime removes the cgroup as soon as the container ends. The guarantee is not needed: the
-sum of all shares fits the GPU, and the hard limits leave each container its share, also while one is raised for a burst. A soft limit that
-is found is set to 0. The hard limit is removed with the cgroup.
+sum of all shares fits the GPU, and the hard limits leave each container its share, also while a hard limit is raised for a burst. A soft
+limit that is found is set to 0. The hard limit is removed with the cgroup.
 
 The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that it allocated
 before that stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the runtime

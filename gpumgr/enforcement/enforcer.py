@@ -237,8 +237,8 @@ class Enforcer:
 
     @contextlib.contextmanager
     def _retried(self, warn: Callable[..., object], event: str, **fields: str) -> Iterator[None]:
-        """Logs an error of the enclosed work as `event`, and does not raise it: a later call repeats the work. Each text is logged once
-        until the work succeeds."""
+        """Logs an error of the enclosed work as `event`, and does not raise it: a later call repeats the work. The same error in a row is
+        logged once."""
         work = (event, *fields.values())
         try:
             yield

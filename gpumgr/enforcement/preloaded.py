@@ -34,9 +34,9 @@ _INSTALLING: Final = threading.Lock()
 
 
 class Monitor:
-    """Checks the files of one start of a container. `files`: their name in messages; `file`: the name of the files of the next start.
-    `obstacle`: why the limits that were last checked or restored are not in force; None: they are. Any thread may call the methods. `close`
-    may be called again."""
+    """Checks the files of one start of a container. `files`, `file`: what messages call these files, and new ones. `obstacle`: why
+    the limits that were last checked or restored are not in force; None: they are. Any thread may call the methods. `close` may be called
+    again."""
 
     def __init__(self, files: str, file: str) -> None:
         self._names = files, file
@@ -72,7 +72,7 @@ class Monitor:
 
     def _outside(self, tenant: GpuShare, pids: Iterable[int], checks: int, without: str, why: str) -> Iterator[Finding]:
         """Reports processes that have used the GPU without the library in `checks` consecutive checks. `without`: the library's name.
-        `why`: what may be the reason besides static linking."""
+        `why`: further reasons besides static linking, with "or" at the end."""
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in pids}
         if late := [f"process {pid}" for pid, count in self._unseen.items() if count == checks]:
             message = (
@@ -118,8 +118,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """Returns the library's mounts, and installs it already now: an agent that is updated before the container's start installs only
-        its own version, and a runtime makes a folder where the file of a mount is missing."""
+        """Returns the library's mounts, and installs it already now: if the agent is updated before the container's start, the new agent
+        installs only its own version, and the runtime would make a folder where this file is missing."""
         with suppress(LibraryError, OSError):  # the start reports it
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)

@@ -24,7 +24,7 @@ RECENT_KERNEL: Final = 2
 #: The percentage for "no limit", as for a device that the environment does not name.
 _NO_CORE_LIMIT: Final = 100
 _NO_MEMORY_LIMIT: Final = 0
-#: glibc's sem_t on 64-bit machines: value in the low word of a u64, no waiters; 128 = shared between processes.
+#: glibc's sem_t on 64-bit machines: the value (u32), the number of waiters (u32), and 128 = shared between processes.
 _FREE_SEMAPHORE: Final = struct.pack("<QI20x", 1, 128)
 
 
@@ -95,7 +95,7 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 class RegionView(msgspec.Struct, frozen=True, kw_only=True):
     """One region at one time. `slots` has the live and the stuck slots. `postinit`: a semaphore; 0 while a process looks for its host pid.
-    `postinit_waiters`: the processes that wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below 0
+    `postinit_waiters`: how many processes wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below 0
     while launches must wait. `problem`: a value that the library never writes, so the container wrote it.
     """
 

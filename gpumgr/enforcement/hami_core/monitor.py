@@ -26,7 +26,7 @@ from gpumgr.ledger.gpu_share import GpuShare
 #: reported only after this number of consecutive checks.
 CHECKS_UNREGISTERED: Final = 3
 #: The library looks up the host pid of each process once. A lookup takes up to a second, and only one process does it at a time. If the
-#: host pid is still wrong at this number of checks, the process itself writes it, which counts as tampering.
+#: host pid is still wrong at this number of checks, the process must have written it, which counts as tampering.
 CHECKS_WRONG_HOST: Final = 120
 _RELEASED: Final = (
     "a process of {} was killed while HAMi-core started in it, so the container's other processes waited in cuInit; gpumgr has ended "

@@ -13,8 +13,8 @@ from gpumgr.enforcement.hami_core.content import MEBIBYTE
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 
-#: Functions that a library must export to limit allocations and launches, also of programs that look functions up by name; the last one
-#: makes the region.
+#: Functions that a library must export to limit allocations and launches, also of programs that look functions up by name; a call
+#: of the last one makes the region.
 EXPORTS: Final = (
     *("dlsym", "cuInit", "cuGetProcAddress", "cuMemAlloc_v2", "cuMemAllocManaged", "cuMemCreate", "cuMemFree_v2"),
     *("cuMemGetInfo_v2", "cuDeviceTotalMem_v2", "cuLaunchKernel", "nvmlInit_v2", "get_current_device_memory_limit"),

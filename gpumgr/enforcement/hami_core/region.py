@@ -1,4 +1,5 @@
-"""HAMi-core's region as a file. The agent never takes the region's locks: in the container's pid namespace it would seem a dead holder."""
+"""HAMi-core's region as a file. The agent never takes the region's locks: a container does not see the agent, which would seem a dead
+holder."""
 
 import ctypes
 import mmap
@@ -36,8 +37,8 @@ class RegionFile(SharedFile):
         return content.decode(self.read_at)
 
     def wake(self, semaphore: int) -> None:
-        """Wakes one process that waits for this semaphore, after it was written. The file is mapped only because futex needs an address;
-        the mapping is not read."""
+        """Wakes one process that waits for this semaphore; write it first. The file is mapped only because futex needs an address; the
+        mapping is not read."""
         page = semaphore // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with suppress(OSError, ValueError), mmap.mmap(self.descriptor, layout.SIZEOF - page, offset=page) as mapped:
             word = ctypes.c_uint32.from_buffer(mapped, semaphore - page)

@@ -183,8 +183,8 @@ class PageMonitor(Monitor):
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
         """The bytes that the driver uses for the container beyond the library's count. The driver's figure was taken between the last count
-        and this one, so its differences to these two are computed. The result falls at once to the larger difference. It rises only to the
-        smallest of the last few smaller differences: otherwise freed memory would count as used."""
+        and this one, so its differences to these two are computed. A result above the larger difference falls to it at once. The result
+        rises only to the least of the last few smaller differences: otherwise freed memory would count as used."""
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:
             return former_bytes
@@ -201,8 +201,8 @@ class PageMonitor(Monitor):
         yield from self._outside(running.tenant, outside, _CHECKS_UNREGISTERED, "gpumgr's library", "runs setuid, or ")
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
-        """Reports processes in which the library does not work, but only a few for each start of the container, since the container
-        writes the slots."""
+        """Reports processes that the library does not limit (only a few for each start of the container, since the container writes the
+        slots), too many processes, and CUDA functions that the library does not know."""
         faulty = [slot for slot in slots if slot.fault is not None]
         fresh = [slot for slot in faulty if self._first(f"fault of {slot.pid}")] if self._faults < _MOST_FAULTS else []
         if fresh:
