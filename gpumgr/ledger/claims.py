@@ -61,8 +61,8 @@ def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
 
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
-    """The id of the allocation for these shares of one request. It is the same after a loss of the ledger, since the kubelet keeps names of
-    CDI devices that contain it. It differs when the same claim gets other shares, since a CDI name may have only one content."""
+    """The id of the allocation for these shares of one request. It is the same after a loss of the ledger, because the kubelet remembers
+    CDI names that contain it. It differs when the same claim gets other shares, because a CDI name may have only one content."""
     key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
     return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 

@@ -7,7 +7,7 @@ Rules:
 * Ids of the pod's own init containers may be taken over in any combination; the container is then granted one of the pod's GPUs, or as
   many as it requests.
 * New ids of a container that a scheduler placed lie on the GPUs that the scheduler named.
-* An id that a running container holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager,
+* Any other id that an allocation holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager,
   UpdateAllocatedDevices while an Allocate is in flight).
 """
 

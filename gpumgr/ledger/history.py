@@ -38,8 +38,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry. `at`: its time (unix seconds). `number` grows from entry to entry, with gaps, also across restarts. Both are 0 until the
-    history sets them.
+    """One entry. `at`: its time (unix seconds). `number` grows from entry to entry, with gaps, also across restarts. `at` and `number` are
+    0 until the history sets them.
 
     `id` is the same in the log, in the pod's events and annotations and here: the allocation's id, or for a refusal the id that the
     allocation would have had. `size` counts the ids of the resource `kind` in the kubelet's call. `amounts`: what the container has after a

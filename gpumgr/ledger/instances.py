@@ -1,7 +1,7 @@
 """MIG devices: which existing ones are offered and granted, and the places of MIG devices that are created for a container. Pure.
 
-A MIG device has one holder. The device itself limits its container, so nothing else is enforced. The ledger counts its memory as taken from
-its GPU. The names of the resources and the strategies (setting node.mig_strategy) are those of NVIDIA's device plugin.
+A MIG device belongs to one pod. The device itself limits its container, so nothing else is enforced. The ledger counts its memory as taken
+from its GPU. The names of the resources and the strategies (setting node.mig_strategy) are those of NVIDIA's device plugin.
 
 A container that requests `nvidia.com/gpu` on GPUs with MIG profiles gets MIG devices at places that are chosen here.
 """

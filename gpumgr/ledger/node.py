@@ -2,7 +2,7 @@
 
 The rules of ListAndWatch:
 
-* It always has every id of every GPU ever offered (an id that vanishes while the kubelet allocates it crashes the kubelet).
+* It has every id of every registered GPU (an id that vanishes while the kubelet allocates it crashes the kubelet).
 * All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
 * A free replica is Unhealthy while its GPU has no free cores or no free memory.
 * If a container holds a whole GPU, the GPU's free memory blocks can't be granted to other containers. The blocks become Unhealthy, so that

@@ -32,8 +32,8 @@ _Stamp = tuple[FileIdentity | None, ...]
 
 
 class _Files(ABC, Generic[T]):
-    """The value that `_make` returns for the files `paths`. A thread makes it again when the files have changed, since a file system may
-    hang. The constructor raises what `_make` raises."""
+    """The value that `_make` returns for the files `paths`. It is made again when the files have changed; on a thread, since a file system
+    may hang. The constructor raises what `_make` raises."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths

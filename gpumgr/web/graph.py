@@ -24,8 +24,8 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """Returns `tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree has the row of its GPU (its position in the driver's
-    list) under `gpus`. The other `gpus` are all GPUs, in the tree or not, with their free amounts and holders."""
+    """Returns `tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree has a key `gpus`, too, with the row of its GPU (its
+    position in the driver's list). `gpus` beside `tree` has all GPUs, in the tree or not, with their free amounts and holders."""
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,

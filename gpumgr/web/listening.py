@@ -1,5 +1,5 @@
-"""Opens the listening sockets: the configured address, 127.0.0.1 if no loopback connection reaches that address, and the unix socket for
-root."""
+"""Opens the listening sockets: the configured address, also 127.0.0.1 if the address accepts no loopback connections, and the unix socket
+for root."""
 
 import asyncio
 import errno

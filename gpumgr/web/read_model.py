@@ -159,7 +159,7 @@ class ReadModel:
         return [*reasons, *self._slice_troubles(offered=False), *self.no_driver(), *self._unlisted(some=False)]
 
     def _unlisted(self, *, some: bool) -> tuple[str, ...]:
-        """The sentence about GPUs that the driver does not list. `some`: only if it lists other GPUs; else only if it lists none."""
+        """The sentence about GPUs that the driver does not list. `some`: only if it lists other GPUs; not `some`: only if it lists none."""
         snapshot = self._components.agent_state.inventory.snapshot
         sentence = snapshot.unlisted_sentence if self._components.hardware_events.driver_up else None
         return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()
@@ -169,7 +169,7 @@ class ReadModel:
         return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
-        """What is wrong with the node's ResourceSlice. `offered`: only if it still offers GPUs; else only if it offers none."""
+        """What is wrong with the node's ResourceSlice. `offered`: only if it still offers GPUs; not `offered`: only if not."""
         if self._components.dra is None:
             return ()
         state = self._components.dra.publisher.state

@@ -250,7 +250,7 @@ def entries_of(ledger: Ledger, history: Sequence[HistoryEntry], pod: PodKey) -> 
 
 
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
-    """The pod of each allocation by the newest information: some are granted before the pod's name is known, or with a wrong name."""
+    """The pod of each allocation as it was named last: some are granted before the pod's name is known, or with a wrong name."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 
@@ -260,8 +260,8 @@ def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[History
 
 
 def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry]) -> list[tuple[set[GpuName], float, float]]:
-    """(GPUs, first, last) of each allocation: `first` and `last` number the history's entries of its grant (0: older than the history) and
-    its end (infinity: it has not ended)."""
+    """The GPUs of each allocation, and the numbers of two entries of the history: its grant (0: older than the history) and its end
+    (infinity: it has not ended)."""
     granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
     ended = [(granted[entry.id], entry.number) for entry in entries if entry.what == "freed" and entry.id in granted]
     return [

@@ -22,7 +22,7 @@ def encode_note(value: object) -> str:
 
 
 def decode_note(notes: Mapping[str, str], key: str, kind: type[T], *, remedy: str = "") -> T:
-    """The note with this key; {} if there is none. Raises CheckpointError if it can't be read; `remedy`: what else may be done then."""
+    """The note with this key; a missing note counts as `{}`. Raises CheckpointError if it can't be read; `remedy`: what else helps then."""
     try:
         return decode_json(notes.get(key) or "{}", kind)
     except UnreadableText as error:

@@ -2,7 +2,7 @@
 
 Limits are a state machine for each GPU of each allocation:
 * An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
-  as many readings in a row up to that. Each change is reported once.
+  `samples` readings in a row that are not above that sum. Each change is reported once.
 * A sample without the allocation's memory is no reading: it neither counts nor interrupts.
 * An allocation that is gone is dropped without a report.
 

@@ -24,7 +24,7 @@ Owner = Allocation | Literal["none", "unknown"]
 
 class AllocationIndex:
     """Finds the allocation of a container: by its pod's UID (by the pod's name if the allocation has no UID) and its own name, or by the
-    ResourceClaims that it uses. It is made once for a sample. `pods` may have containers that use claims."""
+    ResourceClaims that it uses. It is made once for a sample. `pods`: where to look for the users of claims."""
 
     def __init__(self, allocations: Collection[Allocation], pods: Iterable[PodView] = ()) -> None:
         by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Responses to scrapes: rendered on a thread once a sample period, then sent as ready bytes.
 
 Invariants:
-- A scrape of a format that was scraped recently sends bytes that are rendered, and compressed, already.
+- A scrape of a format that was scraped recently sends bytes that were rendered and compressed before.
 - A format that was not scraped for a while is not rendered until its next scrape.
 - No scrape calls NVML or the kubelet, or reads a file other than the process's own in /proc.
 - All formats of one sample period are rendered from one report.
