@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -135,19 +136,29 @@ def _run(
             raise MpsTransientError(
                 f"can't run {argv[0]}: {error.strerror or error}; is NVIDIA's driver installed completely?"
             ) from error
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(limit_seconds, kill)
+        timer.start()
         with process:
-            try:
-                process.communicate(text.encode(), limit_seconds)
-            except subprocess.TimeoutExpired:
-                command = text.strip() or " ".join(argv[1:])
-                raise MpsTimeoutError(
-                    f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
-                    "check whether the driver answers (nvidia-smi) and what the kernel's log says"
-                ) from None
-            finally:
-                if process.returncode is None:  # not reaped yet, so no other process has its id, even if only its children run
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(text.encode())
+            # It is not reaped yet, so no other process has its id while the timer may kill. Popen's wait with a time limit would poll.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            timer.cancel()
+            timer.join()
+        if late.is_set():
+            command = text.strip() or " ".join(argv[1:])
+            raise MpsTimeoutError(
+                f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
+                "check whether the driver answers (nvidia-smi) and what the kernel's log says"
+            )
         end = os.lseek(printed.fileno(), 0, os.SEEK_CUR)  # the program has the same position in the file
         return process.returncode, os.pread(printed.fileno(), end, 0).decode(errors="replace")
 
