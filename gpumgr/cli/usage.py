@@ -5,6 +5,7 @@ The texts of a `NodeState` have no control characters (see `agent_client`).
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -248,6 +249,8 @@ def command(watch: bool, location: AgentLocation, output: Literal["text", "json"
     if watch:
         if output == "json" or not sys.stdout.isatty() or Console().is_dumb_terminal:
             raise click.UsageError("--watch needs a terminal, and no --output json")
+        for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, they restore the screen
+            signal.signal(number, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_watch(location.socket))
         return

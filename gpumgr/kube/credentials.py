@@ -4,20 +4,14 @@ All files are read on a separate thread, since a file system that hangs must not
 """
 
 import asyncio
-import importlib
 import os
 import ssl
 import stat
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -26,6 +20,7 @@ import yaml
 
 from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import SettingsError
+from gpumgr.kube.library import kubeconfig_loader
 
 _log = structlog.get_logger(__name__)
 
@@ -39,8 +34,6 @@ _KUBECONFIG_SECONDS: Final = 60.0
 _MAX_KUBECONFIG_BYTES: Final = 1 << 20
 #: What kubernetes_asyncio raises for a malformed kubeconfig; the texts of these errors explain nothing.
 _MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError, RecursionError)
-_ROOT: Final = "kubernetes_asyncio"
-_PACKAGES: Final = (_ROOT, f"{_ROOT}.client", f"{_ROOT}.config")
 
 
 @dataclass(kw_only=True)
@@ -182,31 +175,3 @@ def _message(error: Exception, kubeconfig: Path | None) -> str:
     if isinstance(error, _MALFORMED):
         return "it does not have the structure of a kubeconfig"
     return " ".join(str(error).split()).rstrip(".")
-
-
-# Importing any module of the library runs the `__init__` of its packages, which import every API and model: more than a thousand modules,
-# and 30 MiB of memory. The library has no option to avoid that. So a finder (the import system's extension point) gives the library's
-# packages an empty `__init__` during the import.
-class _EmptyPackages(MetaPathFinder, Loader):
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname in _PACKAGES else None
-        if spec is not None:
-            spec.loader = self
-        return spec
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == f"{_ROOT}.client":
-            # The reader of kubeconfig files imports these two names, and needs neither if it is given an object to fill.
-            module.__dict__.update(Configuration=None, ApiClient=None)
-
-
-@cache
-def kubeconfig_loader() -> Callable[..., Any]:
-    """Returns `load_kube_config`. Imports the library once; modules that the process has already imported are used."""
-    finder = _EmptyPackages()
-    sys.meta_path.insert(0, finder)
-    try:
-        load: Callable[..., Any] = importlib.import_module(f"{_ROOT}.config.kube_config").load_kube_config
-        return load
-    finally:
-        sys.meta_path.remove(finder)

@@ -15,8 +15,8 @@ from tests.bench import figures
 AGENT: Final = """
 from gpumgr.cli.daemon import lean_imports
 with lean_imports():
-    import gpumgr.cli.run, gpumgr.kube.credentials
-gpumgr.kube.credentials.kubeconfig_loader()
+    import gpumgr.cli.run, gpumgr.kube.library
+gpumgr.kube.library.kubeconfig_loader()
 """
 NOTHING: Final = "import sys"
 _TELL: Final = """

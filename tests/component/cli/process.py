@@ -80,6 +80,9 @@ class Process:
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
 
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
     async def until(self, text: str, *, stream: str = "out", after: int = 0) -> int:
         """Waits until it has printed the text behind character `after`; returns where the text ends."""
         try:

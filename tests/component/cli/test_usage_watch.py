@@ -13,7 +13,7 @@ Start = Callable[..., Awaitable[Process]]
 OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
-async def test_watch_on_a_terminal_uses_the_alternate_screen_until_ctrl_c(agent: FakeAgent, start: Start) -> None:
+async def test_watch_on_a_terminal_uses_the_alternate_screen_until_sigterm(agent: FakeAgent, start: Start) -> None:
     for row in (*agent.state["gpus"], *agent.state["containers"]):  # so the pod's name has room in one line
         row |= {"utilization_ratio": 0.5, "memory_used_bytes": GIB}
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
@@ -22,7 +22,7 @@ async def test_watch_on_a_terminal_uses_the_alternate_screen_until_ctrl_c(agent:
     await process.until("Ctrl-C quits", after=shown)
     agent.state["containers"][2]["pod"] = "\x1b]0;x\x07[red]"
     await process.until("team/\\x1b]0;x\\x07[red", after=shown)
-    process.press("\x03")
+    process.terminate()
     assert await process.ended() == 0
     await process.until(FIRST_SCREEN)
     assert "\x1b]0;" not in process.out

@@ -100,7 +100,7 @@ def run_python(code: str) -> str:
 def test_the_library_is_loaded_without_its_generated_code() -> None:
     code = """
 import sys
-from gpumgr.kube.credentials import kubeconfig_loader
+from gpumgr.kube.library import kubeconfig_loader
 assert kubeconfig_loader() is kubeconfig_loader()
 print(sorted(name for name in sys.modules if name.startswith("kubernetes_asyncio.client")), kubeconfig_loader().__name__)
 """
@@ -110,7 +110,7 @@ print(sorted(name for name in sys.modules if name.startswith("kubernetes_asyncio
 def test_where_the_whole_library_is_imported_its_own_modules_are_used() -> None:
     code = """
 import kubernetes_asyncio.config
-from gpumgr.kube.credentials import kubeconfig_loader
+from gpumgr.kube.library import kubeconfig_loader
 print(kubeconfig_loader() is kubernetes_asyncio.config.load_kube_config)
 """
     assert run_python(code) == "True"
