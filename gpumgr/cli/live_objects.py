@@ -43,7 +43,7 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
             try:
                 yield name, decode(item)
             except UNREADABLE as error:
-                problems.append(f"{name} is left out{consequence}: {unreadable_text(error)}")
+                problems.append(f"{name} is left out{consequence}: {unreadable_text(error)}; correct it, or make a new snapshot")
 
     unprotected, free = ", and the pods that it selects count as not protected", ", and what it uses counts as free"
     budgets = [budget for _, budget in read("poddisruptionbudgets", "PodDisruptionBudget", _budget, unprotected)]
@@ -75,7 +75,8 @@ def read_pod(
 
 
 def _budget(item: Json) -> Budget:
-    return item["metadata"]["namespace"], (item.get("spec") or {}).get("selector")
+    budget = convert(item, _Budget)
+    return budget["metadata"]["namespace"], (budget.get("spec") or {}).get("selector")
 
 
 def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
@@ -253,3 +254,21 @@ class _Pod(TypedDict, total=False):
     metadata: Required[_PodMetadata]
     spec: Required[_PodSpec]
     status: _Object | None
+
+
+class _Selector(TypedDict, total=False):
+    matchLabels: dict[str, str] | None
+    matchExpressions: list[_Requirement] | None
+
+
+class _Namespaced(TypedDict):
+    namespace: str
+
+
+class _BudgetSpec(TypedDict, total=False):
+    selector: _Selector | None
+
+
+class _Budget(TypedDict, total=False):
+    metadata: Required[_Namespaced]
+    spec: _BudgetSpec | None

@@ -149,20 +149,35 @@ def other_node(**changes: Any) -> Json:
         ("nodes", other_node(status={"capacity": {"cpu": "many"}}), "x", "cpu: quantity 'many' can't be read"),
         ("nodes", other_node(status={"capacity": 5}), "x", "AttributeError: 'int' object has no attribute 'get'"),
         ("nodes", other_node(spec={"taints": [{"key": "x"}]}), "x", "KeyError: 'effect'"),
-        ("poddisruptionbudgets", {**BUDGET, "spec": 5}, "team", "AttributeError: "),
-        ("poddisruptionbudgets", {}, "without a name", "KeyError: 'metadata'"),
+        ("poddisruptionbudgets", {**BUDGET, "spec": 5}, "team", "Expected `object | null`, got `int` - at `$.spec`"),
+        ("poddisruptionbudgets", {}, "without a name", "Object missing required field `metadata`"),
+        (
+            "poddisruptionbudgets",
+            {**BUDGET, "spec": {"selector": {"matchLabels": "app"}}},
+            "team",
+            "Expected `object | null`, got `str` - at `$.spec.selector.matchLabels`",
+        ),
+        (
+            "poddisruptionbudgets",
+            {**BUDGET, "spec": {"selector": {"matchExpressions": [{"key": "app", "operator": "is"}]}}},
+            "team",
+            "Invalid enum value 'is' - at `$.spec.selector.matchExpressions[0].operator`",
+        ),
     ],
 )
 def test_an_object_of_another_structure_is_left_out_and_named(kind: str, item: Json, name: str, problem: str) -> None:
-    document: Json = {"nodes": nodes(), "pods": [], "poddisruptionbudgets": []}
+    protected = {**POD, "metadata": {**POD["metadata"], "uid": "protected"}}
+    document: Json = {"nodes": nodes(), "pods": [protected], "poddisruptionbudgets": []}
     document[kind].append(item)
-    _, (found,) = live_cluster(document, "binpack")
+    cluster, (found,) = live_cluster(document, "binpack")
+    assert list(cluster.pods) == ["protected"]
     what = {
         "pods": f"pod {name} is left out, and what it uses counts as free",
         "nodes": f"node {name} is left out",
         "poddisruptionbudgets": f"PodDisruptionBudget {name} is left out, and the pods that it selects count as not protected",
     }[kind]
     assert found.startswith(f"{what}: {problem}")
+    assert found.endswith("; correct it, or make a new snapshot")
 
 
 def test_a_comparison_without_a_value_matches_nothing() -> None:
