@@ -39,7 +39,8 @@ def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
     """The kinds among `kinds` that the pod may get by its nodeSelector. `pod` None: the pod is not known, so it may get all."""
     found = {each for each in kinds if pod is None or (pod.model in (None, each[0].label) and pod.pool in (None, each[0].pool))}
     # No node has such GPUs yet, but a node with these labels may be added.
-    return found or {(GpuKind("", (pod and pod.model) or "", (pod and pod.pool) or ""), 0)}
+    label, pool = (pod.model or "", pod.pool or "") if pod is not None else ("", "")
+    return found or {(GpuKind(label=label, pool=pool, any_model=not label), 0)}
 
 
 def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:

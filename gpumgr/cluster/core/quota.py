@@ -22,11 +22,13 @@ from gpumgr.placement.evaluators.replicas import Scaling
 
 
 class GpuKind(msgspec.Struct, frozen=True):
-    """GPUs that limits do not distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known."""
+    """GPUs that limits do not distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known.
+    `any_model`: they may be of any model, so they count within the limits of each."""
 
     model: str = ""
     label: str = ""
     pool: str = ""
+    any_model: bool = False
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -71,7 +73,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     def covers(self, kind: GpuKind) -> bool:
         wanted = self.model.casefold()
         return (
-            (wanted in kind.model.casefold() or wanted in kind.label.casefold())
+            (kind.any_model or wanted in kind.model.casefold() or wanted in kind.label.casefold())
             and self.label in (None, kind.label)
             and self.pool in ("", kind.pool)
         )
@@ -245,7 +247,8 @@ class Quotas:
 
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
         """What the pod holds on this node: what it requests, and more if it was resized to more. On a node with different GPUs, a pod with
-        unknown GPUs counts as if it had the first ones."""
+        unknown GPUs counts as if it had the first ones. If the node has neither GPUs nor a label with their
+        model, they may be of any model."""
         requested, gpus = self._requested(pod, node), gpus_of(node)
         reported = added_holdings(
             {gpus[gpu][0]: Held(each.cores, each.memory_mebibytes)}
@@ -256,6 +259,8 @@ class Quotas:
 
     def _requested(self, pod: PlacedPod, node: NodeState) -> Holding:
         gpus = gpus_of(node)
+        if not (node.gpus or node.model_label):
+            gpus = [(GpuKind(pool=node.pool, any_model=True), 0, None)]
         if len(set(gpus)) == 1:
             return on_equal_gpus(gpus[0], pod.request.containers)
         positions = node.positions

@@ -206,3 +206,7 @@ async def test_limits_of_a_model_hold_while_all_slices_are_withdrawn(dra: DraObj
         stage.gated_pod("second", 40, created="2")
         await until(lambda: bool(stage.events("second")) or not stage.gated("second"))
         assert "uses 40 of 50 cores on A100" in stage.events("second")[0]
+    async with running(dra, tmp_path) as restarted:  # it has never seen the slice
+        restarted.gated_pod("third", 40, created="0")
+        await until(lambda: bool(restarted.events("third")) or not restarted.gated("third"))
+        assert "uses 40 of 50 cores on A100" in restarted.events("third")[0]
