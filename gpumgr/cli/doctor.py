@@ -13,8 +13,7 @@ import click
 from msgspec.structs import asdict, replace
 from rich.text import Text
 
-from gpumgr.cli.examination import api_server, enforcement, folders, gpus, kubelet, runtime
-from gpumgr.cli.examination.examine import LIMIT_SECONDS, Check, Report, examine
+from gpumgr.cli.examination import LIMIT_SECONDS, Check, Report, api_server, enforcement, examine, folders, gpus, peers
 from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.tables import open_table, show
@@ -43,30 +42,30 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
             "kubelet.plugins_dir": settings.kubelet.plugins_dir,
             "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
         }
-    pods = partial(kubelet.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi)
+    pods = partial(peers.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi)
     # With process.instance (a rolling update) the second agent waits for the first, so a running agent is no error.
     alone = before_start and settings.process.instance is None
-    agent = partial(kubelet.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
+    agent = partial(peers.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
     paths = partial(folders.look_at_host_paths, host_folders, hardware.proc_root, in_pod=in_pod)
-    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, hardware.proc_root)
-    cdi = partial(runtime.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi)
-    files = partial(runtime.look_at_driver_files, settings, seen, simulated=hardware.simulated)
+    cgroups = partial(peers.look_at_cgroups, cri.cgroup_root, hardware.proc_root)
+    cdi = partial(peers.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi)
+    files = partial(peers.look_at_driver_files, settings, seen, simulated=hardware.simulated)
     backends = enforcement.NodeBackends(settings, seen, hardware)
-    kubelet_folder = Check("kubelet", partial(kubelet.look_at_folder, plugin_dir), kubelet.IF_HUNG)
+    kubelet_folder = Check("kubelet", partial(peers.look_at_folder, plugin_dir), peers.KUBELET_HUNG)
     return (
         *_gpu_checks(settings, hardware, seen),
         Check("mode", partial(api_server.look_at_mode, settings.node.mode), ""),
         *(_claim_checks(settings, seen) if in_dra else [kubelet_folder]),
-        Check("pod-resources", pods, kubelet.IF_HUNG),
-        Check("plugins", partial(kubelet.look_at_plugins, plugin_dir), folders.IF_HUNG),
+        Check("pod-resources", pods, peers.KUBELET_HUNG),
+        Check("plugins", partial(peers.look_at_plugins, plugin_dir), folders.IF_HUNG),
         Check("agent", agent, folders.IF_HUNG),
         Check("host-paths", paths, folders.IF_HUNG),
         Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
         Check("checkpoint", partial(folders.look_at_checkpoint, settings.checkpoint.dir), folders.IF_HUNG),
-        Check("cri", partial(runtime.look_at_runtime, cri.socket), runtime.IF_HUNG),
-        Check("cgroups", cgroups, runtime.IF_HUNG),
-        Check("cdi", cdi, runtime.IF_HUNG),
-        Check("driver-files", files, runtime.IF_HUNG),
+        Check("cri", partial(peers.look_at_runtime, cri.socket), peers.RUNTIME_HUNG),
+        Check("cgroups", cgroups, peers.RUNTIME_HUNG),
+        Check("cdi", cdi, peers.RUNTIME_HUNG),
+        Check("driver-files", files, peers.RUNTIME_HUNG),
         Check("limiter", partial(backends.look_at, "limiter"), enforcement.IF_HUNG),
         Check("nvml-memory", partial(backends.look_at, "nvml-memory"), enforcement.IF_HUNG),
         Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
@@ -93,7 +92,7 @@ def _gpu_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -
 
 def _claim_checks(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
     return (
-        Check("dra-sockets", partial(api_server.look_at_sockets, settings.kubelet), kubelet.IF_HUNG),
+        Check("dra-sockets", partial(api_server.look_at_sockets, settings.kubelet), peers.KUBELET_HUNG),
         Check("dra-slice", partial(api_server.look_at_slice, settings, seen), api_server.IF_HUNG),
         Check("dra-claims", partial(api_server.look_at_claims, settings), api_server.IF_HUNG),
     )

@@ -1,1 +1,105 @@
-"""The checks of `gpumgr doctor`: what the agent needs on a node, and the scheduler in a cluster. They change nothing."""
+"""Checks and their findings; runs checks concurrently, each with a time limit."""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from gpumgr.common.aio import DaemonCalls
+from gpumgr.common.errors import GpumgrError
+
+LIMIT_SECONDS: Final = 5.0
+#: The time limit for a peer's answer: shorter than that of the check, so that the check reports which peer did not answer.
+PEER_SECONDS: Final = LIMIT_SECONDS * 0.4
+
+T = TypeVar("T")
+
+#: warning: the agent runs, but something will be missing. error: something that the settings require cannot work. skipped: not needed
+#: with these settings.
+State = Literal["ok", "warning", "error", "skipped"]
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """`message` states the fact, `remedy` what to do about it (None: nothing)."""
+
+    state: State
+    message: str
+    remedy: str | None = None
+
+
+Look = Callable[[], Coroutine[Any, Any, CheckResult]]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One check of one thing. `if_hung`: the remedy when `look` does not return in time.
+
+    `look` may raise GpumgrError or OSError; the result is then an error with the exception's text.
+    """
+
+    name: str
+    look: Look
+    if_hung: str
+
+
+def ok(message: str) -> CheckResult:
+    return CheckResult(state="ok", message=message)
+
+
+def warning(message: str, remedy: str) -> CheckResult:
+    return CheckResult(state="warning", message=message, remedy=remedy)
+
+
+def error(message: str, remedy: str) -> CheckResult:
+    return CheckResult(state="error", message=message, remedy=remedy)
+
+
+def skipped(message: str) -> CheckResult:
+    return CheckResult(state="skipped", message=message)
+
+
+def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
+    """A result with the text of an exception. The remedy is the part of the text after its first semicolon, or else `remedy`."""
+    text = " ".join((str(exception) or type(exception).__name__).split())
+    message, _, said = text.partition("; ")
+    return CheckResult(state=state, message=message, remedy=said or remedy)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """`findings`: name of a check -> its result, in the order of the checks. `hung`: a check did not end and may delay the exit of the
+    process."""
+
+    findings: Mapping[str, CheckResult]
+    hung: bool
+
+    @property
+    def exit_code(self) -> int:
+        return int(any(finding.state == "error" for finding in self.findings.values()))
+
+
+async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
+    """Runs the checks. An exception in a check becomes its result. A check that does not end even when it is cancelled is abandoned."""
+    tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
+    _, hung = await asyncio.wait(tasks, timeout=limit_seconds)
+    for task in hung:
+        task.cancel()
+    findings = {check.name: _finding(check, task, limit_seconds) for check, task in zip(checks, tasks, strict=True)}
+    return Report(findings=findings, hung=bool(hung))
+
+
+def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: float) -> CheckResult:
+    if not task.done() or task.cancelled():
+        return error(f"no answer within {limit_seconds:g} s", check.if_hung)
+    match task.exception():
+        case None:
+            return task.result()
+        case GpumgrError() | OSError() as known:
+            return error_of(known, check.if_hung)
+        case unknown:
+            return error(f"the check failed: {type(unknown).__name__}: {unknown}", "report this bug of gpumgr")
+
+
+async def aside(fn: Callable[[], T]) -> T:
+    """The result of `fn`, which runs on a daemon thread: unlike with asyncio.to_thread, a call that hangs does not delay the exit."""
+    return await DaemonCalls("doctor").call(fn, timeout_seconds=math.inf)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import DRA_DRIVER

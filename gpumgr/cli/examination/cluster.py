@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from gpumgr.cli.examination import Check, CheckResult, error, ok, skipped, warning
 from gpumgr.cli.examination.api_server import IF_HUNG, judged
 from gpumgr.cli.examination.cluster_config import (
     look_at_class,
@@ -19,7 +20,6 @@ from gpumgr.cli.examination.cluster_config import (
     problems,
     profiles_of,
 )
-from gpumgr.cli.examination.examine import Check, CheckResult, error, ok, skipped, warning
 from gpumgr.cluster.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.kube.client import ApiServer, Right, allowed, items_of
@@ -91,7 +91,6 @@ def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ..
         "leader": _leader,
         "admission": partial(_admission, given=config),
         "inventories": _inventories,
-        "gpu-manager": _without_inventory,
         "other-pods": partial(_other_pods, given=config),
         "device-class": lambda cluster: look_at_class(cluster.server),
         "claims-policy": _claims_policies,
@@ -172,35 +171,27 @@ async def _claims_policies(cluster: Cluster) -> CheckResult:
 
 
 async def _versions(cluster: Cluster) -> CheckResult:
-    """kube-scheduler must have the minor version of the API server or the one before; agents and scheduler may be at most one minor version
-    apart."""
+    """kube-scheduler must have the minor version of the API server or the one before."""
     server = _minor(str((await cluster.get("/version"))["gitVersion"]))
     pods = await cluster.items("/api/v1/pods", labelSelector="app.kubernetes.io/part-of=gpumgr")
-    seen: dict[str, set[tuple[int, int]]] = {"gpumgr": set(), "scheduler": set(), "kube-scheduler": set()}
-    for pod in pods:
-        container = pod["spec"]["containers"][0]
-        if container["name"] in seen and (version := _minor(str(container["image"]))):
-            seen[container["name"]].add(version)
-    text = ", ".join(
-        [f"API server {_text(server)}", *(f"{name} {', '.join(map(_text, sorted(each)))}" for name, each in seen.items() if each)]
-    )
-    if server is None or server < (1, 20):
+    first = [pod["spec"]["containers"][0] for pod in pods]
+    ours = sorted({_minor(str(each["image"])) for each in first if each["name"] == "kube-scheduler"})
+    text = ", ".join([f"API server {_text(server)}", *(f"kube-scheduler {_text(each)}" for each in ours)])
+    if server < (1, 20):
         return error(text, "gpumgr supports Kubernetes 1.20 and later")
-    if any(each not in (server, (server[0], server[1] - 1)) for each in seen["kube-scheduler"]):
+    if any(each and each not in (server, (server[0], server[1] - 1)) for each in ours):
         return error(text, "set scheduler.kubeScheduler.image.tag to the API server's version")
-    if any(one[0] != two[0] or abs(one[1] - two[1]) > 1 for one in seen["gpumgr"] for two in seen["scheduler"]):
-        return warning(text, "update agents and scheduler to versions that are at most one minor version apart")
     return ok(text)
 
 
-def _minor(text: str) -> tuple[int, int] | None:
-    """(major, minor) of a version, or of an image with a version as its tag; None for another text."""
+def _minor(text: str) -> tuple[int, ...]:
+    """(major, minor) of a version, or of an image with a version as its tag; empty for another text."""
     found = re.search(r"(?:^|:)v?(\d+)\.(\d+)(?:\.\d+)?[^:/]*$", text.partition("@")[0])
-    return (int(found[1]), int(found[2])) if found else None
+    return (int(found[1]), int(found[2])) if found else ()
 
 
-def _text(version: tuple[int, int] | None) -> str:
-    return "{}.{}".format(*version) if version else "unknown"
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version)) or "unknown"
 
 
 async def _leader(cluster: Cluster) -> CheckResult:
@@ -217,16 +208,7 @@ async def _leader(cluster: Cluster) -> CheckResult:
     age = time.time() - datetime.fromisoformat(str(lease["renewTime"]).replace("Z", "+00:00")).timestamp()
     if age > 2 * lease["leaseDurationSeconds"]:
         return error(f"the Lease of {lease['holderIdentity']} was renewed {age:.0f} s ago", f"{look}, and compare the clocks")
-    path = f"/api/v1/namespaces/{found.namespace}/pods"
-    labelled = [
-        str(each["metadata"]["name"]) for each in await cluster.items(path, labelSelector="gpumgr.io/scheduler-leader=true")
-    ]
-    if len(labelled) != 1:
-        return error(
-            f"{len(labelled)} pods have the label gpumgr.io/scheduler-leader, by which the Service selects; exactly one must have it",
-            look,
-        )
-    return ok(f"{labelled[0]} holds the Lease")
+    return ok(f"{lease['holderIdentity']} holds the Lease")
 
 
 async def _admission(cluster: Cluster, given: str | None) -> CheckResult:
@@ -266,18 +248,12 @@ async def _inventories(cluster: Cluster) -> CheckResult:
             f"the inventory has more GPUs than {CORE_RESOURCE} shows: {_some(stale)}",
             "check whether the agent runs there; else delete the annotation",
         )
+    if none := [each.state.name for each in nodes if each.inventory == "none" and (each.state.gpus or each.problem)]:
+        return warning(
+            f"{CORE_RESOURCE} without an inventory (gpu-manager, or an agent that can't write to its node): {_some(none)}",
+            "their GPUs are assumed to be equal; look at the agent's log, or take them over (config/migrate-from-gpu-manager.md)",
+        )
     return ok(f"{sum(each.inventory == 'used' for each in nodes)} nodes")
-
-
-async def _without_inventory(cluster: Cluster) -> CheckResult:
-    nodes = [each for each in await cluster.nodes() if each.inventory == "none"]
-    found = [each.state.name for each in nodes if each.state.gpus or each.problem]
-    if not found:
-        return ok("every node with GPUs has an inventory")
-    return warning(
-        f"{CORE_RESOURCE} without an inventory (gpu-manager, or an agent that can't write to its node): {_some(found)}",
-        "their GPUs are assumed to be equal; look at the agent's log, or take them over (config/migrate-from-gpu-manager.md)",
-    )
 
 
 async def _other_pods(cluster: Cluster, given: str | None) -> CheckResult:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.cli.agent_client import STATE, AgentClient, read_state
-from gpumgr.cli.examination.examine import PEER_SECONDS, CheckResult, aside, error, ok, skipped, warning
+from gpumgr.cli.examination import PEER_SECONDS, CheckResult, aside, error, ok, skipped, warning
 from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.cli.gpu_labels import excess_sentence, gpus_of

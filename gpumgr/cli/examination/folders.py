@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.proc import mount_of
 from gpumgr.ledger.checkpoint.files import CorruptError

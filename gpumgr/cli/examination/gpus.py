@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from gpumgr.cli.examination.examine import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.common.errors import GpumgrError
 from gpumgr.compat.gpu_manager.driver_files.manager import parse_proc_version
 from gpumgr.driver.driver import Nvml

@@ -33,7 +33,6 @@ _KEY: Final = re.compile(r"(gpumgr\.io|tencent\.com)/[a-z-]+")
 _NO_KEY: Final = {
     "gpumgr.io/gpu",
     "gpumgr.io/claim-template",
-    "gpumgr.io/claims-policies",
     "gpumgr.io/claims-retried",
     "gpumgr.io/quota",
     "gpumgr.io/scheduler-leader",

@@ -9,8 +9,8 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from gpumgr.cli.examination import State
 from gpumgr.cli.examination.api_server import for_drains, for_people, look_at_rights, needed
-from gpumgr.cli.examination.examine import State
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer

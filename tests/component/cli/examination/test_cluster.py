@@ -1,6 +1,5 @@
 """`gpumgr doctor --cluster` at a stand-in API server that has an installation of the chart."""
 
-import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
@@ -14,9 +13,9 @@ from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
 
 from gpumgr.cli.doctor import command
+from gpumgr.cli.examination import CheckResult, examine
 from gpumgr.cli.examination.cluster import checks_for_cluster
-from gpumgr.cli.examination.cluster_config import POLICIES_ANNOTATION, POLICIES_VERSION, needed_by_claims, problems
-from gpumgr.cli.examination.examine import CheckResult, examine
+from gpumgr.cli.examination.cluster_config import needed_by_claims, problems
 from gpumgr.kube.client import ApiServer
 from tests.component.kube.conftest import write_kubeconfig
 
@@ -30,7 +29,7 @@ CONFIG: Json = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-schedule
 EXTENDER: Json = {**CONFIG["extenders"][0], "preemptVerb": "preempt"}
 INVENTORY = json.dumps({"version": 1, "gpus": [{"uuid": "GPU-a", "memory": 1024}], "levels": [[0]]})
 PARTS = (
-    "configuration", "rbac", "versions", "leader", "admission", "inventories", "gpu-manager", "other-pods",
+    "configuration", "rbac", "versions", "leader", "admission", "inventories", "other-pods",
     "device-class", "claims-policy", "claims-rbac",
 )  # fmt: skip
 CLASS = "/apis/resource.k8s.io/v1/deviceclasses/gpu.gpumgr.io"
@@ -90,10 +89,7 @@ def installation() -> dict[str, Any]:
         SLICES: [{"spec": {"nodeName": "n1"}}],
         "/api/v1/configmaps": [{"data": {"kube-scheduler.yaml": yaml.safe_dump({**CONFIG, "extenders": [EXTENDER]})}}],
         LEASE: {"spec": lease},
-        f"/api/v1/namespaces/{SPACE}/pods": [{"metadata": {"name": "leader"}}],
         "/api/v1/pods part-of": [
-            gpumgr_pod("a", "gpumgr", "r.example:5000/gpumgr:0.1.0"),
-            gpumgr_pod("b", "scheduler", "gpumgr:0.1.1"),
             gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v1.37.1"),
         ],
         "/api/v1/pods others": [
@@ -161,8 +157,8 @@ async def test_a_complete_installation_is_all_right(stub: Stub, tmp_path: Path) 
     found = await findings(stub, tmp_path)
     assert tuple(found) == PARTS
     assert {name: (each.state, each.message) for name, each in found.items() if each.state != "ok"} == {}
-    assert found["versions"].message == "API server 1.37, gpumgr 0.1, scheduler 0.1, kube-scheduler 1.37"
-    assert found["leader"].message == "leader holds the Lease"
+    assert found["versions"].message == "API server 1.37, kube-scheduler 1.37"
+    assert found["leader"].message == "a holds the Lease"
 
 
 def dropped(path: str) -> Change:
@@ -182,16 +178,6 @@ def unbound(policy: str) -> Change:
     return change
 
 
-def annotated(policy: str, version: str | None) -> Change:
-    def change(objects: dict[str, Any]) -> None:
-        for kind in ("mutating", "validating"):
-            for each in objects[f"{GROUP}/{kind}admissionpolicies"]:
-                if each["metadata"]["name"] == policy:
-                    each["metadata"]["annotations"] = {POLICIES_ANNOTATION: version} if version else {}
-
-    return change
-
-
 def both(first: Change, second: Change) -> Change:
     return lambda objects: (first(objects), second(objects))
 
@@ -206,13 +192,9 @@ NEWER = json.dumps({"version": 2, "gpus": []})
         gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v2.37.1"),
     ])),
     ("versions", "error", "API server 1.35", replaced("/version", {"gitVersion": "v1.35.0+k3s1"})),
-    ("versions", "warning", "gpumgr 0.1, scheduler 0.3", replaced("/api/v1/pods part-of", [
-        gpumgr_pod("a", "gpumgr", "gpumgr:0.1.0"), gpumgr_pod("b", "scheduler", "gpumgr:0.3.0"),
-    ])),
     ("leader", "error", "Lease gpus/gpumgr-scheduler does not exist", dropped(LEASE)),
     ("leader", "error", "has no holder", replaced(LEASE, {"spec": {"holderIdentity": ""}})),
     ("leader", "error", "was renewed", replaced(LEASE, OLD_LEASE)),
-    ("leader", "error", "0 pods have the label", replaced(f"/api/v1/namespaces/{SPACE}/pods", [])),
     ("leader", "error", "no Deployment", replaced("/apis/apps/v1/deployments", [])),
     ("admission", "warning", "this API server has no", dropped(f"{GROUP}/validatingadmissionpolicies")),
     ("admission", "warning", "no policy protects gpumgr.io/placement in requests to bindings, pods, pods/binding, pods/status",
@@ -220,7 +202,7 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("inventories", "error", "gpumgr.io/inventory: not valid: ", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
     ("inventories", "warning", "more GPUs than tencent.com/vcuda-core shows: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
     ("inventories", "ok", "1 nodes", replaced("/api/v1/nodes", [node("n2", cores=0, ready="False")])),
-    ("gpu-manager", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),
+    ("inventories", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),
     ("other-pods", "warning", "ml/theirs", replaced("/api/v1/pods others", [gpu_pod("ours", "{}"), gpu_pod("theirs", None)])),
     ("configuration", "skipped", "no ConfigMap of the chart", replaced("/api/v1/configmaps", [])),
     ("configuration", "error", "the ConfigMap: it is no KubeSchedulerConfiguration",
@@ -233,9 +215,6 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("claims-policy", "warning", "no mutating policy *-claims-quota is in force", unbound("gpumgr-claims-quota")),
     ("claims-policy", "warning", "no mutating policy *-claims-vcuda is in force, no mutating policy *-claims-quota is in force",
      dropped(f"{GROUP}/mutatingadmissionpolicies")),
-    ("claims-policy", "warning", "the validating policy *-claims-pods has version 1 in place of 3", annotated("gpumgr-claims-pods", "1")),
-    ("claims-policy", "warning", "the mutating policy *-claims-vcuda has version none in place of 3",
-     annotated("gpumgr-claims-vcuda", None)),
     ("claims-rbac", "skipped", "no Deployment of gpumgr claims",
      replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler")])),
     ("inventories", "error", NO_LIST, replaced("/api/v1/nodes", {})),
@@ -286,35 +265,6 @@ async def test_a_cluster_without_claims(stub: Stub, tmp_path: Path) -> None:
         stub.objects[path] = [each for each in stub.objects[path] if "-claims" not in each["metadata"]["name"]]
     found = await findings(stub, tmp_path)
     assert {found[name].state for name in ("device-class", "claims-policy", "claims-rbac")} == {"skipped"}
-
-
-async def test_the_versions_of_the_policies_of_all_releases_are_examined(stub: Stub, tmp_path: Path) -> None:
-    for release, version in (("a", "1"), ("b", "0"), ("c", POLICIES_VERSION)):
-        for path in [path for path in stub.objects if "admissionpolicies" in path]:
-            added = json.loads(
-                json.dumps([each for each in stub.objects[path] if each["metadata"]["name"].startswith("gpumgr-claims-")])
-            )
-            for each in added:
-                each["metadata"]["name"] = each["metadata"]["name"].replace("gpumgr", release)
-                each["metadata"]["annotations"] = {POLICIES_ANNOTATION: version}
-            stub.objects[path] += added
-            bound = stub.objects[path.replace("policies", "policybindings")]
-            bound += [{"spec": {"policyName": each["metadata"]["name"]}, "metadata": each["metadata"]} for each in added]
-    found = (await findings(stub, tmp_path))["claims-policy"]
-    assert found.state == "warning"
-    for version in ("0", "1"):
-        assert f"the validating policy *-claims-classes has version {version} in place of" in found.message
-
-
-def test_a_change_of_the_policies_has_another_version() -> None:
-    """If this fails: give all policies the next number, and POLICIES_VERSION, and then this sum."""
-    documents = [
-        each for each in yaml.safe_load_all((PROJECT / "config" / "claims" / "admission-policies.yaml").read_text()) if each
-    ]
-    policies = [each for each in documents if each["kind"].endswith("Policy")]
-    assert {each["metadata"]["annotations"][POLICIES_ANNOTATION] for each in policies} == {POLICIES_VERSION}
-    content = json.dumps([[each["kind"], each["metadata"]["name"], each["spec"]] for each in documents], sort_keys=True)
-    assert (POLICIES_VERSION, hashlib.sha256(content.encode()).hexdigest()[:16]) == ("3", "a139bf13763fd254")
 
 
 def serve_hami(stub: Stub) -> None:

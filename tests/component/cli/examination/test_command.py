@@ -137,7 +137,7 @@ def test_wrong_settings_are_an_input_error(folder: Path) -> None:
 STUCK = """
 import asyncio, time
 from gpumgr.cli.doctor import report
-from gpumgr.cli.examination.examine import Check, examine, ok
+from gpumgr.cli.examination import Check, examine, ok
 
 async def stuck():
     await asyncio.shield(asyncio.to_thread(time.sleep, 3600))

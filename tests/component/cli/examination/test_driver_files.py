@@ -6,9 +6,9 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from gpumgr.cli.examination.examine import CheckResult
+from gpumgr.cli.examination import CheckResult
 from gpumgr.cli.examination.gpus import SharedNvml
-from gpumgr.cli.examination.runtime import look_at_driver_files
+from gpumgr.cli.examination.peers import look_at_driver_files
 from gpumgr.common.errors import NvmlError
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ContainerSettings, CriSettings, VcudaSettings

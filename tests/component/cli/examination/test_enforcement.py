@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from gpumgr.cli.examination import State
 from gpumgr.cli.examination.enforcement import NodeBackends, look_at_bursts
-from gpumgr.cli.examination.examine import State
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.driver import Hardware
 from gpumgr.driver.driver import Nvml

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination.examine import State
+from gpumgr.cli.examination import State
 from gpumgr.cli.examination.gpus import SharedNvml, look_at_device_nodes, look_at_driver, look_at_mig_devices, look_at_nvml
 from gpumgr.driver.binding import NOT_SUPPORTED
 from gpumgr.driver.driver import Nvml

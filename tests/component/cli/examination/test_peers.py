@@ -5,11 +5,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gpumgr.cli.examination.examine import State
-from gpumgr.cli.examination.kubelet import look_at_folder, look_at_pod_resources
-from gpumgr.cli.examination.runtime import look_at_cdi, look_at_cgroups, look_at_runtime
+from gpumgr.cli.examination import State
+from gpumgr.cli.examination.peers import look_at_cdi, look_at_cgroups, look_at_folder, look_at_pod_resources, look_at_runtime
 from gpumgr.sim.kubelet import SimKubelet
-from gpumgr.sim.kubelet_pods import SUPPORTED, V1_19, KubeletVersion
+from gpumgr.sim.kubelet_pods import SUPPORTED, KubeletVersion
 
 from .conftest import GET_POD, VERSION, listening, serving, version_answer
 
@@ -41,17 +40,6 @@ async def test_pod_resources_that_answer(shape: KubeletVersion, needs_cdi: bool,
         assert "set enforcement.injection to mounts" in (found.remedy or "")
     else:
         assert (found.state, found.message) == ("ok", f"answers at {socket}")
-
-
-async def test_a_kubelet_that_is_too_old(folder: Path) -> None:
-    async with SimKubelet(folder, shape=V1_19) as kubelet:
-        socket = kubelet.pod_resources_socket
-        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=5)
-    assert (found.state, found.message) == (
-        "error",
-        f"the kubelet at {socket} has no PodResources API v1, so it is older than 1.20",
-    )
-    assert (found.remedy or "").startswith("upgrade it: ")
 
 
 async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
@@ -158,7 +146,7 @@ async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) 
 async def test_cdi_by_the_version_of_the_runtime(
     name: str, version: str, state: State, word: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpumgr.cli.examination.runtime.CDI_DIRS", (folder / "cdi",))
+    monkeypatch.setattr("gpumgr.cli.examination.peers.CDI_DIRS", (folder / "cdi",))
     with serving(folder / "cri.sock", {VERSION: version_answer(name, version)}):
         found = await look_at_cdi(folder / "cdi", folder / "cri.sock", used=True, timeout_seconds=5)
     assert found.state == state

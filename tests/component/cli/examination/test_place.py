@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination.examine import CheckResult
+from gpumgr.cli.examination import CheckResult
 from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
 from gpumgr.ledger.checkpoint.files import NAME

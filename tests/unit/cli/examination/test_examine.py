@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gpumgr.cli.examination.examine import Check, CheckResult, Look, examine, ok, skipped
+from gpumgr.cli.examination import Check, CheckResult, Look, examine, ok, skipped
 from gpumgr.common.errors import CriError
 
 

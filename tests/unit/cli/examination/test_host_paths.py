@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination.examine import CheckResult
+from gpumgr.cli.examination import CheckResult
 from gpumgr.cli.examination.folders import judge_host_paths
 
 FOLDERS = {"checkpoint.dir": Path("/var/lib/gpumgr"), "enforcement.run_dir": Path("/run/gpumgr")}
