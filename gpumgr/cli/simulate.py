@@ -231,8 +231,7 @@ _REPLAYED: Final = (
 
 def _as_json(found: Iterable[_Result]) -> str:
     """{"results": [...]}. Where a field has a value for each percentage of arrived demand, the percentage is the key, as text."""
-    entries = [{field: getattr(result, field) for field in result.REPORTED} for result in found]
-    return msgspec.json.format(msgspec.json.encode({"results": entries}), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode({"results": [*found]}), indent=2).decode() + "\n"
 
 
 def _rows(results: Sequence[_Result]) -> list[list[str]]:

@@ -6,7 +6,7 @@ ends, and none is tried twice.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 import msgspec
 
@@ -35,8 +35,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     fragmentation_percent: dict[int, float]
     failed_pods: dict[str, int]
     idle_gpus: int
-    #: The fields that are printed as JSON.
-    REPORTED: ClassVar = ("policy", "seed", "allocated_percent", "fragmentation_percent", "failed_pods")
 
 
 def inflated(pods: Sequence[Pod], capacity_milli: int, random: Random) -> list[Pod]:

@@ -2,13 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterable, MutableSequence, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+from gpumgr.placement.topology.matrix import MAX_GPUS
 
 GPU_MILLI: Final = 1000
+#: The largest number in a file.
+MOST: Final = 10**12
+Amount = Annotated[int, Meta(ge=0, le=MOST)]
+GpuCount = Annotated[int, Meta(ge=0, le=MAX_GPUS)]
 #: A policy keeps the state of all nodes for at most this many requests, the last ones: a trace with many different requests would fill the
 #: memory.
 MAX_SHAPES: Final = 512
@@ -27,14 +33,15 @@ class Random(Protocol):
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that is empty. `memory_blocks` is the number of blocks (256 MiB) of each GPU; 0 = the file does not have it."""
+    """A node that is empty, as a row of the file. `memory_blocks` is the number of blocks (256 MiB) of each GPU; 0: the file does not have
+    it."""
 
     name: str
-    gpus: int
+    gpus: GpuCount = 0
     model: str = ""
-    memory_blocks: int = 0
-    cpu_milli: int
-    ram_mebibytes: int
+    memory_blocks: Amount = 0
+    cpu_milli: Amount = 0
+    ram_mebibytes: Amount = 0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

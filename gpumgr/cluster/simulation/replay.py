@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import pairwise
 from statistics import fmean, quantiles
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 
@@ -39,8 +39,6 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     queue_length: dict[str, float]
     waiting_seconds: dict[str, float]
     failed_pods: dict[str, int]
-    #: The fields that are printed as JSON.
-    REPORTED: ClassVar = ("policy", "seed", "allocated_percent", "queue_length", "waiting_seconds", "failed_pods")
 
 
 def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Event]:

@@ -1,92 +1,114 @@
 """Reads nodes and pods from CSV or JSON: the columns of the Alibaba trace gpu-v2023, or gpumgr's (docs/simulate.md, "Files").
 
-All errors are InputError and name file, line and column. A JSON file is a list of objects: an error names the line where the object begins,
-and its key as the column, or the byte where the file is not JSON.
+All errors are InputError and name file, row and column. A JSON file is a list of objects with the columns as keys.
 """
 
 import csv
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
-from gpumgr.cluster.simulation.model import GPU_MILLI, NodeSpec, Pod, Shape
+from gpumgr.cluster.simulation.model import GPU_MILLI, MOST, Amount, GpuCount, NodeSpec, Pod, Shape
 from gpumgr.common.errors import InputError
-from gpumgr.common.foreign_text import UnreadableText, decode_json
-from gpumgr.common.units import count_text
+from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
+from gpumgr.common.units import CORES_PER_GPU, count_text
 from gpumgr.placement.evaluators.constraints import Constraints
-from gpumgr.placement.topology.matrix import MAX_GPUS
 
-MAX_ROWS: Final = 1_000_000
-_LARGEST: Final = 10**12
-
+#: The columns that each file needs.
+_NEEDED: Final = ("name", "gpus", "cpu_milli", "ram_mebibytes")
 #: Alibaba's column -> ours.
-_NODE_COLUMNS: Final = {"sn": "name", "gpu": "gpus", "memory_mib": "ram_mebibytes"}
-_POD_COLUMNS: Final = {
+_RENAMED: Final = {
+    "sn": "name",
+    "gpu": "gpus",
     "num_gpu": "gpus",
     "memory_mib": "ram_mebibytes",
     "gpu_spec": "gpu_models",
     "creation_time": "arrival_seconds",
 }
+_Seconds = Annotated[float, Meta(ge=0, le=MOST)]
+_Values = Mapping[str, str | int | float | None]
+_Row = TypeVar("_Row", NodeSpec, "_PodRow")
 
 
-class _Row:
-    """One row. Values of JSON become text, so that both formats are checked alike."""
+class _PodRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the trace. `cores`: per GPU; `gpu_milli` is Alibaba's column for them. The last two columns are Alibaba's, too."""
 
-    def __init__(self, place: str, values: Mapping[str, str]) -> None:
-        self._place, self._values = place, values
+    name: str = ""
+    namespace: str = ""
+    priority: Amount = 0
+    gpus: GpuCount = 0
+    cores: Annotated[int, Meta(ge=0, le=CORES_PER_GPU)] | None = None
+    gpu_milli: Annotated[int, Meta(ge=0, le=GPU_MILLI)] | None = None
+    memory_blocks: Amount = 0
+    cpu_milli: Amount = 0
+    ram_mebibytes: Amount = 0
+    gpu_models: str = ""
+    avoid_gpu_models: str = ""
+    arrival_seconds: _Seconds = 0.0
+    duration_seconds: _Seconds | None = None
+    deletion_time: _Seconds | None = None
+    scheduled_time: _Seconds | None = None
 
-    def error(self, column: str, what: str) -> InputError:
-        return InputError(f"{self._place}, column {column}: {what}")
+    def pod(self) -> Pod:
+        """Raises ValueError if columns contradict each other."""
+        return Pod(
+            name=self.name,
+            shape=self._shape(),
+            namespace=self.namespace,
+            priority=self.priority,
+            arrival_seconds=self.arrival_seconds,
+            duration_seconds=self._duration(),
+        )
 
-    def text(self, column: str) -> str:
-        return self._values.get(column, "").strip()
+    def _shape(self) -> Shape:
+        gpus, milli = self.gpus, self.gpu_milli
+        if milli is None:
+            milli = 10 * self.cores if self.cores is not None else GPU_MILLI if gpus else 0
+        column = "cores" if self.gpu_milli is None else "gpu_milli"
+        if gpus and not milli:
+            raise ValueError(f"column {column}: it is 0 and the pod requests {count_text(gpus, 'GPU')}")
+        if gpus > 1 and milli < GPU_MILLI:
+            raise ValueError(
+                f"column {column}: a pod with several GPUs requests whole ones: 100 cores, or 1000 GPU-milli, of each"
+            )
+        if not gpus and (milli or self.memory_blocks):
+            raise ValueError(f"column {column if milli else 'memory_blocks'}: it is not 0 and the pod requests no GPU")
+        return Shape(
+            gpus=gpus,
+            gpu_milli=milli,
+            memory_blocks=self.memory_blocks,
+            cpu_milli=self.cpu_milli,
+            ram_mebibytes=self.ram_mebibytes,
+            constraints=Constraints(use_models=_names(self.gpu_models), avoid_models=_names(self.avoid_gpu_models)),
+        )
 
-    def has(self, column: str) -> bool:
-        return column in self._values
+    def _duration(self) -> float | None:
+        if self.duration_seconds is not None or self.deletion_time is None:
+            return self.duration_seconds
+        arrival, end = self.arrival_seconds, self.deletion_time
+        start = arrival if self.scheduled_time is None else self.scheduled_time
+        if not arrival <= start <= end:
+            raise ValueError(
+                f"column deletion_time: arrival at {arrival:g}, start at {start:g} and end at {end:g} are not in order"
+            )
+        return end - start
 
-    def names(self, column: str) -> tuple[str, ...]:
-        return tuple(each for part in self.text(column).split("|") if (each := part.strip()))
 
-    def number(self, column: str, most: int = _LARGEST) -> int:
-        """A whole number between 0 and `most`; an empty field is 0."""
-        text = self.text(column)
-        try:
-            number = int(text or "0")
-        except ValueError:
-            raise self.error(column, f"'{short(text)}' is not a whole number") from None
-        if not 0 <= number <= most:
-            raise self.error(column, f"{short(text)} is not between 0 and {most}")
-        return number
-
-    def seconds(self, column: str) -> float | None:
-        text = self.text(column)
-        try:
-            number = float(text) if text else None
-        except ValueError:
-            number = math.nan
-        if number is not None and not 0 <= number <= _LARGEST:
-            raise self.error(column, f"'{short(text)}' is not a number of seconds between 0 and {_LARGEST}")
-        return number
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(each for part in text.split("|") if (each := part.strip()))
 
 
 def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], list[str]]:
     """The nodes with GPUs, and the names of the nodes without, which are skipped. Raises InputError."""
     nodes: dict[str, NodeSpec] = {}
     skipped: list[str] = []
-    for row in _rows(file, lines, _NODE_COLUMNS, ("name", "gpus", "cpu_milli", "ram_mebibytes")):
-        node = NodeSpec(
-            name=row.text("name"),
-            gpus=row.number("gpus", MAX_GPUS),
-            model=row.text("model"),
-            memory_blocks=row.number("memory_blocks"),
-            cpu_milli=row.number("cpu_milli"),
-            ram_mebibytes=row.number("ram_mebibytes"),
-        )
-        if not node.name or node.name in nodes:
-            raise row.error("name", f"the name '{short(node.name)}' is there twice" if node.name else "the name is empty")
+    for place, node in _rows(file, lines, NodeSpec):
+        if node.name in nodes:
+            raise InputError(f"{place}, column name: the name '{short(node.name)}' is there twice")
         if node.gpus:
             nodes[node.name] = node
         else:
@@ -103,90 +125,52 @@ def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> lis
     pods: list[Pod] = []
     models = {node.model for node in nodes}
     memory = any(node.memory_blocks for node in nodes)
-    for row in _rows(file, lines, _POD_COLUMNS, ("name", "gpus", "cpu_milli", "ram_mebibytes")):
-        shape = _shape(row)
-        if shape not in shapes:
-            used = shape.constraints.use_models
-            if used and not any(shape.constraints.allows("", model) for model in models):
-                raise row.error("gpu_models", f"no node has a GPU of model '{short('|'.join(used))}'")
-            if shape.memory_blocks and not memory:
-                raise row.error("memory_blocks", "the file of the nodes has no GPU memory; add its column memory_blocks")
-        arrival, duration = row.seconds("arrival_seconds") or 0.0, row.seconds("duration_seconds")
-        if duration is None and (end := row.seconds("deletion_time")) is not None:
-            if end < arrival:
-                raise row.error("deletion_time", f"{end:g} is before the pod's arrival at {arrival:g}")
-            start = row.seconds("scheduled_time")
-            if start is not None and not arrival <= start <= end:
-                raise row.error(
-                    "scheduled_time", f"{start:g} is not between the pod's arrival at {arrival:g} and its end at {end:g}"
+    for place, row in _rows(file, lines, _PodRow):
+        try:
+            pod = row.pod()
+        except ValueError as error:
+            raise InputError(f"{place}, {error}") from error
+        if pod.shape not in shapes:
+            used = pod.shape.constraints.use_models
+            if used and not any(pod.shape.constraints.allows("", model) for model in models):
+                raise InputError(f"{place}, column gpu_models: no node has a GPU of model '{short('|'.join(used))}'")
+            if pod.shape.memory_blocks and not memory:
+                raise InputError(
+                    f"{place}, column memory_blocks: the file of the nodes has no GPU memory; add its column memory_blocks"
                 )
-            duration = end - (arrival if start is None else start)
-        pods.append(
-            Pod(
-                name=row.text("name"),
-                shape=shapes.setdefault(shape, shape),
-                namespace=row.text("namespace"),
-                priority=row.number("priority"),
-                arrival_seconds=arrival,
-                duration_seconds=duration,
-            )
-        )
+        # A trace has many pods of few shapes; equal ones are one object, to save memory.
+        pods.append(replace(pod, shape=shapes.setdefault(pod.shape, pod.shape)))
     if not pods:
         raise InputError(f"{file}: it has no pods")
     return pods
 
 
-def _shape(row: _Row) -> Shape:
-    gpus = row.number("gpus", MAX_GPUS)
-    ours = not row.has("gpu_milli")
-    column = "cores" if ours else "gpu_milli"
-    milli = row.number("cores", 100) * 10 if ours else row.number("gpu_milli", GPU_MILLI)
-    if ours and gpus and not row.text("cores"):
-        milli = GPU_MILLI
-    if gpus and not milli:
-        raise row.error(column, f"it is 0 and the pod requests {count_text(gpus, 'GPU')}")
-    if milli and not gpus:
-        raise row.error(column, "it is not 0 and the pod requests no GPU")
-    if gpus > 1 and milli < GPU_MILLI:
-        raise row.error(column, "a pod with several GPUs requests whole ones: 100 cores, or 1000 GPU-milli, of each")
-    blocks = row.number("memory_blocks")
-    if blocks and not gpus:
-        raise row.error("memory_blocks", "it is not 0 and the pod requests no GPU")
-    return Shape(
-        gpus=gpus,
-        gpu_milli=milli,
-        memory_blocks=blocks,
-        cpu_milli=row.number("cpu_milli"),
-        ram_mebibytes=row.number("ram_mebibytes"),
-        constraints=Constraints(use_models=row.names("gpu_models"), avoid_models=row.names("avoid_gpu_models")),
-    )
-
-
-def _rows(file: str, lines: Iterable[str], renamed: Mapping[str, str], needed: Sequence[str]) -> Iterator[_Row]:
-    """Yields the rows under our column names, even if the file uses Alibaba's."""
+def _rows(file: str, lines: Iterable[str], kind: type[_Row]) -> Iterator[tuple[str, _Row]]:
+    """The rows, each with its place for messages. Empty fields have the default."""
     in_json = file.endswith(".json")
     checked: Collection[str] = ()
-    for number, (place, values) in enumerate(_json(file, lines) if in_json else _csv(file, lines), start=1):
-        if number > MAX_ROWS:
-            raise InputError(f"{place}: more than {MAX_ROWS:,} rows")
+    for place, values in _json(file, lines) if in_json else _csv(file, lines):
         if values.keys() != checked:
             checked = values.keys()
-            _check_columns(place if in_json else f"{file}, line 1", checked, renamed, needed)
-        yield _Row(place, {renamed.get(column, column): text for column, text in values.items()})
+            _check_columns(place if in_json else f"{file}, line 1", checked)
+        texts = {_RENAMED.get(key, key): text for key, each in values.items() if each is not None and (text := str(each).strip())}
+        try:
+            yield place, convert(texts, kind, strict=False)
+        except UnreadableText as error:
+            raise InputError(f"{place}: {error}") from error
 
 
-def _check_columns(place: str, columns: Collection[str], renamed: Mapping[str, str], needed: Sequence[str]) -> None:
-    for theirs, ours in {**renamed, "gpu_milli": "cores"}.items():
+def _check_columns(place: str, columns: Collection[str]) -> None:
+    for theirs, ours in {**_RENAMED, "gpu_milli": "cores"}.items():
         if ours in columns and theirs in columns:
             raise InputError(f"{place}: the columns {ours} and {theirs} have one meaning; keep one of them")
-    alibaba = {ours: theirs for theirs, ours in renamed.items()}
-    for column in needed:
-        if column not in columns and alibaba.get(column) not in columns:
-            other = f" (or {alibaba[column]})" if column in alibaba else ""
-            raise InputError(f"{place}: the column {column}{other} is missing; there are {short(', '.join(columns))}")
+    for column in _NEEDED:
+        names = [column, *(theirs for theirs, ours in _RENAMED.items() if ours == column)]
+        if not any(name in columns for name in names):
+            raise InputError(f"{place}: the column {' or '.join(names)} is missing; there are {short(', '.join(columns))}")
 
 
-def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
+def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, _Values]]:
     reader = csv.reader(lines, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
@@ -203,25 +187,12 @@ def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, st
         raise InputError(f"{file}, line {reader.line_num}: {error}") from error
 
 
-def _json(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-    text = "".join(lines).encode()
+def _json(file: str, lines: Iterable[str]) -> Iterator[tuple[str, _Values]]:
     try:
-        elements = decode_json(text, list[msgspec.Raw])
+        elements = decode_json("".join(lines).encode(), list[dict[str, str | int | float | None]])
     except UnreadableText as error:
-        raise InputError(f"{file}: it is not a list of objects in JSON: {error}") from error
-    line, begin, end = 1, 0, 0
-    for number, raw in enumerate(elements, start=1):
-        before, begin = begin, text.index(raw, end)
-        line, end = line + text.count(b"\n", before, begin), begin + len(raw)
-        place = f"{file}, line {line}, element {number}"
-        try:
-            element = decode_json(raw, dict[str, Any])
-        except UnreadableText as error:
-            raise InputError(f"{place}: {error}") from error
-        for key, value in element.items():
-            if isinstance(value, (list, dict, bool)):
-                raise InputError(f"{place}, column {short(key)}: a text or a number is expected")
-        yield place, {key: "" if value is None else str(value) for key, value in element.items()}
+        raise InputError(f"{file}: it is not a list of objects with texts and numbers in JSON: {error}") from error
+    return ((f"{file}, element {number}", element) for number, element in enumerate(elements, start=1))
 
 
 def short(text: str, most: int = 40) -> str:

@@ -41,7 +41,7 @@ def test_json_is_the_contract_and_the_same_in_processes(files: tuple[str, str]) 
         (policy, seed) for policy in ("best-fit", "random", "binpack") for seed in (42, 43)
     ]
     for each in results:
-        assert set(each) == {"policy", "seed", "allocated_percent", "fragmentation_percent", "failed_pods"}
+        assert set(each) == {"policy", "seed", "allocated_percent", "fragmentation_percent", "failed_pods", "idle_gpus"}
         assert set(each["allocated_percent"]) == {"100", "130"}
         assert set(each["fragmentation_percent"]) == {"50", "80", "90"}
         assert set(each["failed_pods"]) == {"none", "share", "1", "2", "4", "8"}

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from gpumgr.cluster.simulation import tables
 from gpumgr.cluster.simulation.model import NodeSpec, Shape
 from gpumgr.cluster.simulation.tables import read_nodes, read_pods
 from gpumgr.common.errors import InputError
@@ -44,7 +43,7 @@ def test_alibabas_columns() -> None:
     ("rows", "message"),
     [
         ([], "it has no pods"),
-        (["name,gpus,cpu_milli", "x,1,1"], "line 1: the column ram_mebibytes (or memory_mib) is missing; there are name, gpus"),
+        (["name,gpus,cpu_milli", "x,1,1"], "line 1: the column ram_mebibytes or memory_mib is missing; there are name, gpus"),
         (
             ["name,gpus,num_gpu,cpu_milli,ram_mebibytes", "x,1,1,1,1"],
             "line 1: the columns gpus and num_gpu have one meaning; keep one of them",
@@ -53,9 +52,9 @@ def test_alibabas_columns() -> None:
             ["name,gpus,cores,gpu_milli,cpu_milli,ram_mebibytes", "x,1,50,500,1,1"],
             "line 1: the columns cores and gpu_milli have one meaning; keep one of them",
         ),
-        ([POD_HEADER, "x,1,50,1,-5,1,,"], "line 2, column cpu_milli: -5 is not between 0 and"),
-        ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "line 2, column ram_mebibytes: 1000000"),
-        ([POD_HEADER, "x,one,50,1,1,1,,"], "line 2, column gpus: 'one' is not a whole number"),
+        ([POD_HEADER, "x,1,50,1,-5,1,,"], "line 2: Expected `int` >= 0 - at `$.cpu_milli`"),
+        ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "line 2: Expected `int` <= 1000000000000 - at `$.ram_mebibytes`"),
+        ([POD_HEADER, "x,one,50,1,1,1,,"], "line 2: Expected `int`, got `str` - at `$.gpus`"),
         (
             [POD_HEADER, "x,1,50,1,1,1,,", "", "y,1,50,1,1,1,H100,"],
             "line 4, column gpu_models: no node has a GPU of model 'H100'",
@@ -64,12 +63,18 @@ def test_alibabas_columns() -> None:
         ([POD_HEADER, "x,2,50,1,1,1,,"], "line 2, column cores: a pod with several GPUs requests whole ones"),
         ([POD_HEADER, "x,0,50,0,1,1,,"], "line 2, column cores: it is not 0 and the pod requests no GPU"),
         ([POD_HEADER, "x,0,0,4,1,1,,"], "line 2, column memory_blocks: it is not 0"),
-        ([POD_HEADER, "x,1,50,1,1,1,,nan"], "line 2, column arrival_seconds: 'nan' is not a number of seconds"),
+        ([POD_HEADER, "x,1,50,1,1,1,,nan"], "line 2: Expected `float` >= 0.0 - at `$.arrival_seconds`"),
         ([POD_HEADER, "x,1,50"], "line 2: 3 columns, and the header has 8"),
         (["name,name", "x,y"], "line 1: the column name is there twice"),
         ([",".join(map(str, range(60_000))), "x"], "line 2: 1 column, and the header has 60000"),
-        ([ALIBABA, "x,1,1,1,500,,,,9,5,"], "line 2, column deletion_time: 5 is before the pod's arrival at 9"),
-        ([ALIBABA, "x,1,1,1,500,,,,1,5,6"], "line 2, column scheduled_time: 6 is not between the pod's arrival at 1 and its end"),
+        (
+            [ALIBABA, "x,1,1,1,500,,,,9,5,"],
+            "line 2, column deletion_time: arrival at 9, start at 9 and end at 5 are not in order",
+        ),
+        (
+            [ALIBABA, "x,1,1,1,500,,,,1,5,6"],
+            "line 2, column deletion_time: arrival at 1, start at 6 and end at 5 are not in order",
+        ),
     ],
 )
 def test_bad_pods(rows: list[str], message: str) -> None:
@@ -84,9 +89,9 @@ def test_bad_pods(rows: list[str], message: str) -> None:
         (["name,gpus,cpu_milli,ram_mebibytes", "a,0,1,1"], "n.csv: no node has a GPU"),
         (["name,gpus,cpu_milli,ram_mebibytes"], "n.csv: it has no nodes"),
         ([], "n.csv: it has no nodes"),
-        (["name,gpus,cpu_milli,ram_mebibytes", "a,65,1,1"], "n.csv, line 2, column gpus: 65 is not between 0 and 64"),
+        (["name,gpus,cpu_milli,ram_mebibytes", "a,65,1,1"], "n.csv, line 2: Expected `int` <= 64 - at `$.gpus`"),
         (["name,gpus,cpu_milli,ram_mebibytes", "a,1,1,1", "a,1,1,1"], "n.csv, line 3, column name: the name 'a' is there twice"),
-        (["name,gpus,cpu_milli,ram_mebibytes", ",1,1,1"], "n.csv, line 2, column name: the name is empty"),
+        (["name,gpus,cpu_milli,ram_mebibytes", ",1,1,1"], "n.csv, line 2: Object missing required field `name`"),
     ],
 )
 def test_bad_nodes(rows: list[str], message: str) -> None:
@@ -101,34 +106,27 @@ GOOD = '{"name": "x", "gpus": 1, "cpu_milli": 1, "ram_mebibytes": 1}'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"name": ', "p.json: it is not a list of objects in JSON: Input data was truncated"),
-        ("\n{}", "p.json: it is not a list of objects in JSON: Expected `array`, got `object`"),
-        ("[1]", "p.json, line 1, element 1: Expected `object`, got `int`"),
-        (f'[{GOOD},\n{{"name": ["x"]}}]', "p.json, line 2, element 2, column name: a text or a number is expected"),
-        (f"[\n{GOOD},\n{GOOD.replace('1', '1.5', 1)}]", "p.json, line 3, element 2, column gpus: '1.5' is not a whole"),
-        (f"[{GOOD.replace('x', '{}')},\n{{}}]", "p.json, line 2, element 2: the column name is missing"),
-        (f"[{GOOD}\n{GOOD}]", "p.json: it is not a list of objects in JSON: JSON is malformed: expected ',' or ']' (byte 62)"),
-        (f"[{GOOD}]\n5", "p.json: it is not a list of objects in JSON: JSON is malformed: trailing characters (byte 64)"),
-        (
-            f"[{GOOD},\n{GOOD.replace('1', 'NaN', 1)}]",
-            "p.json: it is not a list of objects in JSON: JSON is malformed: invalid character",
-        ),
-        (f"[{GOOD},\n{GOOD.replace('1', '1' * 5000, 1)}]", "p.json, line 2, element 2: Integer value out of range"),
-        ("[" * 100_000, "p.json: it is not a list of objects in JSON: it is nested too deeply"),
-        ("", "p.json: it is not a list of objects in JSON: Input data was truncated"),
+        ('[{"name": ', "Input data was truncated"),
+        ("\n{}", "Expected `array`, got `object`"),
+        ("[1]", "Expected `object`, got `int` - at `$[0]`"),
+        (f'[{GOOD},\n{{"name": ["x"]}}]', "Expected `int | float | str | null`, got `array` - at `$[1][...]`"),
+        (f"[{GOOD}\n{GOOD}]", "JSON is malformed: expected ',' or ']' (byte 62)"),
+        (f"[{GOOD}]\n5", "JSON is malformed: trailing characters (byte 64)"),
+        (f"[{GOOD},\n{GOOD.replace('1', '1' * 5000, 1)}]", "Integer value out of range"),
+        ("[" * 100_000, "Expected `object`, got `array` - at `$[0]`"),
+        (f"[{GOOD},\n{GOOD.replace('1', '1.5', 1)}]", "p.json, element 2: Expected `int`, got `str` - at `$.gpus`"),
+        (f"[{GOOD.replace('x', '{}')},\n{{}}]", "p.json, element 2: the column name or sn is missing"),
         ("[]", "p.json: it has no pods"),
     ],
 )
 def test_bad_json(text: str, message: str) -> None:
     with pytest.raises(InputError) as error:
         read_pods("p.json", [text], [NODE])
-    assert str(error.value).startswith(message)
+    no_list = "p.json: it is not a list of objects with texts and numbers in JSON: "
+    assert str(error.value).removeprefix(no_list).startswith(message)
 
 
-def test_gpu_memory_that_no_node_has_and_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_that_no_node_has() -> None:
     without = [NodeSpec(name="a", gpus=1, cpu_milli=1, ram_mebibytes=1)]
     with pytest.raises(InputError, match=r"line 2, column memory_blocks: the file of the nodes has no GPU memory"):
         read_pods("p.csv", lines(POD_HEADER, "x,1,50,1,1,1,,"), without)
-    monkeypatch.setattr(tables, "MAX_ROWS", 2)
-    with pytest.raises(InputError, match="line 4: more than 2 rows"):
-        read_pods("p.csv", lines(POD_HEADER, *["x,1,50,1,1,1,,"] * 3), [NODE])
