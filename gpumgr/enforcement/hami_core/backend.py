@@ -18,10 +18,10 @@ from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import BackendName
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.container_processes import PidInContainerOf
-from gpumgr.enforcement.hami_core import content, repairs
+from gpumgr.enforcement.hami_core import repairs
 from gpumgr.enforcement.hami_core.monitor import RegionMonitor
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
+from gpumgr.enforcement.hami_core.region import FILE_NAME, MEBIBYTE, RegionFile, RegionLimits, limits, seed
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 from gpumgr.enforcement.preloaded import PreloadedBackend
 from gpumgr.ledger.answer import ContainerResponse, Mount
@@ -96,7 +96,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         if kind == "memory":
             return ContainerResponse(
                 envs={
-                    f"CUDA_DEVICE_MEMORY_LIMIT_{index}": f"{gpu.memory_bytes // content.MEBIBYTE}m"
+                    f"CUDA_DEVICE_MEMORY_LIMIT_{index}": f"{gpu.memory_bytes // MEBIBYTE}m"
                     for index, gpu in enumerate(tenant.gpus)
                     if not gpu.whole
                 }
@@ -137,9 +137,9 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
     def _start(self, tenant: GpuShare, library: CheckedLibrary) -> None:
-        wanted = content.limits(tenant.gpus)
+        wanted = limits(tenant.gpus)
         self._install(library)
-        region = RegionFile.create_in(self._new_folder(tenant.allocation), content.seed(wanted))
+        region = RegionFile.create_in(self._new_folder(tenant.allocation), seed(wanted))
         self._monitors[tenant.allocation] = self._monitor(region, wanted)
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
@@ -161,5 +161,5 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         except OSError as error:
             return f"its file can't be opened: {error.strerror or error}"
 
-    def _monitor(self, region: RegionFile | str, written: content.RegionLimits | None) -> RegionMonitor:
+    def _monitor(self, region: RegionFile | str, written: RegionLimits | None) -> RegionMonitor:
         return RegionMonitor(region, written, pid_in_container_of=self._pid_in_container_of, clock=self._clock)

@@ -15,9 +15,8 @@ import structlog
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.backend import finding, listed
 from gpumgr.enforcement.container_processes import PidInContainerOf, PidMap
-from gpumgr.enforcement.hami_core import content, layout, repairs
-from gpumgr.enforcement.hami_core.content import RegionLimits, RegionView
-from gpumgr.enforcement.hami_core.region import RegionFile
+from gpumgr.enforcement.hami_core import layout, repairs
+from gpumgr.enforcement.hami_core.region import RegionFile, RegionLimits, RegionView, limits
 from gpumgr.enforcement.hami_core.repairs import Repair
 from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
@@ -134,10 +133,10 @@ class RegionMonitor(Monitor):
             self._pending.append(self._tampered(tenant, changed))
 
     def _differing(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """The repairs of all differences from the limits that apply now. Empty if these limits can't be determined (see `content.limits`),
+        """The repairs of all differences from the limits that apply now. Empty if these limits can't be determined (see `region.limits`),
         so that wrong ones are never written."""
         try:
-            self._written = content.limits(tenant.gpus)
+            self._written = limits(tenant.gpus)
         except ValueError as error:
             self.obstacle = str(error)
             return []

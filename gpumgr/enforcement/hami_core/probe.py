@@ -9,8 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from gpumgr.enforcement.hami_core.content import MEBIBYTE
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
+from gpumgr.enforcement.hami_core.region import FILE_NAME, MEBIBYTE, RegionFile
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 
 #: Functions that a library must export to limit allocations and launches, also of programs that look functions up by name; a call

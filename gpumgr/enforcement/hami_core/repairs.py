@@ -1,4 +1,4 @@
-"""What the agent writes into regions (see `content`). Pure.
+"""What the agent writes into regions (see `region`). Pure.
 
 A repair writes one word: a granted limit, or what the library can't find out or repair (a host pid, the lock of a killed process). The word
 `recent_kernel` implements priorities: launches of a container wait while a container with a lower priority number launches on the same GPU.
@@ -14,7 +14,7 @@ import msgspec
 
 from gpumgr.enforcement.container_processes import HostsOf
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.content import (
+from gpumgr.enforcement.hami_core.region import (
     MEBIBYTE,
     PRIORITY,
     RECENT_KERNEL,

@@ -21,9 +21,8 @@ from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.hami_core import backend as backend_module
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import RETRY_SECONDS, HamiCore
-from gpumgr.enforcement.hami_core.content import RegionView
 from gpumgr.enforcement.hami_core.monitor import CHECKS_WRONG_HOST
-from gpumgr.enforcement.hami_core.region import RegionFile
+from gpumgr.enforcement.hami_core.region import RegionFile, RegionView
 from gpumgr.enforcement.operator_library import CheckedLibrary
 from gpumgr.ledger.answer import Mount
 from tests.component.enforcement.hami_core.harness import (

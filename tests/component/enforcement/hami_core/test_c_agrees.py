@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.content import limits, seed
+from gpumgr.enforcement.hami_core.region import limits, seed
 from tests.component.enforcement.hami_core.harness import SOURCES, Client
 from tests.shares import shared_gpu
 

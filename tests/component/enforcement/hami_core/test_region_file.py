@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.content import limits, seed
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
+from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, limits, seed
 from tests.shares import shared_gpu
 
 CONTENT = seed(limits([shared_gpu()]))

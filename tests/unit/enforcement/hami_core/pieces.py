@@ -3,18 +3,18 @@
 import struct
 from collections.abc import Callable
 
-from gpumgr.enforcement.hami_core import content, layout
-from gpumgr.enforcement.hami_core.content import RegionLimits, RegionView
+from gpumgr.enforcement.hami_core import layout
+from gpumgr.enforcement.hami_core.region import RegionLimits, RegionView, decode, limits, seed
 from tests.shares import shared_gpu
 
-GRANTED: RegionLimits = content.limits([shared_gpu()])
+GRANTED: RegionLimits = limits([shared_gpu()])
 
 
 class Pieces:
     """One region's bytes: at first a seed."""
 
     def __init__(self) -> None:
-        self.content = bytearray(content.seed(GRANTED))
+        self.content = bytearray(seed(GRANTED))
 
     def put(self, offset: int, form: str, *values: int | bytes) -> None:
         struct.pack_into(form, self.content, offset, *values)
@@ -27,7 +27,7 @@ class Pieces:
         self.put(layout.PROC_NUM, "<i", count + 1)
 
     def view(self) -> RegionView:
-        return content.decode(lambda offset, size: bytes(self.content[offset : offset + size]))
+        return decode(lambda offset, size: bytes(self.content[offset : offset + size]))
 
 
 def table(**numbers: int | tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:

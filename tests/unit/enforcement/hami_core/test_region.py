@@ -3,7 +3,7 @@
 import pytest
 
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.content import limits
+from gpumgr.enforcement.hami_core.region import limits
 from tests.shares import TWO_GPUS, shared_gpu
 from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces
 
