@@ -18,6 +18,7 @@ from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, choose
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
 from gpumgr.enforcement.mps.control import ControlProgram, find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
+from gpumgr.enforcement.mps.findings import Observer
 from gpumgr.enforcement.mps.folders import (
     DaemonRecords,
     GpuFolder,
@@ -27,7 +28,6 @@ from gpumgr.enforcement.mps.folders import (
     socket_path_bytes,
     write_protocol,
 )
-from gpumgr.enforcement.mps.observer import Observer
 from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength

@@ -23,10 +23,9 @@ from gpumgr.enforcement.mps import commands, launcher, processes
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes, restore_mode, set_exclusive
 from gpumgr.enforcement.mps.control import ControlProgram, DaemonClient
-from gpumgr.enforcement.mps.findings import Tampering
 from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, Share
 from gpumgr.enforcement.mps.launcher import LaunchMethod
-from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces
+from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces, Tampering
 from gpumgr.ledger.ledger import AllocationId
 
 _START_SECONDS: Final = 10.0

@@ -1,23 +1,23 @@
-"""The findings about one container of MPS. Pure."""
+"""What is found at the running containers of MPS: `Observer` collects it, and `judge` (pure) words the findings about one container."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.backend import finding
+from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import MpsProtocol
+from gpumgr.enforcement.mps.daemon import Daemon
+from gpumgr.enforcement.mps.limits import Tampering
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 
-
-class Tampering(msgspec.Struct, frozen=True):
-    """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
-    changed limits. `root_only`: only a process of root can do that."""
-
-    what: str
-    concerned: frozenset[AllocationId]
-    root_only: bool
+#: A process without MPS is reported after this many further checks, since a client that has just started is not listed yet.
+_CHECKS: Final = 2
+#: The driver does not list a process that waits for MPS, so the users of all processes of a container are read, at most this many.
+_USERS_OF: Final = 16
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,3 +95,56 @@ def lost(tenant: GpuShare) -> Finding:
     """The finding about a container that runs although its record is gone, because the folder of the records was emptied."""
     text = f"gpumgr's MPS files of {tenant.describe()} below enforcement.run_dir are gone: delete the pod and create it again"
     return finding(tenant, "broken", text)
+
+
+class Observer:
+    """Remembers what earlier checks found."""
+
+    def __init__(self) -> None:
+        #: Container and process outside of MPS -> the number of the check that found the process first.
+        self._outside: dict[tuple[AllocationId, int], int] = {}
+        #: The containers of the last observations, including exempt ones.
+        self._latest: dict[AllocationId, RunningContainer] = {}
+
+    def observe(self, daemons: Sequence[Daemon], running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        """The findings about these containers. Reads files of processes: call it on a thread. Raises OSError."""
+        kept_by = {daemon.uuid: frozenset(daemon.folder.allocations()) for daemon in daemons}
+        everyone = frozenset().union(*kept_by.values())
+        self._latest |= {each.tenant.allocation: each for each in running}
+        self._latest = {name: each for name, each in self._latest.items() if name in everyone}
+        views = {daemon.uuid: (daemon, self._view(daemon, kept_by[daemon.uuid]), kept_by[daemon.uuid]) for daemon in daemons}
+        seen: dict[tuple[AllocationId, int], int] = {}
+        found: list[Finding] = []
+        for each in running:
+            tenant = each.tenant
+            daemon, view, kept = views.get(tenant.gpus[0].uuid, (None, None, frozenset()))  # it has only this GPU, see `admit`
+            if daemon is None or view is None or tenant.allocation not in kept:
+                found.append(lost(tenant))
+                continue
+            first = {pid: self._outside.get((tenant.allocation, pid), daemon.checks) for pid in processes_outside(each, view)}
+            seen |= {(tenant.allocation, pid): at for pid, at in first.items()}
+            lasting = [pid for pid, at in first.items() if daemon.checks - at >= _CHECKS]
+            waiting = each.pids[:_USERS_OF] if unserved(each, view) else ()
+            users = {user for pid in waiting if (user := processes.user_of(pid)) is not None}
+            found += judge(each, view, users, lasting)
+        others = everyone - {each.tenant.allocation for each in running}
+        self._outside = {key: at for key, at in self._outside.items() if key[0] in others} | seen
+        return found
+
+    def _view(self, daemon: Daemon, allocations: Collection[AllocationId]) -> View:
+        users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
+        return View(
+            protocol=daemon.config.protocol,
+            multiuser=bool(daemon.config.multiuser_option),
+            trouble=daemon.trouble or daemon.hang,
+            tampering=daemon.tampering,
+            suspects=self._suspects(allocations, daemon.tampering) if daemon.tampering else (),
+            server_user=users[0] if users else None,
+            clients=daemon.clients,
+        )
+
+    def _suspects(self, allocations: Collection[AllocationId], tampering: Tampering) -> list[GpuShare]:
+        """The containers on a GPU that may have tampered: all that have processes. If only root can tamper, only those with a process of
+        the host's root."""
+        there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
+        return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]

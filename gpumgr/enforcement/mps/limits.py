@@ -15,13 +15,21 @@ import msgspec
 from gpumgr.common.errors import MpsError, MpsTransientError
 from gpumgr.enforcement.mps import commands
 from gpumgr.enforcement.mps.control import DaemonClient
-from gpumgr.enforcement.mps.findings import Tampering
 from gpumgr.enforcement.mps.folders import Share
 from gpumgr.ledger.ledger import AllocationId
 
 Shares = Mapping[AllocationId, Share]
 #: The most namespaces that one check deletes.
 _DELETED_AT_ONCE: Final = 8
+
+
+class Tampering(msgspec.Struct, frozen=True):
+    """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
+    changed limits. `root_only`: only a process of root can do that."""
+
+    what: str
+    concerned: frozenset[AllocationId]
+    root_only: bool
 
 
 class Bounds(msgspec.Struct):

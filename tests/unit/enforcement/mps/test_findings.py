@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.enforcement.mps.findings import Tampering, View, judge, processes_outside, unserved
+from gpumgr.enforcement.mps.findings import View, judge, processes_outside, unserved
+from gpumgr.enforcement.mps.limits import Tampering
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container
 from tests.shares import gpu_share
