@@ -11,7 +11,7 @@ import msgspec
 
 from gpumgr.common.foreign_text import decode_json
 from gpumgr.common.units import GpuName
-from gpumgr.ledger.checkpoint.notes import DELETE_IT, decode_note
+from gpumgr.ledger.checkpoint.tables import DELETE_IT, decode_note
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation

@@ -13,7 +13,7 @@ import structlog
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, Refusal
-from gpumgr.ledger.checkpoint.notes import decode_note, encode_note
+from gpumgr.ledger.checkpoint.tables import decode_note, encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 

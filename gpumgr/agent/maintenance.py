@@ -32,7 +32,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.ledger.checkpoint.notes import encode_note
+from gpumgr.ledger.checkpoint.tables import encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation

@@ -16,7 +16,7 @@ from gpumgr.agent.ports import Checkpoint, Runs
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger import quarantine
-from gpumgr.ledger.checkpoint.notes import DELETE_IT, decode_note, encode_note
+from gpumgr.ledger.checkpoint.tables import DELETE_IT, decode_note, encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeView

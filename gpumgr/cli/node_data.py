@@ -19,8 +19,7 @@ from gpumgr.cli.agent_client import STATE, AgentClient, converted
 from gpumgr.cli.formats import clock_time, printable
 from gpumgr.cli.options import AgentLocation
 from gpumgr.common.errors import CheckpointError, GpumgrError, InputError
-from gpumgr.ledger.checkpoint.files import NAME
-from gpumgr.ledger.checkpoint.store import read_checkpoint
+from gpumgr.ledger.checkpoint.store import NAME, read_checkpoint
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.placement.pods import PodKey

@@ -21,7 +21,7 @@ from gpumgr.cli.options import (
 )
 from gpumgr.cli.pod_text import pod_text
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.ledger.checkpoint.files import NAME
+from gpumgr.ledger.checkpoint.store import NAME
 from gpumgr.placement.pods import PodKey
 
 _EPILOG = """

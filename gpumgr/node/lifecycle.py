@@ -31,9 +31,8 @@ from gpumgr.driver import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, entries_if_readable, reconcile
 from gpumgr.kubelet.node_mode import make_driver, of_existing_pods
-from gpumgr.ledger.checkpoint.notes import LOST_NOTE
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
-from gpumgr.ledger.checkpoint.tables import Loaded
+from gpumgr.ledger.checkpoint.tables import LOST_NOTE, Loaded
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components

@@ -26,8 +26,8 @@ from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_folder, lock_node
 from gpumgr.kubelet.node_mode import holders_of_other_mode
-from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.store import read_checkpoint
+from gpumgr.ledger.checkpoint.tables import CorruptError
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings

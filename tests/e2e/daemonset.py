@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from gpumgr.ledger.checkpoint import files
+from gpumgr.ledger.checkpoint import store
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import compile_library, prepare
 from tools import chart
@@ -239,7 +239,7 @@ class Installed(Agent):
 
     def checkpoint(self) -> Path:
         """The ledger's file."""
-        return STATE / "ledger" / files.NAME
+        return STATE / "ledger" / store.NAME
 
     def lose_memory(self) -> None:
         """A boot: the folder that is a tmpfs on a real node is empty."""

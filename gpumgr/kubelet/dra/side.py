@@ -28,7 +28,7 @@ from gpumgr.kubelet.dra.service import WAIT_SECONDS
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
 from gpumgr.kubelet.dra.slices import Taint, slice_devices, with_lost
 from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode
-from gpumgr.ledger.checkpoint.notes import LOST_NOTE
+from gpumgr.ledger.checkpoint.tables import LOST_NOTE
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRef

@@ -11,6 +11,7 @@ file.
 
 import asyncio
 import contextlib
+import os
 import queue
 import shutil
 import sqlite3
@@ -19,17 +20,42 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Final, Literal, Self
 from urllib.parse import quote
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.files import sync_folder
-from gpumgr.ledger.checkpoint import files, tables
-from gpumgr.ledger.checkpoint.tables import Loaded, checksum
+from gpumgr.ledger.checkpoint import tables
+from gpumgr.ledger.checkpoint.tables import CorruptError, Loaded, checksum
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Change
+
+NAME: Final = "gpumgr.sqlite3"
+#: The suffixes of the files that sqlite creates next to a database in WAL mode.
+_COMPANIONS: Final = ("-wal", "-shm")
+_MIN_PAGE_BYTES: Final = 512
+
+_FULL: Final = "make room on its file system; nothing was changed, and the agent retries"
+_ACCESS: Final = "make its folder writable for the user that gpumgr runs as, or set checkpoint.dir to another one"
+_DISK: Final = "check the kernel log for disk errors"
+_BUSY: Final = "another program holds the file; only one agent may run on a node"
+_CORRUPT: Final = "start the agent again: it renames the file and rebuilds the ledger from the kubelet's state"
+
+#: Prefix of sqlite's name for an error -> what to do about it.
+_ADVICE: Final = {
+    "SQLITE_FULL": _FULL,
+    "SQLITE_READONLY": _ACCESS,
+    "SQLITE_CANTOPEN": _ACCESS,
+    "SQLITE_PERM": _ACCESS,
+    "SQLITE_IOERR": _DISK,
+    "SQLITE_BUSY": _BUSY,
+    "SQLITE_LOCKED": _BUSY,
+    "SQLITE_NOMEM": "give the agent more memory",
+    "SQLITE_PROTOCOL": _BUSY,
+}
 
 #: A function for the writer thread, and the future of its result; None ends the thread.
 _Job = tuple[Callable[[], None], Future[None]] | None
@@ -52,14 +78,14 @@ class SqliteCheckpoint:
         A corrupt file is renamed: then `load()` has `lost` and the new name of the file. Its readable notes with the keys `outlive` are
         copied into the new file. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the file.
         """
-        path = files.prepare(folder)
+        path = prepare(folder)
         existed = path.stat().st_size > 0
         try:
             connection, loaded = _open(path, fresh=not existed)
-        except files.CorruptError as error:
+        except CorruptError as error:
             notes, notes_lost = _intact_notes(path, outlive)
-            aside = files.set_aside(path, wall_clock())
-            files.prepare(folder)
+            aside = set_aside(path, wall_clock())
+            prepare(folder)
             connection, _ = _open(path, fresh=True, notes=notes)
             loaded = Loaded(notes=notes, notes_lost=notes_lost, lost=True, set_aside=aside, why=str(error))
         return cls(connection, path, loaded)
@@ -100,7 +126,7 @@ class SqliteCheckpoint:
         try:
             await asyncio.wrap_future(done)
         except sqlite3.Error as error:
-            raise files.translate(error, self._path, "write") from error
+            raise translate(error, self._path, "write") from error
 
     def _write(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -128,8 +154,8 @@ def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
 
 
 def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyType({})) -> tuple[sqlite3.Connection, Loaded]:
-    """The connection and the content of the file; a new file gets `notes`. Raises files.CorruptError or CheckpointError."""
-    files.check_header(path)
+    """The connection and the content of the file; a new file gets `notes`. Raises CorruptError or CheckpointError."""
+    check_header(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
     try:
         (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
@@ -144,11 +170,11 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
         tables.check(connection, path)
         loaded = tables.read(connection)
         if broken := loaded.ledger.violations():
-            raise files.CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
+            raise CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
         return connection, loaded
     except sqlite3.Error as error:
         connection.close()
-        raise files.translate(error, path, "open") from error
+        raise translate(error, path, "open") from error
     except CheckpointError:
         connection.close()
         raise
@@ -192,7 +218,7 @@ def read_checkpoint(folder: Path) -> Loaded:
 
     Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not readable.
     """
-    path = folder / files.NAME
+    path = folder / NAME
     try:
         path.stat()
         return _read(path)
@@ -213,4 +239,69 @@ def _read(path: Path) -> Loaded:
             tables.check(connection, path)
             return tables.read(connection)
     except sqlite3.Error as error:
-        raise files.translate(error, path, "read") from error
+        raise translate(error, path, "read") from error
+
+
+# -- the file --------------------------------------------------------------------------------------------------------------
+
+
+def prepare(folder: Path) -> Path:
+    """Creates the checkpoint's file if it is missing, with mode 0600, and returns its path. Raises CheckpointError."""
+    path = folder / NAME
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # sqlite creates its -wal and -shm files with the mode of this file. No descriptor of it may be closed while a connection is open:
+        # closing it drops sqlite's locks.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        finally:
+            os.close(descriptor)
+        sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(f"can't open the checkpoint {path}: {error.strerror or error}; {_ACCESS}") from error
+    return path
+
+
+def check_header(path: Path) -> None:
+    """Raises CorruptError for a file that sqlite would treat as empty or as read-only. Call it before any connection is open: it opens and
+    closes the file, and that would drop the locks of an open connection. Source of the layout: sqlite's file format, section 1.3."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(_MIN_PAGE_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"can't open the checkpoint {path}: {error.strerror or error}; {_ACCESS}") from error
+    if header and (len(header) < _MIN_PAGE_BYTES or header[:16] != b"SQLite format 3\0" or not set(header[18:20]) <= {1, 2}):
+        raise CorruptError(f"{path} does not begin like a sqlite file")
+
+
+def set_aside(path: Path, now_seconds: float) -> Path:
+    """Renames the file and its -wal and -shm files, and returns the new name. Raises CheckpointError."""
+    stamp = datetime.fromtimestamp(now_seconds, UTC).strftime("%Y%m%dT%H%M%SZ")
+    names = (path.with_name(f"{path.name}.corrupt-{stamp}{f'.{n}' if n else ''}") for n in range(1 << 16))
+    try:
+        aside = next(name for name in names if not name.exists())
+        path.rename(aside)
+        for companion in _COMPANIONS:
+            old = path.with_name(path.name + companion)
+            if old.exists():
+                old.rename(aside.with_name(aside.name + companion))
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} is corrupt and can't be renamed: {error.strerror or error}; {_ACCESS}"
+        ) from error
+    return aside
+
+
+def translate(error: sqlite3.Error, path: Path, verb: Literal["open", "read", "write"]) -> CheckpointError:
+    """sqlite's error as a CheckpointError with the path, the cause and a remedy.
+
+    An error without an entry in _ADVICE (no such table, not a database, text that is not UTF-8) means corrupt content: CorruptError.
+    """
+    name = getattr(error, "sqlite_errorname", None) or type(error).__name__
+    problem = f"can't {verb} the checkpoint {path}: {error} ({name})"
+    advice = next((advice for prefix, advice in _ADVICE.items() if name.startswith(prefix)), None)
+    if advice is not None:
+        return CheckpointError(f"{problem}; {advice}")
+    return CorruptError(f"{problem}; {_CORRUPT}" if verb == "write" else problem)

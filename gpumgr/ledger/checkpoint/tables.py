@@ -1,25 +1,36 @@
-"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection."""
+"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection; and the notes that are JSON: what the agent
+remembers over a restart besides the ledger."""
 
 import sqlite3
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from gpumgr.common.errors import CheckpointError
-from gpumgr.common.foreign_text import convert, decode_json
+from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.common.units import ALL_RESOURCES, Resource
-from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.history import HISTORY_ENTRIES, HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry, Masks, RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 
+T = TypeVar("T")
+
 _FIELDS: Final = {*Allocation.__struct_fields__} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
 _UNSET: Final = Allocation(id="")
+
+#: The checkpoint has this note while a lost ledger is not rebuilt yet: the agent may end before that, and the next one must know.
+LOST_NOTE: Final = "ledger_lost"
+#: The remedy for a note that may be lost.
+DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
+
+
+class CorruptError(CheckpointError):
+    """The file's content can't be trusted."""
 
 
 def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
@@ -211,3 +222,18 @@ def _note(row: tuple[str, str, int]) -> tuple[str, str]:
     if sum_ != checksum(key, value):
         raise CorruptError(f"the row of note {key!r} can't be read: its checksum is wrong")
     return key, value
+
+
+def encode_note(value: object) -> str:
+    """Equal values have equal texts."""
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def decode_note(notes: Mapping[str, str], key: str, kind: type[T], *, remedy: str = "") -> T:
+    """The note with this key; a missing note counts as `{}`. Raises CheckpointError if it can't be read; `remedy`: what else helps then."""
+    try:
+        return decode_json(notes.get(key) or "{}", kind)
+    except UnreadableText as error:
+        raise CheckpointError(
+            f"the checkpoint's note {key} can't be read ({error}): start the version of gpumgr that wrote it{remedy}"
+        ) from error

@@ -20,8 +20,7 @@ from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
 from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.node_mode import make_driver
-from gpumgr.ledger.checkpoint import files
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import Preload, node_held
@@ -212,7 +211,7 @@ async def test_an_agent_without_driver_is_not_ready_so_that_the_former_one_stays
 async def test_an_agent_that_is_older_than_the_checkpoint_ends_so_that_the_newer_one_stays(folder: Path) -> None:
     settings = settings_of(folder, mode="plugin")
     await SqliteCheckpoint.open(settings.checkpoint.dir).close()
-    with contextlib.closing(sqlite3.connect(settings.checkpoint.dir / files.NAME)) as connection, connection:
+    with contextlib.closing(sqlite3.connect(settings.checkpoint.dir / NAME)) as connection, connection:
         connection.execute("UPDATE schema SET version = version + 1")
     with lock_node(settings.process.lock_path):
         async with second(settings, asyncio.Event()) as (_driver, held):

@@ -32,9 +32,8 @@ from gpumgr.kube.pods import parse_pod
 from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import granted_in, parse_kubelet_checkpoint, parse_registered_devices
 from gpumgr.kubelet.dra.claim_reader import allocated_claim
 from gpumgr.ledger.answer import GRANTED_ANNOTATION
-from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
-from gpumgr.ledger.checkpoint.tables import checksum, decode_allocation, decode_entry
+from gpumgr.ledger.checkpoint.tables import CorruptError, checksum, decode_allocation, decode_entry
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.runtime.codec import parse_status
 from gpumgr.settings.tree import compose

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import CheckpointError
-from gpumgr.ledger.checkpoint.files import NAME
-from gpumgr.ledger.checkpoint.store import read_checkpoint
+from gpumgr.ledger.checkpoint.store import NAME, read_checkpoint
 from gpumgr.ledger.ledger import Ledger
 
 from .conftest import LEDGER, Open, allocation, save_ledger

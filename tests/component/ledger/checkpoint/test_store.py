@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import BLOCK_MEBIBYTES
-from gpumgr.ledger.checkpoint.files import NAME, translate
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint, read_checkpoint
+from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint, read_checkpoint, translate
 from gpumgr.ledger.history import HISTORY_ENTRIES, Candidate, HistoryEntry
 from gpumgr.ledger.ids import RegisteredInstance
 from gpumgr.ledger.ledger import Change, Ledger

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.common.units import RESOURCES, Amounts
-from gpumgr.ledger.checkpoint.files import CorruptError
 from gpumgr.ledger.checkpoint.tables import (
+    CorruptError,
     checksum,
     decode_allocation,
     encode_allocation,
