@@ -18,13 +18,6 @@ from gpumgr.placement.pods import PodView
 #: running: it was resumed because it needed its memory, although gpumgr.io/suspend demands its suspension. failed: one of its processes
 #: can't go on; only the container's end helps.
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
-_NEXT: Final[Mapping[State, Collection[State]]] = {
-    "running": {"suspending"},
-    "suspending": {"suspended", "resuming", "failed"},
-    "suspended": {"resuming"},
-    "resuming": {"running", "suspended", "failed"},
-    "failed": (),
-}
 #: The states in which an operation is in progress.
 IN_PROGRESS: Final = ("suspending", "resuming")
 #: The first driver with these functions, and the first one that can also do it for processes that use several GPUs (they share memory
@@ -75,9 +68,6 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.memory_bytes.values())
 
     def to(self, state: State, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
-        """The next state. Raises ValueError for a state that does not follow this one, which is a bug."""
-        if state not in _NEXT[self.state]:
-            raise ValueError(f"{state} does not follow {self.state}")
         return replace(self, state=state, reason=reason, asked_at=asked_at)
 
     def asked(self, now: float) -> "Suspension":
@@ -204,16 +194,13 @@ def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | No
     """The allocation that this one's resume must wait for: an operation in progress on one of its GPUs, else the first of the resumes that
     were requested earlier; None: it is the next one."""
     own = suspensions[name]
-    others = {
-        other: each for other, each in suspensions.items() if other != name and each.memory_bytes.keys() & own.memory_bytes.keys()
-    }
-    busy = [other for other, each in others.items() if each.state in IN_PROGRESS]
-    earlier = [
-        (each.asked_at, other)
-        for other, each in others.items()
-        if each.away and each.asked_at is not None and (each.asked_at, other) < (own.asked_at or 0.0, name)
+    before = [
+        (each.away, each.asked_at or 0.0, other)
+        for other, each in suspensions.items()
+        if other != name and each.needs_room and each.memory_bytes.keys() & own.memory_bytes.keys()
     ]
-    return busy[0] if busy else min(earlier)[1] if earlier else None
+    first = min(before, default=None)
+    return first[2] if first is not None and first < (True, own.asked_at or 0.0, name) else None
 
 
 def overcommitted(

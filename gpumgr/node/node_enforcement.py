@@ -41,7 +41,7 @@ from gpumgr.runtime import checkpoints
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
-from gpumgr.runtime.suspend_operations import Parts, memory_left
+from gpumgr.runtime.suspend_parts import Parts, memory_left
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import hami_core_library
 

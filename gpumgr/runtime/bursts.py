@@ -16,7 +16,7 @@ from gpumgr.ledger.burst import ContainerMemory, GpuMemory
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.limits_in_force import UNKNOWN_BYTES, Enforced, LimitsInForce
-from gpumgr.ledger.suspension import waits_for
+from gpumgr.ledger.suspension import ahead, used_by, waits_for
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.burst_demands import BurstDemands
@@ -240,9 +240,12 @@ class Bursts:
         return f"the driver does not report how much memory of GPU {unknown[0]} is free" if unknown else None
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
-        """Says which GPU has too little memory for a suspended container, and who uses that memory; None: the container can be resumed.
-        `needs`: GPU -> bytes. With `lowers`, the resume also waits for lower limits of other containers on these GPUs; the text is empty
-        while they may still take effect."""
+        """Says which container is resumed before this suspended one, or which GPU has too little memory for it and who uses that memory;
+        None: the container can be resumed. `needs`: GPU -> bytes. With `lowers`, the resume also waits for lower limits of other containers
+        on these GPUs; the text is empty while they may still take effect."""
+        if (before := ahead(self._agent_state.suspensions, allocation.id)) is not None:
+            holder = self._agent_state.ledger.allocations.get(before)
+            return f"it waits for {holder.describe() if holder else before}, which is before it"
         for gpu, need_bytes in needs.items():
             if unknown := self.unknown_memory([gpu]):  # a restore without enough memory can end the processes
                 return unknown
@@ -254,10 +257,15 @@ class Bursts:
                 found = self._not_lowered(reach)
                 return f"the memory limit of {found[0]} can't be lowered: {found[1]}" if found else ""
             if missing := others.missing_bytes(need_bytes, guaranteed_bytes):
-                return waits_for(missing, gpu, self.others_use(allocation, gpu))
+                return waits_for(missing, gpu, self._others_use(allocation, gpu))
         return None
 
-    def others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
+    def users_of(self, allocation: Allocation, gpus: Collection[GpuName]) -> str:
+        """Says who uses these GPUs, on which the driver found too little memory for the container."""
+        holders = (f"GPU {gpu}, used by {used_by(self._others_use(allocation, gpu))}" for gpu in gpus)
+        return f"the driver found too little memory on {' and '.join(holders)}"
+
+    def _others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
         """What the other containers on the GPU use, by their names, in bytes."""
         known = self._agent_state.ledger.allocations
         return {known[name].describe(): each.used_bytes or 0 for name, each in self._others(allocation, gpu).containers.items()}

@@ -13,9 +13,14 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.suspension import overcommitted, used_by
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodKey
 
+#: Reason of the event of a container that is over its memory limit.
+OVER_LIMIT: Final = "GpuMemoryOverLimit"
+#: Reason of the event of a pod with a container on a GPU with too little memory for its active containers.
+OVERCOMMITTED: Final = "GpuOvercommitted"
 #: A pod's name and UID, and one of its containers.
 User = tuple[PodKey, str, str | None]
 #: An allocation, and the user that an event concerns; None: the allocation's first user.
@@ -27,8 +32,8 @@ class ContainerEvents:
 
     def __init__(self, agent_state: AgentState, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
         self._agent_state, self._containers = agent_state, containers
-        #: What `report` got last, by the event's reason.
-        self._reported: dict[str, Mapping[Subject, str]] = {}
+        #: What `report` got last, by the event's reason and the GPUs.
+        self._reported: dict[tuple[str, ...], Mapping[Subject, str]] = {}
 
     def add(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
         """Adds an event with this reason and message. `gpus` are the GPUs concerned; without them, all GPUs of the allocation."""
@@ -42,14 +47,14 @@ class ContainerEvents:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])
         self._agent_state.history.add_unless_repeated(entry)
 
-    def report(self, reason: str, messages: Mapping[Subject, str], *, changed: bool = True) -> Mapping[Subject, str]:
-        """Adds an event for each subject that the last call with this reason lacked or, with `changed`, had with another message. Returns
-        the messages of these events."""
-        before = self._reported.get(reason, {})
+    def report(self, reason: str, messages: Mapping[Subject, str], *gpus: GpuName, changed: bool = True) -> Mapping[Subject, str]:
+        """Adds an event for each subject that the last call with this reason and these GPUs lacked or, with `changed`, had with another
+        message. Returns the messages of these events."""
+        before = self._reported.get((reason, *gpus), {})
         new = {each: said for each, said in messages.items() if each not in before or (changed and before[each] != said)}
         for (allocation, user), message in new.items():
-            self.add_once(allocation, reason, message, user=user)
-        self._reported[reason] = messages
+            self.add_once(allocation, reason, message, *gpus, user=user)
+        self._reported[reason, *gpus] = messages
         return new
 
     def pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
@@ -69,12 +74,34 @@ class ContainerEvents:
         return about(holder, entry) if holder else entry
 
 
+def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> None:
+    """Reports GPUs with too little memory for their active containers, because it is granted more than once (hami.device_memory_scaling).
+
+    A container is active unless it is suspended. What counts is how much the active containers may use, not how much they use: beyond the
+    GPU's memory, an allocation of any of them can fail although it is within the container's limit."""
+    ledger = agent_state.ledger
+    for name, gpu in agent_state.inventory.gpus(ledger.gpu_registry).items():
+        active = overcommitted(ledger.on(name), agent_state.suspensions, name, gpu.memory_mebibytes)
+        limits = {each.id: each.limits_on(name).memory_mebibytes for each in active}
+        if active:
+            text = (
+                f"the containers that are not suspended may use {sum(limits.values())} MiB of memory together, and the GPU has "
+                f"{gpu.memory_mebibytes}: allocations can fail until idle ones are suspended (annotation gpumgr.io/suspend-when-idle)"
+            )
+            agent_state.history.add_unless_repeated(HistoryEntry(what="gpu", code="overcommitted", gpus=(name,), why=text))
+        messages = dict[Subject, str]()
+        for each in active:
+            others = used_by({a.describe(): limits[a.id] << 20 for a in active if a is not each})
+            why = f"allocations within the container's limit can fail: GPU {name} has too little memory for it and for {others}"
+            messages[each.id, None] = why
+        # Each suspension changes the names in the messages, so only a container that becomes active there gets an event.
+        events.report(OVERCOMMITTED, messages, name, changed=False)
+
+
 log = structlog.get_logger(__name__)
 
 #: The same finding within this time is not reported again, so that a finding that goes and returns is reported once.
 SAME_FINDING_SECONDS: Final = 60.0
-#: Reason of the event of a container that is over its memory limit.
-OVER_LIMIT: Final = "GpuMemoryOverLimit"
 
 _REASONS: Final[Mapping[FindingCode, str]] = {
     "tampered": "GpuLimitTampered",

@@ -28,11 +28,11 @@ from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.burst_demands import BurstDemands
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts
-from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter
+from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter, report_overcommitted
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.resizes import decide_resizes
-from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter
-from gpumgr.runtime.suspensions import Suspensions
+from gpumgr.runtime.suspend_parts import Parts, SuspendMeter
+from gpumgr.runtime.suspensions import REFUSED, Suspensions
 
 log = structlog.get_logger(__name__)
 
@@ -161,6 +161,7 @@ class MemoryLimitWatcher:
         self._use = use
         number = self.bursts.in_force.last_number
         await self.suspensions.evaluate(shares, use, ownership)
+        report_overcommitted(self._agent_state, self._events)
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
         self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)

@@ -1,34 +1,64 @@
-"""Suspends idle containers, and resumes them: decides once for each sample, and starts the operations. See `gpumgr.ledger.suspension`."""
+"""Suspends idle containers, and resumes them. See `gpumgr.ledger.suspension`.
+
+Each evaluation of a sample begins or continues the operations that saved states and pods demand; an operation is a task that takes the
+container from one saved state to the next.
+"""
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+from msgspec.structs import replace
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.common.aio import wait_at_most
+from gpumgr.common.aio import LogPace, wait_at_most
+from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.history import RESUMED, SUSPENDED
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.suspension import Activity, Suspension, Verb, activity, next_step, obstacle, overcommitted, used_by
+from gpumgr.ledger.suspension import AGAIN_SECONDS, Activity, Moved, Suspension, activity, next_step, obstacle
 from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import ContainerEvents, Subject
 from gpumgr.runtime.process_owners import ProcessOwnership
-from gpumgr.runtime.suspend_operations import REFUSED, Parts, SuspendMeter, SuspendOperations
+from gpumgr.runtime.suspend_parts import Parts, SuspendMeter
 
+log = structlog.get_logger(__name__)
+
+#: Reasons of the pod's events.
+REFUSED: Final = "GpuSuspendRefused"
+WAITS: Final = "GpuResumeWaits"
+FAILED: Final = "GpuSuspendFailed"
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
-#: Reason of the event of a pod with a container on a GPU with too little memory for its active containers.
-OVERCOMMITTED: Final = "GpuOvercommitted"
+#: How long a container's thread may need to call the driver after the limiter's library has found that calls are not held.
+HOLD_SECONDS: Final = 0.1
+#: How long a suspension waits for samples that were read while calls are held.
+_SAMPLES_SECONDS: Final = 15.0
+#: The pause before a failed resume is tried again doubles with every failure, from the first to the second value.
+_RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
+#: The pause before a state is saved again.
+_SAVE_AGAIN_SECONDS = 1.0
+#: The pause after a suspension that failed.
+_FAILED_SECONDS: Final = 300.0
+#: The shortest time between two reports of why a resume waits: the figures in the reason change with every sample.
+_REPORT_SECONDS: Final = 60.0
+#: How long a resume waits until the limits of other containers are lowered; after that, only the free memory decides.
+_LOWER_SECONDS: Final = 12.0
+#: If a resume has failed this often, not counting lack of memory, the driver can't restore the container.
+_MOST_FAILURES: Final = 3
+_HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
 
 
 class Suspensions:
-    """`clock` is monotonic."""
+    """`clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -42,12 +72,19 @@ class Suspensions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent_state, self._pods, self._events, self._bursts = agent_state, pods, events, bursts
-        self._parts, self._pages, self._clock = parts, parts.pages, clock
-        self._operations = SuspendOperations(agent_state, events, bursts, parts, meter, measure=self._measure, clock=clock)
+        self._parts, self._pages, self._meter, self._clock = parts, parts.pages, meter, clock
         #: The setting enforcement.suspend_when_idle_seconds.
         self.when_idle_seconds = 0.0
         self._activity: dict[AllocationId, Activity] = {}
+        #: When containers may be suspended again.
+        self._again_at: dict[AllocationId, float] = {}
+        #: The operations in progress.
         self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
+        #: When the reason for which a resume waits was saved last, and the words of its last event.
+        self._reported: dict[AllocationId, tuple[float, Sequence[str]]] = {}
+        #: Set by each change of a state.
+        self._changed = asyncio.Event()
+        self._unsaved = LogPace(clock)
         #: What containers use, and their processes, by the last sample.
         self._uses: Mapping[AllocationId, Sequence[ContainerUse]] = {}
         self._ownership = ProcessOwnership()
@@ -63,12 +100,10 @@ class Suspensions:
                 task.result()
         await self._forget_ended()
         await self._adopt(shares)
-        again_at, now = self._operations.again_at, self._clock()
-        for name in again_at.keys() - self._agent_state.ledger.allocations.keys():
-            del again_at[name]
-        moved = {name for name, each in self._agent_state.suspensions.items() if not each.measured}
+        known, states, now = self._agent_state.ledger.allocations, self._agent_state.suspensions, self._clock()
+        self._again_at = {name: at for name, at in self._again_at.items() if name in known}
         # The idle time of a suspended container begins when it is resumed.
-        before = {name: each for name, each in self._activity.items() if name not in moved}
+        before = {name: each for name, each in self._activity.items() if name not in states or states[name].measured}
         self._activity = {name: activity(before.get(name), uses, now) for name, uses in self._uses.items() if uses}
         refused = dict[Subject, str]()
         for name in shares:
@@ -77,57 +112,30 @@ class Suspensions:
             if (why := await self._decide(name)) and name in ownership.containers:  # it runs
                 refused[name, None] = f"the container is not suspended: {why}"
         self._events.report(REFUSED, refused)
-        report_overcommitted(self._agent_state, self._events)
+
+    async def _forget_ended(self) -> None:
+        """Drops the states of containers that have ended, or were started again."""
+        for name, each in self._agent_state.suspensions.items():
+            if name in self._tasks:
+                continue
+            if name not in self._agent_state.ledger.allocations or (each.state != "running" and not await self._runs(each)):
+                self._pages.hold_calls(name, hold=False)  # a container that was started again can have the same page
+                await self._save_once(name, None)
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare]) -> None:
         """Resumes containers that have no saved state although their pages hold their calls: the checkpoint was lost. Each may need the
-        memory that its library counts or, without such a count, what it was granted. A container that has memory on the GPU does not wait
-        for free memory."""
+        memory that it was granted. A container that has memory on the GPU does not wait for free memory."""
         for name, share in shares.items():
             if name in self._agent_state.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue
             if started := await asyncio.to_thread(self._parts.start_times, self._ownership.pids.get(name, ())):
-                counted = {
-                    each.gpu: sum(each.turns.memory_bytes_by_kind.values()) if each.turns else 0 for each in self._uses[name]
-                }
                 lost = Suspension(
                     state="resuming" if any(each.memory_bytes for each in self._uses[name]) else "suspended",
                     processes=tuple(started.items()),
-                    memory_bytes={gpu.name: counted.get(gpu.name) or gpu.memory_bytes or 0 for gpu in share.gpus},
+                    memory_bytes={gpu.name: gpu.memory_bytes for gpu in share.gpus},
                     asked_at=self._agent_state.history.now(),
                 )
-                await self._operations.save_once(name, lost)
-
-    async def run(self) -> None:
-        """Resumes suspended containers that ask for it, until cancelled."""
-        while True:
-            self._operations.changed.clear()
-            away = [(name, known) for name, known in self._agent_state.suspensions.items() if known.away]
-            for name, known in away:
-                allocation = self._agent_state.ledger.allocations.get(name)
-                if allocation and name not in self._tasks and self._pages.asks_for_resume(name):
-                    self._begin_resume(allocation, known)
-            await wait_at_most(self._operations.changed, POLL_SECONDS if away else None)
-
-    async def close(self) -> None:
-        """Cancels the operations in progress. After its restart the agent continues them."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    async def _forget_ended(self) -> None:
-        """Drops the states of containers that have ended, or were started again."""
-        known = {name: each for name, each in self._agent_state.suspensions.items() if name not in self._tasks}
-        if not known:
-            return
-        over = await asyncio.to_thread(
-            lambda: [
-                name for name, each in known.items() if each.state != "running" and not any(map(self._parts.runs, each.processes))
-            ]
-        )
-        for name in {*over, *(known.keys() - self._agent_state.ledger.allocations.keys())} - self._tasks.keys():
-            self._pages.hold_calls(name, hold=False)  # a container that was started again can have the same page
-            await self._operations.save_once(name, None)
+                await self._save_once(name, lost)
 
     async def _decide(self, name: AllocationId) -> str | None:
         """Begins the next step for the container, if any. Returns why the container is not suspended, if its pod demands a suspension."""
@@ -135,25 +143,27 @@ class Suspensions:
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         uses, worked, now = self._uses[name], self._activity.get(name), self._clock()
         step, why = next_step(view, known, uses, worked, now=now, default_seconds=self.when_idle_seconds)
-        if known is not None and known.state == "suspending":
-            self._start("suspend", allocation, known)
-        elif step == "suspend" and now >= self._operations.again_at.get(name, now) and not self._one_is_suspended_now():
-            assert view is not None
-            if (found := await self._begin_suspension(allocation, demanded=bool(view.suspend))) is not None:
-                why = found if view.suspend or view.suspend_when_idle_seconds is not None else why
+        if step == "forget":
+            await self._save_once(name, None)
         elif step == "resume" and known is not None:
             self._begin_resume(allocation, known)
-        elif step == "forget":
-            await self._operations.save_once(name, None)
+        elif step == "suspend" and known is not None and known.state == "suspending":
+            self._start(name, self._suspend(allocation, known, fresh=False))
+        elif step == "suspend" and now >= self._again_at.get(name, now) and not self._one_is_suspended_now():
+            assert view is not None
+            if isinstance(begun := await self._prepare(allocation, demanded=bool(view.suspend)), str):
+                return begun if view.suspend or view.suspend_when_idle_seconds is not None else why
+            await self._save_once(name, begun)
+            if self._agent_state.suspensions.get(name) is begun:
+                self._start(name, self._suspend(allocation, begun, fresh=True))
         return why
 
     def _one_is_suspended_now(self) -> bool:
         """Whether a suspension is in progress. Only one runs at a time, since each changes what the host has left for the next one."""
-        suspending = any(each.state == "suspending" for each in self._agent_state.suspensions.values())
-        return suspending or any(task.get_name() == "suspend" for task in self._tasks.values())
+        return any(each.state == "suspending" for each in self._agent_state.suspensions.values())
 
-    async def _begin_suspension(self, allocation: Allocation, *, demanded: bool) -> str | None:
-        """Starts the suspension, or returns the reason why it is not possible."""
+    async def _prepare(self, allocation: Allocation, *, demanded: bool) -> Suspension | str:
+        """The state with which a suspension begins, or why it is not possible."""
         if isinstance(sizes := await self._measure(allocation), str):
             return sizes
         if not demanded and "limiter" not in allocation.mechanisms:
@@ -162,15 +172,13 @@ class Suspensions:
         if not started:
             return "its processes are not known"
         on_gpus = {pid for use in self._uses[allocation.id] for pid in use.processes}
-        begun = Suspension(
+        return Suspension(
             state="suspending",
             demanded=demanded,
             processes=tuple(started.items()),
             required=tuple(sorted(on_gpus & started.keys())),
             memory_bytes=sizes,
         )
-        self._start("suspend", allocation, begun)
-        return None
 
     async def _measure(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
         """What the container has on each GPU in bytes, by the last sample; or why it can't be suspended, by that sample and what the host
@@ -187,37 +195,178 @@ class Suspensions:
         why = why or self._bursts.unknown_memory([use.gpu for use in uses])
         return why or {use.gpu: use.memory_bytes for use in uses if use.memory_bytes is not None}
 
-    def _begin_resume(self, allocation: Allocation, known: Suspension) -> None:
-        self._start("resume", allocation, known.asked(self._agent_state.history.now()))
+    # -- tasks -------------------------------------------------------------------------------------------------------------
 
-    def _start(self, verb: Verb, allocation: Allocation, suspension: Suspension) -> None:
-        work = self._operations.run(verb, allocation, suspension)
-        self._tasks[allocation.id] = asyncio.create_task(work, name=verb)
+    async def run(self) -> None:
+        """Resumes suspended containers that ask for it, until cancelled."""
+        while True:
+            self._changed.clear()
+            away = [(name, known) for name, known in self._agent_state.suspensions.items() if known.away]
+            for name, known in away:
+                allocation = self._agent_state.ledger.allocations.get(name)
+                if allocation and name not in self._tasks and self._pages.asks_for_resume(name):
+                    self._begin_resume(allocation, known)
+            await wait_at_most(self._changed, POLL_SECONDS if away else None)
+
+    async def close(self) -> None:
+        """Cancels the operations in progress. After its restart the agent continues them."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _begin_resume(self, allocation: Allocation, known: Suspension) -> None:
+        self._start(allocation.id, self._resume(allocation, known.asked(self._agent_state.history.now())))
+
+    def _start(self, name: AllocationId, operation: Coroutine[Any, Any, None]) -> None:
+        async def sampled() -> None:
+            with self._parts.sampling_soon():  # the sample period may be an hour
+                await operation
+
+        self._reported.pop(name, None)
+        self._tasks[name] = asyncio.create_task(sampled())
+
+    async def _suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:
+        """`begun`: its state, which is saved. Not `fresh`: an earlier process of the agent began the suspension, so processes may be
+        stopped, and what it moved is not on the GPU."""
+        name, since = allocation.id, self._clock()
+        if self._pages.hold_calls(name, hold=True):
+            await asyncio.sleep(HOLD_SECONDS)
+        found = await self._measured(allocation)
+        if isinstance(found, str):
+            await self._give_up(allocation, begun, found, stopped=not fresh)
+            return
+        sizes = found if fresh else {gpu: max(size, begun.memory_bytes.get(gpu, 0)) for gpu, size in found.items()}
+        begun = replace(begun, memory_bytes={**begun.memory_bytes, **sizes})
+        await self._save(name, begun)
+        moved = await self._parts.move("suspend", name, begun)
+        if moved.failed:
+            await self._fail(allocation, begun, moved)
+        elif moved.error is not None:
+            await self._give_up(allocation, begun, moved.error, stopped=bool(moved.held) and not (fresh and moved.untouched))
+        else:
+            await self._save(name, begun.to("suspended"))
+            self._meter.moved("suspend", self._clock() - since, begun.size_bytes)
+            log.info("container_suspended", allocation=name, holder=allocation.describe(), memory_bytes=begun.size_bytes)
+            message = f"the container is suspended: {begun.size_bytes >> 20} MiB of its GPU memory are in the host's memory"
+            self._events.add(name, SUSPENDED, message)
+            await self._bursts.measured()  # a resume needs to know what is free now
+
+    async def _measured(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
+        """Measures the container by a sample that was read after its calls were held. The sample of the next evaluation may be older, so
+        the one after it counts."""
+        try:
+            async with asyncio.timeout(_SAMPLES_SECONDS):
+                for _ in range(2):
+                    await self._bursts.measured()
+        except TimeoutError:
+            return f"the driver did not report its memory within {_SAMPLES_SECONDS:g} s"
+        return await self._measure(allocation)
+
+    async def _give_up(self, allocation: Allocation, begun: Suspension, why: str, *, stopped: bool) -> None:
+        """Ends a suspension. `stopped`: some processes may be stopped, so the container is resumed. Otherwise it runs on."""
+        name = allocation.id
+        if stopped:
+            await self._save(name, begun.to("resuming", reason=why, asked_at=self._agent_state.history.now()))
+            return
+        self._pages.hold_calls(name, hold=False)
+        self._again_at[name] = self._clock() + _FAILED_SECONDS
+        await self._save(name, None)
+        if await self._runs(begun):
+            log.warning("suspend_failed", allocation=name, holder=allocation.describe(), reason=why)
+            self._events.add_once(name, REFUSED, f"the container is not suspended: {why}; it runs on, and this is tried again")
+
+    async def _resume(self, allocation: Allocation, known: Suspension) -> None:
+        name = allocation.id
+        await self._save(name, known)
+        failures, pause, again_at = 0, _RESUME_AGAIN_SECONDS, self._clock()
+        while True:
+            if not await self._wait(allocation, known, again_at):
+                return  # the next evaluation forgets the suspension
+            if known.away:
+                known = known.to("resuming", asked_at=known.asked_at)
+                await self._save(name, known)
+            since = self._clock()
+            moved = await self._parts.move("resume", name, known)
+            now = self._agent_state.history.now()
+            failures += moved.error is not None and bool(moved.pids) and not moved.out_of_memory
+            if moved.failed or failures == _MOST_FAILURES:
+                await self._fail(allocation, known, moved)
+                return
+            if moved.error is None:
+                break
+            log.warning("resume_failed", allocation=name, holder=allocation.describe(), reason=moved.error)
+            if moved.out_of_memory:  # all its memory is in the host's memory again
+                known = known.to("suspended", reason=moved.error, asked_at=known.asked_at)
+                await self._save(name, known)
+            again_at, pause = self._clock() + pause, min(2 * pause, _MOST_RESUME_AGAIN_SECONDS)
+            await self._bursts.measured()
+            why = self._bursts.users_of(allocation, known.memory_bytes) if moved.out_of_memory else moved.error
+            await self._say_why(allocation, known, why)
+        self._again_at[name] = self._clock() + AGAIN_SECONDS
+        self._pages.hold_calls(name, hold=False)
+        await self._save(name, known.to("running") if known.demanded else None)
+        if not moved.pids:  # the processes that were suspended have ended
+            return
+        self._meter.moved("resume", self._clock() - since, known.size_bytes)
+        self._meter.resumed(max(0.0, now - (known.asked_at or now)))
+        log.info("container_resumed", allocation=name, holder=allocation.describe(), memory_bytes=known.size_bytes)
+        self._events.add(name, RESUMED, "the container is resumed: its memory is on the GPU again")
+
+    async def _wait(self, allocation: Allocation, known: Suspension, again_at: float) -> bool:
+        """Waits until `again_at`, and then until the container is the next one in the queue of resumes, and there is room for its memory on
+        the GPU. False: the container has ended."""
+        lowered_at = self._clock() + _LOWER_SECONDS
+        while await self._runs(known) and allocation.id in self._agent_state.ledger.allocations:
+            if self._clock() >= again_at:
+                # If it is not away, its processes may have their memory on the GPU already, so they can't wait for room.
+                lowers = self._clock() < lowered_at
+                why = self._bursts.obstacle_to_resume(allocation, known.memory_bytes, lowers=lowers) if known.away else None
+                if why is None:
+                    return True
+                if why:
+                    await self._say_why(allocation, known, why)
+            await self._bursts.measured()
+        return False
+
+    async def _runs(self, known: Suspension) -> bool:
+        """Whether any of the container's processes still runs."""
+        return await asyncio.to_thread(lambda: any(map(self._parts.runs, known.processes)))
+
+    async def _say_why(self, allocation: Allocation, known: Suspension, why: str) -> None:
+        """Saves why a resume waits. It is an event unless only figures and the order of names have changed."""
+        saved_at, said = self._reported.get(allocation.id, (float("-inf"), ()))
+        if self._clock() - saved_at < _REPORT_SECONDS:
+            return
+        words = sorted(each for each in re.split(r"[ ,]+", why) if not each.strip("(").isdecimal())
+        self._reported[allocation.id] = self._clock(), words
+        await self._save(allocation.id, replace(known, reason=why))
+        if words != said:
+            self._events.add_once(allocation.id, WAITS, f"the container asks to be resumed: {why}")
+
+    async def _fail(self, allocation: Allocation, begun: Suspension, moved: Moved) -> None:
+        reason = f"{moved.error or 'the driver reports a failed state'}; {_HOPELESS}"
+        await self._save(allocation.id, begun.to("failed", reason=reason))
+        self._pages.hold_calls(allocation.id, hold=False)
+        log.error("suspension_failed", allocation=allocation.id, holder=allocation.describe(), reason=reason)
+        self._events.add(allocation.id, FAILED, reason)
+
+    async def _save(self, name: AllocationId, suspension: Suspension | None) -> None:
+        """Saves a state, and tries again until the disk accepts it: the agent's next process must be able to repeat the following step."""
+        while self._agent_state.suspensions.get(name) != suspension:
+            await self._save_once(name, suspension)
+            if self._agent_state.suspensions.get(name) != suspension:
+                await asyncio.sleep(_SAVE_AGAIN_SECONDS)
+
+    async def _save_once(self, name: AllocationId, suspension: Suspension | None) -> None:
+        """Saves a state. An error is only logged, once a minute, since a later call saves the state again."""
+        try:
+            await self._agent_state.set_suspension(name, suspension)
+            self._changed.set()
+        except CheckpointError as error:
+            if self._unsaved.due():
+                log.error("suspension_not_saved", allocation=name, error=str(error))
 
 
 def _uses(share: GpuShare, use: NodeUse) -> Sequence[ContainerUse]:
     places = ((share.allocation, gpu.name) for gpu in share.gpus)
     return [use.containers[place] for place in places if place in use.containers]
-
-
-def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> None:
-    """Reports GPUs with too little memory for their active containers, because it is granted more than once (hami.device_memory_scaling).
-
-    A container is active unless it is suspended. What counts is how much the active containers may use, not how much they use: beyond the
-    GPU's memory, an allocation of any of them can fail although it is within the container's limit."""
-    ledger, messages = agent_state.ledger, dict[Subject, str]()
-    for name, gpu in agent_state.inventory.gpus(ledger.gpu_registry).items():
-        active = overcommitted(ledger.on(name), agent_state.suspensions, name, gpu.memory_mebibytes)
-        limits = {each.id: each.limits_on(name).memory_mebibytes for each in active}
-        if active:
-            text = (
-                f"the containers that are not suspended may use {sum(limits.values())} MiB of memory together, and the GPU has "
-                f"{gpu.memory_mebibytes}: allocations can fail until idle ones are suspended (annotation gpumgr.io/suspend-when-idle)"
-            )
-            agent_state.history.add_unless_repeated(HistoryEntry(what="gpu", code="overcommitted", gpus=(name,), why=text))
-        for each in active:
-            others = used_by({a.describe(): limits[a.id] << 20 for a in active if a is not each})
-            why = f"allocations within the container's limit can fail: GPU {name} has too little memory for it and for {others}"
-            messages[each.id, None] = why
-    # Each suspension changes the names in the messages, so only a container that becomes active there gets an event.
-    events.report(OVERCOMMITTED, messages, changed=False)

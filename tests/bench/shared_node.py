@@ -40,7 +40,7 @@ from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspend_operations import Parts, memory_left
+from gpumgr.runtime.suspend_parts import Parts, memory_left
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics.registry import Metrics
 from tests import mps_control

@@ -29,7 +29,7 @@ from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspend_operations import Parts
+from gpumgr.runtime.suspend_parts import Parts
 from tests.component.runtime.accounting.node import MemoryMeter, MemoryRuntime
 from tests.component.stage.stage import MemoryPods, snapshot
 from tests.unit.agent.world import ClockLoop

@@ -31,12 +31,11 @@ from gpumgr.ledger.history import NOT_ENFORCED, RESIZED, RESUMED, SUSPENDED, His
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
 from gpumgr.runtime.burst_demands import IGNORED
-from gpumgr.runtime.container_events import OVER_LIMIT
+from gpumgr.runtime.container_events import OVER_LIMIT, OVERCOMMITTED
 from gpumgr.runtime.memory_limit_watcher import EVICTED
 from gpumgr.runtime.resizes import REFUSED
-from gpumgr.runtime.suspend_operations import FAILED, WAITS
-from gpumgr.runtime.suspend_operations import REFUSED as SUSPEND_REFUSED
-from gpumgr.runtime.suspensions import OVERCOMMITTED
+from gpumgr.runtime.suspensions import FAILED, WAITS
+from gpumgr.runtime.suspensions import REFUSED as SUSPEND_REFUSED
 from tools.docs.markdown import code, table
 
 #: What has the annotation and who writes it -> the keys of a row, its meaning.

@@ -22,7 +22,7 @@ from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspend_operations import Parts
+from gpumgr.runtime.suspend_parts import Parts
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.web.metrics.pictures import view_of
 

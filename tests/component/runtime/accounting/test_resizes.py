@@ -309,7 +309,7 @@ async def test_growth_is_refused_while_a_backend_can_not_lower_the_limit_of_the_
 
 
 async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpumgr.runtime.suspend_operations.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("gpumgr.runtime.suspensions.HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
     node = with_driver(node_with(A, share("t", TRAIN, 0b1111_1100, cores=0b11 << 50)))
     ask(node, "a", WEB, suspend=True)
@@ -380,7 +380,7 @@ async def test_a_start_waits_until_what_was_given_back_is_no_limit_in_force() ->
 async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_and_is_lent_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gpumgr.runtime.suspend_operations.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("gpumgr.runtime.suspensions.HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
     node = with_driver(node_with(A, share("t", TRAIN, 0b0111_1100, "mps", cores=0b11 << 50)))
     ask(node, "a", WEB, suspend=True)

@@ -14,11 +14,11 @@ from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView, ResizeRequest
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.runtime import suspend_operations, suspensions
+from gpumgr.runtime import suspensions
 from gpumgr.runtime.memory_limit_watcher import OverLimit
 from tests.background import background
 from tests.unit.ledger.usage.samples import container
-from tests.unit.web.metrics.pictures import allocation
+from tests.unit.web.metrics.pictures import allocation, name_of
 
 from .node import Node, breathe
 from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, limits, share, uses
@@ -32,7 +32,7 @@ async def inline(work: Callable[..., object], *arguments: object) -> object:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspend_operations, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(suspensions, "HOLD_SECONDS", 0.0)
     monkeypatch.setattr(asyncio, "to_thread", inline)
 
 
@@ -242,7 +242,7 @@ async def test_a_container_that_the_host_has_no_room_for_once_its_calls_are_held
 
 
 async def test_calls_are_not_held_for_long_without_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspend_operations, "_SAMPLES_SECONDS", 0.0)
+    monkeypatch.setattr(suspensions, "_SAMPLES_SECONDS", 0.0)
     node = running(suspend=True)
     await sampled_once(node, uses(a=500))
     assert (node.mover.done, node.backends.held, state(node)) == ([], set(), None)
@@ -319,18 +319,12 @@ async def test_a_suspended_container_without_a_saved_state_is_resumed_as_soon_as
     assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
 
 
-@pytest.mark.parametrize("counted_mebibytes", [None, 700])
-async def test_it_waits_for_what_its_library_counts_or_for_its_request(counted_mebibytes: int | None) -> None:
-    """It may burst, and its request is 512 MiB."""
+async def test_it_waits_for_what_it_was_granted() -> None:
     node = two(memory_limits=(("main", 2048),))
     node.backends.held.add("a")
-    if counted_mebibytes is not None:
-        kinds = {"device": counted_mebibytes * MIB}
-        counted = TurnUse(held_seconds=0.0, waited_seconds=0.0, launches=5, overruns=0, memory_bytes_by_kind=kinds)
-        node.backends.by_turns = {("a", GPU): counted}
     for _ in range(4):
         await sampled(node, uses(a=0, t=1900))
-    assert node.agent_state.suspensions["a"].memory_bytes == {GPU: (counted_mebibytes or 512) * MIB}
+    assert node.agent_state.suspensions["a"].memory_bytes == {GPU: 512 * MIB}
     assert "used by team/train (main) (1900 MiB)" in events(node, "GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=100))
     assert (state(node), node.backends.held) == (None, set())
@@ -624,6 +618,19 @@ async def test_a_container_that_leaves_an_overcommitted_gpu_causes_no_events_of_
         await node.sampled(uses(a=100, t=100))
         assert [entry.id for entry in node.told if entry.code == "GpuOvercommitted"] == ["a", "t", "u"]
         node.frees("u")
+
+
+async def test_a_container_is_told_of_each_of_its_overcommitted_gpus() -> None:
+    other = name_of(1)
+    mine = {GPU: Amounts(1, 1024), other: Amounts(1, 1024)}
+    a = replace(A, gpus=mine, device_ids={}, limits=dict.fromkeys(mine, Amounts(1, 2048)))
+    t = replace(T, gpus={GPU: Amounts(1, 1024)}, device_ids={}, limits={GPU: Amounts(1, 2048)})
+    u = replace(t, id="u", pod=("team", "third"), gpus={other: Amounts(1, 1024)}, limits={other: Amounts(1, 2048)})
+    node = with_driver(Node(a, t, u))
+    for _ in range(2):
+        await node.sampled(uses(a=100))
+        told = [(entry.id, entry.gpus) for entry in node.told if entry.code == "GpuOvercommitted"]
+        assert told == [("a", (GPU,)), ("t", (GPU,)), ("a", (other,)), ("u", (other,))]
 
 
 async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -> None:
