@@ -3,8 +3,8 @@
 Needs the host's pid and cgroup namespaces (a service of the host has both). Sources: cgroups(7), proc(5), and the kernel's
 Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
 
-The functions that read the path of a cgroup are pure, and accept any text. Sources: the kubelet's naming of pod cgroups (pkg/kubelet/cm),
-cgroups(7), and proc(5) for /proc/PID/cgroup. `<uid>` is the pod's UID, for a static pod the 32 hex digits of its file's hash:
+`memory_path`, `container_id_in` and `own_cgroup` are pure, and accept any text. The names of the kubelet's cgroups (pkg/kubelet/cm), where
+`<uid>` is the pod's UID, for a static pod the 32 hex digits of its file's hash:
 
     cgroupfs driver   [...]/kubepods[/burstable|/besteffort]/pod<uid>/<id>                    (CRI-O: /crio-<id>)
     systemd driver    [...]/kubepods[-burstable|-besteffort]-pod<uid, _ for ->.slice/cri-containerd-<id>.scope   (crio-, docker-)
@@ -14,7 +14,7 @@ cgroups(7), and proc(5) for /proc/PID/cgroup. `<uid>` is the pod's UID, for a st
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
@@ -24,23 +24,8 @@ import msgspec
 from gpumgr.common.errors import CriError
 from gpumgr.common.proc import unescaped
 
-_ID: Final = r"(?P<id>[0-9a-f]{64})"
-_RUNTIME: Final = r"(?:cri-containerd|crio|docker)"
-_CLASSES: Final = ("burstable", "besteffort")
-_POD_FOLDER: Final = re.compile(r"pod(?P<uid>[0-9A-Za-z][0-9A-Za-z._-]*)")
-_SLICE: Final = r"(?:[^:]*-)?kubepods(?:-(?:burstable|besteffort))?-pod(?P<uid>[0-9A-Za-z][0-9A-Za-z._]*)\.slice"
-_POD_SLICE: Final = re.compile(_SLICE)
-_POD_AND_CONTAINER: Final = re.compile(rf"{_SLICE}:{_RUNTIME}:{_ID}")
-_CONTAINER: Final = re.compile(rf"(?:{_RUNTIME}-)?{_ID}(?:\.scope)?")
+_CONTAINER: Final = re.compile(r"[/:](?:(?:cri-containerd|crio|docker)[-:])?(?P<id>[0-9a-f]{64})(?:\.scope)?(?![^/])")
 _NSPID: Final = re.compile(r"^NSpid:[ \t0-9]*[ \t](?P<pid>[0-9]{1,10})[ \t]*$", re.MULTILINE)
-
-
-class ContainerCgroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A container that the path of a cgroup names. `cgroup` is the path of the container's own cgroup, with a leading slash."""
-
-    pod_uid: str
-    container_id: str
-    cgroup: str
 
 
 def memory_path(text: str) -> str | None:
@@ -60,27 +45,11 @@ def memory_path(text: str) -> str | None:
     return unified
 
 
-def container_cgroup_in(path: str) -> ContainerCgroup | None:
-    """The outermost of the kubelet's containers in `path`; nested containers (of Docker, systemd, a whole cluster) belong to it. None if
-    there is none, and for paths with "..", which are relative to a cgroup namespace that is not the host's."""
-    segments = path.strip("/").split("/")
-    if ".." in segments:
-        return None
-    for at, segment in enumerate(segments):
-        if joined := _POD_AND_CONTAINER.fullmatch(segment):
-            return _container_cgroup(joined["uid"].replace("_", "-"), joined["id"], segments[: at + 1])
-        if uid := _pod_uid(segments, at):
-            container = _CONTAINER.fullmatch(segments[at + 1]) if at + 1 < len(segments) else None
-            return _container_cgroup(uid, container["id"], segments[: at + 2]) if container else None
-    return None
-
-
 def container_id_in(path: str) -> str | None:
-    """The id of the kubelet's container that `path` names; without such a name, the first container id in the path. If the kubelet names no
-    parent (cgroupsPerQOS false), the runtime chooses one, such as /system.slice, /k8s.io or /docker."""
-    if (place := container_cgroup_in(path)) is not None:
-        return place.container_id
-    found = next(filter(None, map(_CONTAINER.fullmatch, path.split("/"))), None)
+    """The id of the kubelet's container that `path` names: the outermost one below the kubelet's cgroup, since the whole node can be a
+    container, and a container can have containers. If the kubelet names no parent (cgroupsPerQOS false), the runtime chooses one, such as
+    /system.slice, /k8s.io or /docker; then the outermost container in the path."""
+    found = _CONTAINER.search(path, max(0, path.find("kubepods"))) or _CONTAINER.search(path)
     return found["id"] if found else None
 
 
@@ -95,21 +64,6 @@ def parse_nspid(text: str) -> int | None:
     """/proc/PID/status -> the process's number in its own (innermost) pid namespace."""
     found = _NSPID.search(text)
     return int(found["pid"]) if found else None
-
-
-def _pod_uid(segments: Sequence[str], at: int) -> str | None:
-    """The UID if the segment at `at` is a pod's cgroup."""
-    if found := _POD_SLICE.fullmatch(segments[at]):
-        return found["uid"].replace("_", "-")
-    above = segments[:at]
-    if above and above[-1] in _CLASSES:
-        above = above[:-1]
-    found = _POD_FOLDER.fullmatch(segments[at])
-    return found["uid"] if found and above and above[-1] == "kubepods" else None
-
-
-def _container_cgroup(uid: str, container_id: str, segments: Sequence[str]) -> ContainerCgroup:
-    return ContainerCgroup(pod_uid=uid, container_id=container_id, cgroup="/" + "/".join(segments))
 
 
 Mode = Literal["v1", "v2", "hybrid"]

@@ -16,7 +16,7 @@ from gpumgr.agent.ports import Runs
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
 from gpumgr.ledger.usage.node_use import Container
-from gpumgr.runtime.cgroups import Cgroups, container_cgroup_in, container_id_in, own_cgroup
+from gpumgr.runtime.cgroups import Cgroups, container_id_in, own_cgroup
 from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.codec import FirstProcess
 
@@ -104,10 +104,8 @@ class Containers:
 
     async def container_of(self, pid: int, start_time: int) -> Container | None:
         """The container of a process (`start_time` in clock ticks since boot); None if it runs in none of the kubelet's containers or
-        is gone. An unknown container causes a poll, UNKNOWN_PERIOD_SECONDS after the last one at the earliest.
-
-        While the runtime is unavailable, an unknown container has no names: `pod` is ("", "") and `name` is "".
-        """
+        is gone. An unknown container causes a poll, UNKNOWN_PERIOD_SECONDS after the last one at the earliest. Raises CriError for an
+        unknown container while the runtime is unavailable."""
         process = (pid, start_time)
         path = self._processes.get(process) or self._cgroups.path_of(pid)
         if path is None or not self.runs(process):
@@ -119,10 +117,7 @@ class Containers:
         await self._poll_for(container_id)
         container = self._holding(path)
         if container is None and self._unavailable is not None:
-            place = container_cgroup_in(path)
-            if place is None:
-                return None
-            return Container(id=place.container_id, pod=("", ""), pod_uid=place.pod_uid, name="", cgroup=place.cgroup)
+            raise CriError(self._unavailable)
         if container is None:
             self._unlisted.add(container_id)
         return container

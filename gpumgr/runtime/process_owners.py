@@ -21,7 +21,7 @@ from gpumgr.runtime.background_call import BackgroundCall
 
 log = structlog.get_logger(__name__)
 
-#: A process in no container, or in a container without a name yet, is looked up again after this time.
+#: A process in no container is looked up again after this time.
 RETRY_SECONDS: Final = 5.0
 
 
@@ -47,8 +47,8 @@ class RunningContainers(Protocol):
         ...
 
     async def container_of(self, pid: int, start_time: int) -> Container | None:
-        """The container of this process; None: the process has ended or is in no container of the kubelet. While the runtime does not
-        answer, the container has no name."""
+        """The container of this process; None: the process has ended or is in no container of the kubelet. Raises
+        CriError for a new container while the runtime does not answer."""
         ...
 
     def runs(self, process: Process, /) -> bool: ...
@@ -143,14 +143,17 @@ class ProcessOwners:
         if process not in self._answers:
             return True
         container, answered_at = self._answers[process]
-        return (container is None or not container.name) and self.clock() - answered_at >= RETRY_SECONDS
+        return container is None and self.clock() - answered_at >= RETRY_SECONDS
 
     async def _look_up_all(self, processes: Sequence[Process]) -> None:
         """Looks up all processes concurrently, so that one List call to the runtime serves all processes with unknown containers."""
         await asyncio.gather(*map(self._look_up_one, processes))
 
     async def _look_up_one(self, process: Process) -> None:
-        container = await self._runtime.container_of(*process)
+        try:
+            container = await self._runtime.container_of(*process)
+        except CriError:
+            return  # the runtime's outage is logged where it is noticed
         # A process that has ended since the driver listed it is not recorded: it would be reported as one outside of containers.
         if container is not None or self._runtime.runs(process):
             self._answers[process] = (container, self.clock())

@@ -17,8 +17,7 @@ from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUs
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 
-#: "none": the container has no allocation of the GPU. "unknown": the names to decide it are missing, because the runtime is unavailable or
-#: the kubelet has not named an allocation's pod yet.
+#: "none": the container has no allocation of the GPU. "unknown": several allocations of its pod lack their container's name.
 Owner = Allocation | Literal["none", "unknown"]
 
 
@@ -36,7 +35,6 @@ class AllocationIndex:
                 by_name[allocation.pod].append(allocation)
         self._by_pod: Mapping[str | PodKey, list[Allocation]] = dict(by_pod)
         self._by_name: Mapping[PodKey, list[Allocation]] = dict(by_name)
-        self._without_uid = [allocation for allocation in allocations if allocation.uid is None]
         self._by_user = _by_user(allocations, pods)
 
     def exact(self, container: Container) -> list[Allocation]:
@@ -48,15 +46,10 @@ class AllocationIndex:
         """The allocation that grants this GPU to this container."""
         if exact := self.exact(container):
             return next((allocation for allocation in exact if gpu in allocation.gpus), "none")
-        nameless = not container.name
-        of_pod = {a.id: a for a in self._of_pod(container) if nameless or a.container is None}
-        if nameless:
-            of_pod |= {a.id: a for (uid, _), found in self._by_user.items() if uid == container.pod_uid for a in found}
+        of_pod = {a.id: a for a in self._of_pod(container) if a.container is None}
         maybe = [a for a in of_pod.values() if gpu in a.gpus]
         if len(maybe) == 1:
             return maybe[0]
-        if nameless and any(gpu in allocation.gpus for allocation in self._without_uid):
-            return "unknown"
         return "unknown" if maybe else "none"
 
     def _of_pod(self, container: Container) -> list[Allocation]:

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.runtime.cgroups import (
-    ContainerCgroup,
-    container_cgroup_in,
-    container_id_in,
-    memory_path,
-    own_cgroup,
-    parse_nspid,
-)
+from gpumgr.runtime.cgroups import container_id_in, memory_path, own_cgroup, parse_nspid
 
 A = "d9eb7985aa99538d222c498c263207cf05bc76a1d151c972818061d5b33d06f4"
 B = "b1946ac92492d2347c6235b4d2611184f0e1c2d3a4b5968778695a4b3c2d1e0f"
@@ -23,12 +16,6 @@ FILE_HASH = "9f3c1d0b6a8e4f7281c5d3b2a1907e6f"
 SLICE_UID = UID.replace("-", "_")
 SLICES = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod" + SLICE_UID + ".slice"
 GUARANTEED = f"/kubepods.slice/kubepods-pod{SLICE_UID}.slice"
-
-
-def parse_proc_cgroup(text: str) -> ContainerCgroup | None:
-    """/proc/PID/cgroup -> the container that its path names."""
-    path = memory_path(text)
-    return container_cgroup_in(path) if path is not None else None
 
 
 def v1(path: str, memory: str = "memory") -> str:
@@ -72,8 +59,10 @@ BELOW = {
 @pytest.mark.parametrize("below", BELOW.values(), ids=BELOW.keys())
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 def test_the_container_is_found(path: str, below: str, written: Callable[[str], str]) -> None:
-    uid = FILE_HASH if FILE_HASH in path else UID
-    assert parse_proc_cgroup(written(path + below)) == ContainerCgroup(pod_uid=uid, container_id=A, cgroup=path)
+    found = memory_path(written(path + below))
+    assert found is not None
+    assert container_id_in(found) == A
+    assert own_cgroup(found, A) == path
 
 
 @pytest.mark.parametrize(
@@ -90,61 +79,55 @@ def test_the_container_is_found(path: str, below: str, written: Callable[[str], 
     ],
 )
 def test_the_hierarchy_of_memory_counts(text: str) -> None:
-    assert parse_proc_cgroup(text) == ContainerCgroup(pod_uid=UID, container_id=A, cgroup=f"/kubepods/pod{UID}/{A}")
+    assert memory_path(text) == f"/kubepods/pod{UID}/{A}"
 
 
 @pytest.mark.parametrize("separator", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
 def test_a_name_can_not_pass_for_a_line(separator: str) -> None:
     own = f"/kubepods/burstable/pod{UID}/{A}"
     forged = f"{separator}0:memory:/kubepods/burstable/pod{OTHER}/{B}"
-    assert parse_proc_cgroup(f"0::{own}/x{forged}\n") == ContainerCgroup(pod_uid=UID, container_id=A, cgroup=own)
+    assert memory_path(f"0::{own}/x{forged}\n") == f"{own}/x{forged}"
+
+
+@pytest.mark.parametrize("cgroup", [f"/system.slice/cri-containerd-{A}.scope", f"/k8s.io/{A}", f"/docker/{A}"])
+def test_a_container_is_found_below_any_parent(cgroup: str) -> None:
+    for path in (cgroup, f"{cgroup}/init.scope", f"{cgroup}/a/{B}"):
+        assert container_id_in(path) == A
+        assert own_cgroup(path, A) == cgroup
+
+
+@pytest.mark.parametrize("text", ["", f"1:name=memory:/kubepods/pod{UID}/{A}\n", "no colon\n0:one colon\n0::not absolute\n"])
+def test_a_text_without_a_hierarchy_of_memory_has_no_path(text: str) -> None:
+    assert memory_path(text) is None
 
 
 @pytest.mark.parametrize(
-    "text",
+    "path",
     [
-        "",
-        "0::/\n",
-        "0::/user.slice/user-1000.slice/session-2.scope\n",
-        "0::/system.slice/kubelet.service\n",
-        v1("/"),
-        v1("/system.slice/containerd.service"),
-        "0::/kubepods/burstable\n",
-        f"0::/kubepods/burstable/pod{UID}\n",
-        f"0::{SLICES}\n",
-        f"0::{SLICES}/crio-conmon-{A}.scope\n",
-        f"0::/kubepods/burstable/pod{UID}/crio-conmon-{A}\n",
-        f"0::/kubepods/burstable/pod{UID}/{A[:12]}\n",
-        f"0::/kubepods/burstable/pod{UID}/{A.upper()}\n",
-        f"0::/docker/{A}\n",
-        f"0::/pod{UID}/{A}\n",
-        f"0::/burstable/pod{UID}/{A}\n",
-        f"0::/../../pod{UID}/{A}\n",
-        f"0::/../../../kubepods/burstable/pod{UID}/{A}\n",
-        f"0::/../{SLICES}/cri-containerd-{A}.scope\n",
-        f"4:memory:/\n0::/kubepods/burstable/pod{UID}/{A}\n",
-        f"1:name=memory:/kubepods/burstable/pod{UID}/{A}\n",
-        "no colon\n0:one colon\n0::not absolute\n",
+        "/",
+        "/user.slice/user-1000.slice/session-2.scope",
+        "/kubepods/burstable",
+        f"/kubepods/burstable/pod{UID}",
+        SLICES,
+        f"{SLICES}/crio-conmon-{A}.scope",
+        f"/kubepods/burstable/pod{UID}/crio-conmon-{A}",
+        f"/kubepods/burstable/pod{UID}/{A[:12]}",
+        f"/kubepods/burstable/pod{UID}/{A.upper()}",
+        f"/k8s.io/x{A}",
     ],
 )
-def test_a_cgroup_that_is_no_container_of_the_kubelet_is_unknown(text: str) -> None:
-    assert parse_proc_cgroup(text) is None
+def test_a_cgroup_that_is_no_containers_has_no_id(path: str) -> None:
+    assert container_id_in(path) is None
+    assert own_cgroup(path, B) is None
 
 
-segments = st.sampled_from(
-    ["", "..", "kubepods", "kubepods.slice", "burstable", f"pod{UID}", "pod", A, f"crio-{A}", f"kubepods-pod{SLICE_UID}.slice"]
-) | st.text(max_size=8)
-lines = st.tuples(st.sampled_from(["0", "4", "x", ""]), st.sampled_from(["", "memory", "cpu,memory", "pids"]), st.lists(segments))
-
-
-@given(st.text() | st.lists(lines).map(lambda rows: "\n".join(f"{a}:{b}:/{'/'.join(path)}" for a, b, path in rows)))
+@given(
+    st.text()
+    | st.lists(st.sampled_from(["", "..", "kubepods", f"pod{UID}", A, f"crio-{A}", "\n0::"]) | st.text(max_size=8)).map("/".join)
+)
 def test_no_text_is_too_much(text: str) -> None:
-    place = parse_proc_cgroup(text)
-    path = memory_path(text)
-    if place is not None:
-        assert path is not None
-        assert path.strip("/").startswith(place.cgroup.strip("/"))
-        assert container_cgroup_in(place.cgroup) == place
+    memory_path(text)
+    assert container_id_in(text) in (None, A)
     number = parse_nspid(text)
     assert number is None or number >= 0
 
@@ -163,28 +146,3 @@ def test_no_text_is_too_much(text: str) -> None:
 )
 def test_the_innermost_number_is_read(text: str, number: int | None) -> None:
     assert parse_nspid(text) == number
-
-
-JOINED = f"/kubepods-pod{UID.replace('-', '_')}.slice:cri-containerd"
-
-
-@pytest.mark.parametrize(
-    ("path", "cgroup"),
-    [
-        (f"/system.slice/cri-containerd-{A}.scope", f"/system.slice/cri-containerd-{A}.scope"),
-        (f"/k8s.io/{A}/init.scope", f"/k8s.io/{A}"),
-        (f"/docker/{A}/a/{B}", f"/docker/{A}"),
-        (f"{JOINED}:{A}/x", f"{JOINED}:{A}"),
-    ],
-)
-def test_a_container_is_found_below_any_parent(path: str, cgroup: str) -> None:
-    assert container_id_in(path) == A
-    assert own_cgroup(path, A) == cgroup
-
-
-def test_the_kubelets_container_comes_before_others_in_a_path() -> None:
-    """A whole node can be a container of Docker."""
-    assert container_id_in(f"/docker/{B}/kubelet/kubepods/pod{UID}/{A}") == A
-    for path in ("/", "/user.slice", "/k8s.io/abc", f"/k8s.io/x{A}"):
-        assert container_id_in(path) is None
-        assert own_cgroup(path, B) is None

@@ -127,11 +127,6 @@ class RegistrationService:
             verdict = "unclear"
         if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
             verdict = "yes"
-        if verdict == "unclear" and not container.name:
-            text = (
-                f"the runtime does not name the container of process {peer.pid}, and this socket belongs to {tenant.describe()}"
-            )
-            raise GRPCError(Status.UNAVAILABLE, text)
         if verdict != "yes":
             lacking = ", and does not have its folder mounted" if verdict == "unclear" else ""
             text = f"process {peer.pid} is in {container.describe()}, and this socket belongs to {tenant.describe()}{lacking}"
@@ -156,8 +151,8 @@ def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unc
     if uids:
         same_pod: bool | None = container.pod_uid in uids
     else:
-        same_pod = container.pod == tenant.pod if tenant.pod and container.name else None
-    same_name = container.name == tenant.container if tenant.container and container.name else None
+        same_pod = container.pod == tenant.pod if tenant.pod else None
+    same_name = container.name == tenant.container if tenant.container else None
     if same_pod is False or same_name is False:
         return "no"
     return "yes" if same_pod and same_name else "unclear"

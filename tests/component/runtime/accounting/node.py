@@ -54,6 +54,7 @@ class MemoryRuntime:
     ended: set[int] = field(default_factory=set)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     cgroups_broken: bool = False
+    unavailable: bool = False
     due: bool = True
     listed: bool = False
     ticks: int = 0
@@ -78,6 +79,8 @@ class MemoryRuntime:
     async def container_of(self, pid: int, start_time: int) -> Container | None:  # noqa: ARG002
         self.asked.append(pid)
         await self.answers.wait()
+        if self.unavailable:
+            raise CriError("the container runtime is away")
         return self.elsewhere.get(pid)
 
     def runs(self, process: Process, /) -> bool:

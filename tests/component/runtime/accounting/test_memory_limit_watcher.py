@@ -13,8 +13,7 @@ from gpumgr.ledger.quarantine import EXPECTED_SECONDS
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.runtime.container_events import SAME_FINDING_SECONDS
 from gpumgr.runtime.memory_limit_watcher import OverLimit
-from gpumgr.runtime.process_owners import RETRY_SECONDS
-from tests.unit.ledger.usage.samples import MIB, container, nameless, sample
+from tests.unit.ledger.usage.samples import MIB, container, sample
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, whole
 
 from .node import Node, breathe
@@ -114,13 +113,13 @@ async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers(
     assert node.use.containers["a", GPU0].memory_bytes == 5
 
 
-async def test_processes_are_looked_up_once_and_an_unnamed_container_again() -> None:
+async def test_processes_are_looked_up_once_and_again_while_the_runtime_does_not_answer() -> None:
     node = Node(share(), whole("t", TRAIN, 1))
-    node.runtime.elsewhere[21] = nameless("z")
+    node.runtime.unavailable = True
     await node.sampled(sample({}, {21: 7}))
-    assert len(node.use.unattributed) == 1
+    assert (node.use.unknown, len(node.use.unattributed)) == (frozenset({21}), 0)
+    node.runtime.unavailable = False
     node.runtime.elsewhere[21] = container("t", TRAIN)
-    await node.sampled(sample({}, {21: 7}), after_seconds=RETRY_SECONDS)
     for _ in range(3):
         await node.sampled(sample({}, {21: 7}))
         assert not node.use.unattributed

@@ -8,18 +8,13 @@ from typing import Literal
 import pytest
 
 from gpumgr.common.errors import CriError
-from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, Hierarchy, container_cgroup_in, parse_hierarchy
+from gpumgr.runtime.cgroups import Cgroups, Hierarchy, container_id_in, parse_hierarchy
 from tests.component.runtime.cri.node import UID, Node, container_id
 
 Mode = Literal["v1", "v2", "hybrid"]
 MODES: tuple[Mode, ...] = ("v1", "v2", "hybrid")
 ID = container_id(7)
 CGROUP = f"/kubepods/burstable/pod{UID}/{ID}"
-
-
-def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
-    path = cgroups.path_of(pid)
-    return container_cgroup_in(path) if path is not None else None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -38,12 +33,12 @@ def test_all_processes_below_are_found_in_order(tmp_path: Path, mode: Mode) -> N
 def test_a_processs_container_is_found(tmp_path: Path, mode: Mode) -> None:
     node = Node(tmp_path, mode)
     node.process(1000, f"{CGROUP}/deeper")
-    assert container_cgroup(node.cgroups, 1000) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert container_id_in(node.cgroups.path_of(1000) or "") == ID
     assert node.cgroups.pid_in_container_of(1000) == 0
     node.process(1013, "/system.slice/sshd.service")
-    assert container_cgroup(node.cgroups, 1013) is None
+    assert container_id_in(node.cgroups.path_of(1013) or "") is None
     assert node.cgroups.pid_in_container_of(1013) == 13
-    assert container_cgroup(node.cgroups, 4711) is None, "it is gone"
+    assert node.cgroups.path_of(4711) is None, "it is gone"
     assert node.cgroups.pid_in_container_of(4711) is None
 
 
@@ -53,7 +48,7 @@ def test_a_carriage_return_in_a_name_forges_nothing(tmp_path: Path) -> None:
     forged = f"0::{CGROUP}/x\r0:memory:/kubepods/pod{UID}/{container_id(1)}\n"
     (node.proc / "12" / "cgroup").write_bytes(forged.encode() + b"1:name=\xff:/\n")
     (node.proc / "12" / "status").write_bytes(b"Name:\tx\rNSpid:\t1\nNSpid:\t12\t3\n")
-    assert container_cgroup(node.cgroups, 12) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert container_id_in(node.cgroups.path_of(12) or "") == ID
     assert node.cgroups.pid_in_container_of(12) == 3
 
 

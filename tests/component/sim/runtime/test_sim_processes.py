@@ -5,17 +5,12 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.proc import HostProcesses
-from gpumgr.runtime.cgroups import Cgroups, ContainerCgroup, container_cgroup_in
+from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.sim.control import SimControl, SimLoad, SimProcess
 from gpumgr.sim.library import SimProcesses, proc_root_of
 from gpumgr.sim.nodes import load_node
 
 CGROUP = "/kubepods/podx/" + "a" * 64
-
-
-def container_cgroup(cgroups: Cgroups, pid: int) -> ContainerCgroup | None:
-    path = cgroups.path_of(pid)
-    return container_cgroup_in(path) if path is not None else None
 
 
 @pytest.fixture
@@ -46,10 +41,10 @@ def test_a_cgroup_lists_its_processes_and_takes_them_along(processes: SimProcess
     outsider = processes.start()
     pids = (processes.start(CGROUP), processes.start(CGROUP))
     assert cgroups.pids(CGROUP) == pids
-    assert container_cgroup(cgroups, outsider) is None
+    assert cgroups.path_of(outsider) == "/"
     assert processes.end_cgroup(CGROUP) == pids
     assert cgroups.pids(CGROUP) == ()
-    assert container_cgroup(cgroups, pids[0]) is None
+    assert cgroups.path_of(pids[0]) is None
     assert cgroups.pids("/") == (outsider,)
 
 

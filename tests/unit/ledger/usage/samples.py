@@ -38,10 +38,5 @@ def container(letter: str, pod: PodKey, name: str = "main", *, attempt: int = 0)
     )
 
 
-def nameless(letter: str) -> Container:
-    """The same while the runtime is unavailable: the kernel provides only the pod's UID."""
-    return Container(id=letter * 64, pod=("", ""), pod_uid=f"uid-{letter}", name="", cgroup=f"/{letter}/0")
-
-
 def used(ledger: Ledger, node: NodeSample, owners: Mapping[int, Container | None]) -> NodeUse:
     return join(ledger, node, owners)

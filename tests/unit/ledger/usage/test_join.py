@@ -5,13 +5,11 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES
-from gpumgr.ledger.ledger import Allocation, ClaimRequest
-from gpumgr.ledger.usage.join import AllocationIndex, join
+from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.usage.node_use import UnattributedProcess
-from gpumgr.placement.pods import ClaimUse, PodView
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of, whole
 
-from .samples import MIB, container, nameless, sample, used
+from .samples import MIB, container, sample, used
 
 WEB, TRAIN = ("team", "web"), ("team", "train")
 GPU0, GPU1 = name_of(0), name_of(1)
@@ -125,41 +123,6 @@ def test_an_allocation_without_a_containers_name_takes_what_is_left_of_its_pod()
     owners = {11: container("a", WEB, "main"), 12: container("a", WEB, "other")}
     found = used(view.ledger, sample({11: 5, 12: 6}), owners).containers
     assert (found["a", GPU0].memory_bytes, found["b", GPU0].memory_bytes) == (5, 6)
-
-
-def test_while_the_runtime_is_away_a_pods_only_allocation_is_meant() -> None:
-    found = used(view_of(share()).ledger, sample({11: 5}), {11: nameless("a")})
-    assert found.containers["a", GPU0].memory_bytes == 5
-
-
-def test_missing_names_make_no_process_unattributed() -> None:
-    two = view_of(share(), replace(share("b", name="other"), uid="uid-a"))
-    without_uid = view_of(replace(share(), uid=None))
-    for view in (two, without_uid):
-        found = used(view.ledger, sample({11: 5}), {11: nameless("a")})
-        assert found.unknown == {11}
-        assert not found.unattributed
-        assert {use.memory_bytes for use in found.containers.values()} == {None}
-    found = used(
-        view_of(share("a"), share("b", TRAIN), replace(share("c", name="other"), uid="uid-a")).ledger,
-        sample({11: 5}),
-        {11: nameless("a")},
-    )
-    assert [found.containers[each, GPU0].memory_bytes for each in "abc"] == [None, 0, None], "b is in another pod"
-
-
-def test_a_nameless_container_of_another_pod_that_uses_the_claim_has_its_process() -> None:
-    claim = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
-    ledger = view_of(replace(share(), claim=claim)).ledger
-    user = PodView(namespace="team", name="b", uid="uid-b", claims=(ClaimUse(container="main", claim="c"),))
-    index = AllocationIndex(ledger.allocations.values(), [user])
-    found = join(ledger, sample({11: 5}), {11: nameless("b")}, index=index)
-    assert found.containers["a", GPU0].memory_bytes == 5
-
-
-def test_a_nameless_container_of_another_pod_is_unattributed() -> None:
-    found = used(view_of(share()).ledger, sample({11: 5}), {11: nameless("z")})
-    assert found.unattributed[GPU0, 11].container == f"container {'z' * 12} of pod uid uid-z"
 
 
 def test_a_process_that_was_not_looked_up_yet_is_unclear() -> None:

@@ -51,10 +51,6 @@ def test_a_missing_name_leaves_it_unclear_unless_the_others_differ() -> None:
     assert belongs(CONTAINER, replace(unknown, pod=None, pod_uid=None)) == "unclear"
     assert belongs(CONTAINER, replace(TENANT, pod=None, pod_uid=None)) == "unclear"
     assert belongs(replace(CONTAINER, name="sidecar"), replace(TENANT, pod=None, pod_uid=None)) == "no"
-    away = replace(CONTAINER, pod=("", ""), name="")
-    assert belongs(away, TENANT) == "unclear"
-    assert belongs(away, replace(TENANT, pod_uid=None)) == "unclear"
-    assert belongs(replace(away, pod_uid="another"), TENANT) == "no"
 
 
 @dataclass
@@ -141,17 +137,9 @@ async def test_a_runtime_that_hangs_is_worth_another_try(monkeypatch: pytest.Mon
 
 
 async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
-    async def nameless(_pid: int) -> Container | None:
-        return replace(CONTAINER, pod=("", ""), name="")
-
     async def nothing(_pid: int) -> Container | None:
         raise CriError("no cgroups here")
 
-    status, sentence = await status_of(Call(4712), Desk(), nameless)
-    assert (status, "does not name the container of process 4712" in sentence) == (Status.UNAVAILABLE, True)
-    desk = Desk()
-    await desk.service(nameless, lambda _pid, _allocation: True).__mapping__()[ROUTE].func(Call(4712))
-    assert desk.entered == [4712], "what it has mounted can be told without the runtime"
     status, sentence = await status_of(Call(4712), Desk(), nothing)
     assert (status, sentence) == (Status.UNAVAILABLE, "the container of process 4712 can't be determined: no cgroups here")
 
