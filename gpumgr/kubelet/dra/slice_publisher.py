@@ -7,7 +7,8 @@ Invariants:
 2. The slice is read at each step. The watch only starts a step, and its content is not used. So a deletion (by a starting kubelet, or by
    another client) that the watch has missed is noticed at the next step: after a new list, a change or a probe.
 3. Two writes are at least `change_seconds` apart. The last state is always written.
-4. A slice is compared with the form in which the API server has stored it, so no write is repeated without a change.
+4. A slice is written again only if it differs from the last one sent, or if another client has changed it since: then its version is not
+   that of the last write. The first write of a process replaces the slice; the API server changes nothing if it is the same.
 5. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
    offered.
 """
@@ -79,8 +80,8 @@ class SlicePublisher:
             on_list=lambda *_: self._wake.set(),
             watch_times=watch_times,
         )
-        #: What was sent last, and what the API server stored for it; both in comparable form.
-        self._last: tuple[Json, Json | None] | None = None
+        #: What was sent last, and the version that the API server gave it.
+        self._last: tuple[Json, str] | None = None
         self._node_uid = ""
         self._probed = False
         self._loss: Dropped | None = None
@@ -169,7 +170,7 @@ class SlicePublisher:
                 return None
             wanted = slices.offered(devices, self._loss)
             sent = slices.resource_slice(self._node, self._node_uid, wanted)
-            if not self._settled(sent, stored):
+            if stored is None or (sent, stored.version) != self._last:
                 if (pause := self._written_at + self._times.change_seconds - self._clock()) > 0:
                     return pause
                 await self._write(sent, stored)
@@ -180,12 +181,6 @@ class SlicePublisher:
             reason = self._loss.sentence if self._loss is not None else None
             self.state = PublisherState(published=True, devices=len(wanted), dropped=reason)
         return self._times.probe_seconds if self._loss is not None else None
-
-    def _settled(self, sent: Json, stored: StoredSlice | None) -> bool:
-        if stored is None or stored.content is None:
-            return False
-        compared = slices.comparable(sent)
-        return stored.content == compared or (compared, stored.content) == self._last
 
     async def _write(self, sent: Json, stored: StoredSlice | None) -> None:
         """Creates or replaces the slice. If another client has changed the slice since it was read, the API server answers 404 or 409, and
@@ -198,7 +193,7 @@ class SlicePublisher:
             metadata = {**sent["metadata"], "resourceVersion": stored.version}
             spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": stored.generation}}
             answer = await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})
-        self._last = (slices.comparable(sent), slices.stored_slice(answer).content)
+        self._last = (sent, slices.stored_slice(answer).version)
         self._examine(slices.dropped(sent, answer) or self._loss)
         devices = len(sent["spec"]["devices"])
         _log.info("slice_published", slice=self._name, devices=devices, created=stored is None)

@@ -1,5 +1,4 @@
-"""The ResourceSlice of this node (resource.k8s.io/v1): its content, the comparison with what the API server stores, and what the API server
-has dropped. Pure.
+"""The ResourceSlice of this node (resource.k8s.io/v1): its content, and what of it the API server has dropped. Pure.
 
 kube-scheduler takes the first devices that fit, in the order of the slice, so the order decides the placement: claims for whole GPUs fill
 an empty node group by group. The order is fixed; a slice changes only with the hardware, its health and settings, since every change
@@ -22,8 +21,6 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER, GpuName
-from gpumgr.kube.client import UNREADABLE
-from gpumgr.kube.pods import parse_quantity
 from gpumgr.ledger.claims import device_name
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology, score_matrix
 from gpumgr.placement.topology.labels import architecture_of, capability_of
@@ -41,10 +38,6 @@ _MAX_TEXT: Final = 64
 _MAX_NAME: Final = 253 - len("probe-")
 #: A capacity must have room for its minimum and one more step.
 _MIN_BLOCKS: Final = 2
-#: Fields that the API server sets, and empty values that it leaves out.
-_NOT_COMPARED: Final = ("generation", "timeAdded")
-_EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
-
 Json = dict[str, Any]
 
 
@@ -146,34 +139,17 @@ def probe_slice(node: str) -> Json:
 
 
 class StoredSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """A slice in the API server. `content`: its `comparable` form; None: it has values that can't be read, and must be replaced."""
+    """A slice in the API server. `version` is its resourceVersion."""
 
     uid: str
     version: str
     generation: int
-    content: Json | None
 
 
 def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
     """Raises ValueError, KeyError, TypeError or AttributeError for an object that is no ResourceSlice."""
-    metadata = item["metadata"]
-    try:
-        content = comparable(item)
-    except UNREADABLE:
-        content = None
-    return StoredSlice(
-        uid=str(metadata["uid"]),
-        version=str(metadata["resourceVersion"]),
-        generation=int(item["spec"]["pool"]["generation"]),
-        content=content,
-    )
-
-
-def comparable(item: Mapping[str, Any]) -> Json:
-    """The owner and the spec, without what the API server changes by itself: it rewrites quantities (81920Mi becomes 80Gi), dates taints,
-    and leaves out empty values. Generations are not compared. Raises what `stored_slice` does."""
-    owners = [str(owner["uid"]) for owner in item["metadata"].get("ownerReferences") or ()]
-    return {"owners": owners, **_normalized(item["spec"])}
+    metadata, generation = item["metadata"], int(item["spec"]["pool"]["generation"])
+    return StoredSlice(uid=str(metadata["uid"]), version=str(metadata["resourceVersion"]), generation=generation)
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,21 +268,6 @@ def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
         if a not in pairs and b not in pairs:
             pairs[a] = pairs[b] = a
     return {row: pairs.get(row, row) for row in order}
-
-
-# -- comparison ------------------------------------------------------------------------------------------------------------
-
-
-def _normalized(value: Any, *, quantities: bool = False) -> Any:
-    """The value without what is not compared. With `quantities`, texts in the value are amounts. Raises ValueError for a text that is no
-    amount."""
-    if isinstance(value, Mapping):
-        kept = {key: each for key, each in value.items() if key not in _NOT_COMPARED}
-        found = {key: _normalized(each, quantities=quantities or key == "capacity") for key, each in kept.items()}
-        return {key: each for key, each in found.items() if each not in _EMPTY}
-    if isinstance(value, list):
-        return [_normalized(each, quantities=quantities) for each in value]
-    return parse_quantity(value) if quantities and isinstance(value, str) else value
 
 
 def _shares(device: Mapping[str, Any]) -> bool:
