@@ -39,8 +39,8 @@ from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.runtime import checkpoints
 from gpumgr.runtime.cgroups import Cgroups
-from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
+from gpumgr.runtime.cri import CriClient
 from gpumgr.runtime.suspend_parts import Parts, memory_left
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import hami_core_library

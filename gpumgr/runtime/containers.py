@@ -17,8 +17,7 @@ from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups, container_id_in, own_cgroup
-from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.codec import FirstProcess
+from gpumgr.runtime.cri import CriClient, FirstProcess
 
 _log = structlog.get_logger(__name__)
 

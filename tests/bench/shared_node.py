@@ -36,8 +36,8 @@ from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import GpuProcess, NodeSample
 from gpumgr.runtime import checkpoints
-from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
+from gpumgr.runtime.cri import CriClient
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts, memory_left

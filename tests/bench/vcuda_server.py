@@ -16,8 +16,8 @@ from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import SOCKET
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.usage.node_use import Container
-from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import Containers
+from gpumgr.runtime.cri import CriClient
 from tests.bench.places import Places
 from tests.libvgpu import build
 from tests.shares import gpu_share, shared_gpu

@@ -21,9 +21,7 @@ from gpumgr.compat.gpu_manager.driver_files.manager import is_supplied, locate
 from gpumgr.kubelet.deviceplugin.other_plugins import answering, holder, problem_and_remedy
 from gpumgr.ledger.answer import DriverAccess
 from gpumgr.runtime.cgroups import Cgroups
-from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.codec import RuntimeVersion
-from gpumgr.runtime.toolkit import Runtimes, driver_access
+from gpumgr.runtime.cri import CriClient, Runtimes, RuntimeVersion, driver_access
 from gpumgr.settings import Settings
 
 KUBELET_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"

@@ -35,7 +35,7 @@ from gpumgr.ledger.answer import GRANTED_ANNOTATION
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.tables import CorruptError, checksum, decode_allocation, decode_entry
 from gpumgr.ledger.ledger import ClaimRef
-from gpumgr.runtime.codec import parse_status
+from gpumgr.runtime.cri import parse_status
 from gpumgr.settings.tree import compose
 from tools import PROJECT
 

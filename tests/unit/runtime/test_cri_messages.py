@@ -13,7 +13,7 @@ from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodSandbox
-from gpumgr.runtime.codec import FirstProcess, parse_containers, parse_ready_sandboxes, parse_status
+from gpumgr.runtime.cri import FirstProcess, parse_containers, parse_ready_sandboxes, parse_status
 from tests.cri_api import cri, recorded_list
 
 CONTAINERD_ID = "d9eb7985aa99538d222c498c263207cf05bc76a1d151c972818061d5b33d06f4"

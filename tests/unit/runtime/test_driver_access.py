@@ -9,7 +9,7 @@ from gpumgr._pb.runtime.v1 import StatusResponse
 from gpumgr.common.foreign_text import UnreadableText
 from gpumgr.common.rpc import wire
 from gpumgr.ledger.answer import DriverAccess
-from gpumgr.runtime.toolkit import Runtimes, driver_access, parse_runtimes
+from gpumgr.runtime.cri import Runtimes, driver_access, parse_runtimes
 from tests.cri_api import cri, recorded_runtime
 
 TOOLKIT = "/usr/local/nvidia/toolkit/nvidia-container-runtime"

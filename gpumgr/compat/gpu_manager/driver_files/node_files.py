@@ -13,7 +13,7 @@ from gpumgr.compat.gpu_manager.driver_files.manager import DriverFiles, DriverMi
 from gpumgr.compat.gpu_manager.driver_files.volume_conf import WHOLE
 from gpumgr.compat.gpu_manager.vcuda.files import build_client
 from gpumgr.ledger.answer import CONTROL_NODES, WSL_NODE, DriverAccess
-from gpumgr.runtime.toolkit import Runtimes, driver_access
+from gpumgr.runtime.cri import Runtimes, driver_access
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.compat.gpu_manager.driver_files.node_files import NodeDriverFiles
 from gpumgr.ledger.answer import CONTROL_NODES
-from gpumgr.runtime.client import CriClient
+from gpumgr.runtime.cri import CriClient
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import ContainerSettings, VcudaSettings
 from gpumgr.sim.library import SimProcesses

@@ -11,12 +11,10 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.common.errors import CriError
 from gpumgr.placement.pods import PodSandbox
-from gpumgr.runtime import codec
-from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.codec import FirstProcess
+from gpumgr.runtime.cri import CriClient, FirstProcess, RuntimeVersion
 from tests.component.runtime.cri.node import Runtime, serving
 from tests.cri_api import cri, recorded_list, recorded_status
-from tests.unit.runtime.test_codec import CONTAINERD_ID, CONTAINERD_UID
+from tests.unit.runtime.test_cri_messages import CONTAINERD_ID, CONTAINERD_UID
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ async def test_recorded_answers_are_understood(socket: Path, client: CriClient, 
         assert [each.id for each in await client.list()] == [each.id for each in listed.containers if each.labels]
         assert await client.init_process(container_id) == first
         assert runtime.verbose
-        assert await client.version() == codec.RuntimeVersion(name="containerd", version="1.6.20")
+        assert await client.version() == RuntimeVersion(name="containerd", version="1.6.20")
 
 
 async def test_the_pods_with_a_ready_sandbox_are_asked_for(socket: Path, client: CriClient) -> None:
@@ -105,7 +103,7 @@ async def test_a_runtime_with_only_v1alpha2_is_an_error(socket: Path, client: Cr
     async with serving(Runtime(failures={"": unknown}), socket):
         with pytest.raises(
             CriError,
-            match=r"the program there does not support CRI v1; .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",
+            match=r"the program there does not support CRI v1: .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket",
         ):
             await client.list()
 
@@ -138,9 +136,7 @@ async def test_a_peer_without_grpc_is_an_error(socket: Path, client: CriClient) 
         writer.close()
 
     server = await asyncio.start_unix_server(speak_http, socket)
-    with pytest.raises(
-        CriError, match=r"closed the connection during the call; is it a container runtime \(setting cri\.socket\)"
-    ):
+    with pytest.raises(CriError, match=r"closed the connection during the call; look at the container runtime .*cri\.socket"):
         await client.list()
     server.close()
     await server.wait_closed()
@@ -151,11 +147,11 @@ async def test_a_peer_without_grpc_is_an_error(socket: Path, client: CriClient) 
     [
         (
             Runtime(failures={"a" * 64: GRPCError(Status.UNKNOWN, "failed to get container runtime spec")}),
-            "container aaa.*: the answer was UNKNOWN: failed to get container runtime spec; look at the log",
+            "container aaa.*: the answer was UNKNOWN: failed to get container runtime spec; look at the container runtime",
         ),
         (
             Runtime(statuses={"a" * 64: cri.ContainerStatusResponse(info={"info": "<html>"})}),
-            r"the answer can't be read \(.*\); does cri\.socket name the socket of containerd or CRI-O",
+            r"the answer can't be read \(.*\); look at the container runtime",
         ),
     ],
     ids=["an error", "another structure"],

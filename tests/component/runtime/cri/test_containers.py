@@ -12,8 +12,8 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.common.errors import CriError
 from gpumgr.ledger.usage.node_use import Container
-from gpumgr.runtime.client import CriClient
 from gpumgr.runtime.containers import UNKNOWN_PERIOD_SECONDS, Containers
+from gpumgr.runtime.cri import CriClient
 from tests.component.runtime.cri.node import UID, Node, Runtime, container_id, serving
 from tests.cri_api import cri
 

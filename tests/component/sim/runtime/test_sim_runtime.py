@@ -8,8 +8,7 @@ import pytest
 from gpumgr.common.errors import CriError
 from gpumgr.common.rpc.channel import UnixChannel
 from gpumgr.placement.pods import PodSandbox
-from gpumgr.runtime.client import CriClient
-from gpumgr.runtime.codec import FirstProcess
+from gpumgr.runtime.cri import CriClient, FirstProcess
 from gpumgr.sim.kubelet import SimContainer, SimPod
 from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
