@@ -23,7 +23,7 @@ from gpumgr.common.errors import KubeletError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.common.units import RESOURCE_BY_NAME, inner_name
-from gpumgr.kubelet.deviceplugin.codec import decode_container_response
+from gpumgr.kubelet.deviceplugin.plugin import decode_container_response
 from gpumgr.ledger.answer import GRANTED_ANNOTATION, ContainerResponse, Granted, allocation_id_in, mechanisms_in
 from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import AllocationId

@@ -2,7 +2,7 @@
 
 Invariants:
 1. Nothing here ends the process: a kubelet that is unavailable, hangs or refuses is logged once and retried.
-2. Register is called only after the plugin's own socket has answered: the kubelet connects to that socket inside Register.
+2. Register is called only once the plugin's own socket listens: the kubelet connects to that socket inside Register.
 3. "Registered" means that Register succeeded and the registration is not known to be lost. A new kubelet.sock, a missing socket of the
    plugin, or a lack of ListAndWatch streams shows the loss, and the same process registers again. These are polled, since inotify events
    can be lost.
@@ -35,8 +35,15 @@ from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, Resource
 from gpumgr.common.unix_socket import remove_leftovers
-from gpumgr.kubelet.deviceplugin.codec import DeviceEntry, encode_devices
-from gpumgr.kubelet.deviceplugin.plugin import OPTIONS, Allocator, DevicePlugin, Observer, PluginServer
+from gpumgr.kubelet.deviceplugin.plugin import (
+    OPTIONS,
+    Allocator,
+    DeviceEntry,
+    DevicePlugin,
+    Observer,
+    PluginServer,
+    encode_devices,
+)
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.instances import resource_of
 from gpumgr.ledger.node import NodeDevices
@@ -234,11 +241,10 @@ class _ResourceLink:
         self._log.info("registered", registrations=self.state.registrations)
 
     async def _serve(self) -> PluginServer:
-        """Serves a new socket, checks that it answers, and then ends the former ones. Raises KubeletError."""
+        """Serves a new socket, and then ends the former ones. Raises KubeletError."""
         server = PluginServer(self._folder / f"{self._stem}-{secrets.token_hex(3)}.sock", self._make_plugin())
         try:
             await server.listen()
-            await server.probe()
         except BaseException:
             await server.drain(0.0)
             raise

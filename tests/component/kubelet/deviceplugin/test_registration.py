@@ -16,7 +16,7 @@ from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
 from gpumgr.kubelet.deviceplugin import plugin
-from gpumgr.kubelet.deviceplugin.codec import encode_devices
+from gpumgr.kubelet.deviceplugin.plugin import encode_devices
 from gpumgr.kubelet.deviceplugin.registration import SOCKET_STEMS, KubeletLink, LinkTiming
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletVersion
@@ -166,10 +166,10 @@ async def test_a_stop_ends_the_streams_of_all_resources_together(kubelet: SimKub
 async def test_a_stop_waits_for_a_call_at_a_socket_that_was_just_replaced(
     kubelet: SimKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaced, probe = asyncio.Event(), plugin.PluginServer.probe
+    replaced, listen = asyncio.Event(), plugin.PluginServer.listen
 
-    async def probe_and_tell(server: plugin.PluginServer) -> None:
-        await probe(server)
+    async def listen_and_tell(server: plugin.PluginServer) -> None:
+        await listen(server)
         replaced.set()
 
     async with AsyncExitStack() as stack:
@@ -177,7 +177,7 @@ async def test_a_stop_waits_for_a_call_at_a_socket_that_was_just_replaced(
         await offered(kubelet)
         former = socket_of(kubelet, "memory")
         call = await stack.enter_async_context(held_call(link, former))
-        monkeypatch.setattr(plugin.PluginServer, "probe", probe_and_tell)
+        monkeypatch.setattr(plugin.PluginServer, "listen", listen_and_tell)
         former.unlink()
         await replaced.wait()
         stopping = asyncio.create_task(link.link.stop(30))

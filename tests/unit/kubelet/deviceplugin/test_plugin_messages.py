@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.common.rpc import wire
-from gpumgr.kubelet.deviceplugin import codec
-from gpumgr.kubelet.deviceplugin.codec import encode_devices
-from gpumgr.kubelet.deviceplugin.plugin import OPTIONS
+from gpumgr.kubelet.deviceplugin import plugin
+from gpumgr.kubelet.deviceplugin.plugin import OPTIONS, encode_devices
 from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 from tests.kubelet_api import DecodeError
 from tests.kubelet_api import deviceplugin as pb
@@ -46,15 +45,15 @@ def to_google(response: ContainerResponse) -> object:
 @given(st.lists(ids, max_size=4))
 def test_allocate_requests_read_as_google_wrote_them(containers: list[list[str]]) -> None:
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=each) for each in containers])
-    assert codec.decode_allocate(request.SerializeToString()) == containers
+    assert plugin.decode_allocate(request.SerializeToString()) == containers
 
 
 def test_ids_of_every_length_are_read() -> None:
     """The tag of a field is a line feed, which is a length, too."""
     written = ["x" * size for size in (*range(140), 10, 10)]
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=written)])
-    assert codec.decode_allocate(request.SerializeToString()) == [written]
-    assert codec.encode_preferred([written]) == request.SerializeToString()
+    assert plugin.decode_allocate(request.SerializeToString()) == [written]
+    assert plugin.encode_preferred([written]) == request.SerializeToString()
 
 
 @given(ids, ids, st.integers(-(2**31), 2**31 - 1))
@@ -62,24 +61,24 @@ def test_preference_requests_read_as_google_wrote_them(available: list[str], mus
     wanted = pb.ContainerPreferredAllocationRequest(
         available_deviceIDs=available, must_include_deviceIDs=must_include, allocation_size=size
     )
-    [read] = codec.decode_preferred(pb.PreferredAllocationRequest(container_requests=[wanted]).SerializeToString())
+    [read] = plugin.decode_preferred(pb.PreferredAllocationRequest(container_requests=[wanted]).SerializeToString())
     assert (read.available, read.must_include, read.size) == (available, must_include, size)
 
 
 @given(ids)
 def test_pre_start_requests_read_as_google_wrote_them(devices: list[str]) -> None:
-    assert codec.decode_pre_start(pb.PreStartContainerRequest(devices_ids=devices).SerializeToString()) == devices
+    assert plugin.decode_pre_start(pb.PreStartContainerRequest(devices_ids=devices).SerializeToString()) == devices
 
 
 @given(st.lists(responses, max_size=3))
 def test_google_reads_allocate_responses(containers: list[ContainerResponse]) -> None:
-    read = pb.AllocateResponse.FromString(codec.encode_allocate(containers))
+    read = pb.AllocateResponse.FromString(plugin.encode_allocate(containers))
     assert list(read.container_responses) == [to_google(response) for response in containers]
 
 
 @given(responses)
 def test_container_responses_survive_google_and_back(response: ContainerResponse) -> None:
-    assert codec.decode_container_response(to_google(response).SerializeToString()) == response  # type: ignore[attr-defined]
+    assert plugin.decode_container_response(to_google(response).SerializeToString()) == response  # type: ignore[attr-defined]
 
 
 @given(st.lists(ids, max_size=3))
@@ -87,7 +86,7 @@ def test_preferences_are_googles_bytes(preferences: list[list[str]]) -> None:
     google = pb.PreferredAllocationResponse(
         container_responses=[pb.ContainerPreferredAllocationResponse(deviceIDs=each) for each in preferences]
     )
-    assert codec.encode_preferred(preferences) == google.SerializeToString()
+    assert plugin.encode_preferred(preferences) == google.SerializeToString()
 
 
 @given(st.lists(st.tuples(texts, st.booleans(), st.none() | st.integers(-1, 300)), max_size=20))
@@ -109,7 +108,7 @@ def test_options_are_both_on() -> None:
 def test_any_bytes_give_googles_values_or_an_error(data: bytes) -> None:
     """What Google refuses inside fields that we skip may pass; groups, which proto3 no longer knows, only Google skips."""
     try:
-        read = codec.decode_preferred(data)
+        read = plugin.decode_preferred(data)
         google = pb.PreferredAllocationRequest.FromString(data)
     except (wire.WireError, DecodeError):
         return
@@ -123,7 +122,7 @@ def test_truncated_requests_are_refused(devices: list[str], data: st.DataObject)
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=devices)]).SerializeToString()
     cut = data.draw(st.integers(1, len(request) - 1))
     with pytest.raises(wire.WireError):
-        codec.decode_allocate(request[:cut])
+        plugin.decode_allocate(request[:cut])
 
 
 @pytest.mark.parametrize(
@@ -143,10 +142,10 @@ def test_truncated_requests_are_refused(devices: list[str], data: st.DataObject)
 )
 def test_malformed_requests_are_refused(data: bytes) -> None:
     with pytest.raises(wire.WireError):
-        codec.decode_allocate(data)
+        plugin.decode_allocate(data)
 
 
 def test_unknown_fields_of_every_wire_type_are_skipped() -> None:
     unknown = b"\x10\x96\x01" + b"\x19" + b"x" * 8 + b"\x22\x03abc" + b"\x2d" + b"y" * 4
     inner = unknown + wire.field(1, b"a-c00") + unknown
-    assert codec.decode_allocate(unknown + wire.field(1, inner) + unknown) == [["a-c00"]]
+    assert plugin.decode_allocate(unknown + wire.field(1, inner) + unknown) == [["a-c00"]]
