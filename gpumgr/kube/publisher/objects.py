@@ -6,8 +6,8 @@ do not change it.
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -122,46 +122,35 @@ class NodePart(Desired, Generic[_Value]):
         self.wanted_at = now if due else self.wanted_at
         return due
 
-    @contextmanager
-    def _without_right(self, *, removing: bool) -> Iterator[None]:
+    @abstractmethod
+    async def apply(self, server: ApiServer, path: str) -> bool:
+        """Writes the state to the Node at `path`; returns whether it had to be changed. Raises what `ApiServer.send` raises."""
+
+    async def write(self, server: ApiServer, node: str) -> None:
         """Ignores the refusal of a removal (403): usually there is nothing to remove, so the agent need not have the right."""
         try:
-            yield
+            if await self.apply(server, f"/api/v1/nodes/{node}") and not self.value:
+                _log.info("node_description_removed", what=self.what)
         except AnswerError as error:
-            if error.status != 403 or not removing:
+            if error.status != 403 or self.value:
                 raise
             _log.info("node_description_left", what=self.what, error=str(error), remedy=_BY_HAND)
 
 
 @dataclass(eq=False, slots=True)
-class NodeAnnotations(Desired):
-    """`unwritten` has the annotations that the next patch sets or removes (None)."""
+class NodeAnnotations(NodePart[Mapping[str, str]]):
+    """The agent's annotations. `removed` has the keys that the next write removes."""
 
     what = "annotations"
     rights = "patch on nodes"
-    values: dict[str, str] = field(default_factory=dict)
-    unwritten: dict[str, str | None] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
 
-    def set(self, key: str, value: str, now: float) -> bool:
-        """Sets one annotation; returns whether a write is due. A change writes only the changed annotation; after the resync interval all
-        annotations are written."""
-        changed = self.values.get(key) != value
-        self.values[key] = value
-        if now - self.wanted_at >= RESYNC_SECONDS:
-            self.wanted_at = now
-            self.unwritten |= self.values
-        elif changed:
-            self.unwritten[key] = value
-        else:
-            return False
-        return True
-
-    async def write(self, server: ApiServer, node: str) -> None:
-        taken, self.unwritten = self.unwritten, {}
+    async def apply(self, server: ApiServer, path: str) -> bool:
+        taken, self.removed = self.removed, set()
         try:
-            await server.send("PATCH", f"/api/v1/nodes/{node}", {"metadata": {"annotations": taken}})
+            return await server.send("PATCH", path, {"metadata": {"annotations": {**dict.fromkeys(taken), **(self.value or {})}}})
         except BaseException:
-            self.unwritten = taken | self.unwritten
+            self.removed |= taken
             raise
 
 
@@ -172,14 +161,10 @@ class NodeLabels(NodePart[Mapping[str, str]]):
     what = "labels"
     rights = "get and patch on nodes"
 
-    async def write(self, server: ApiServer, node: str) -> None:
-        """Writes the labels. Other components write labels, too, so the present labels are read each time."""
-        path, labels = f"/api/v1/nodes/{node}", self.value or {}
-        with self._without_right(removing=not labels):
-            if (patch := labels_patch(await server.read("GET", path), labels)) is not None:
-                await server.send("PATCH", path, patch)
-                if not labels:
-                    _log.info("node_description_removed", what="labels")
+    async def apply(self, server: ApiServer, path: str) -> bool:
+        """Other components write labels, too, so the present labels are read each time."""
+        patch = labels_patch(await server.read("GET", path), self.value or {})
+        return patch is not None and await server.send("PATCH", path, patch)
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,26 +188,22 @@ class NodeCondition(NodePart[Condition]):
         same = value is not None and self.value is not None and value.trouble == self.value.trouble
         return not (same and now - self.wanted_at < _CONDITION_SECONDS) and NodePart.set(self, value, now)
 
-    async def write(self, server: ApiServer, node: str) -> None:
-        """Writes the condition. The Node is read before: an earlier process may have written the same status, which then keeps its time."""
-        condition, path, now = self.value, f"/api/v1/nodes/{node}", timestamp(self.wall())
-        with self._without_right(removing=condition is None):
-            found = _find_condition(await server.read("GET", path))
-            if condition is not None:
-                status = "True" if condition.trouble else "False"
-                fields = {"status": status, "reason": condition.reason, "message": condition.message, "lastHeartbeatTime": now}
-                if found is None or found.get("status") != status:
-                    fields["lastTransitionTime"] = now
-                await server.send("PATCH", f"{path}/status", _condition_patch(fields), patch="strategic")
-            elif found is not None:
-                await server.send("PATCH", f"{path}/status", _condition_patch({"$patch": "delete"}), patch="strategic")
-                _log.info("node_description_removed", what="condition")
-
-
-def _condition_patch(fields: Mapping[str, str]) -> Body:
-    """A strategic merge patch: conditions are merged by their type, and `$patch: delete` removes one (source: the Kubernetes
-    documentation, "Update API Objects in Place Using kubectl patch", and apimachinery's strategicpatch)."""
-    return {"status": {"conditions": [{"type": CONDITION_TYPE, **fields}]}}
+    async def apply(self, server: ApiServer, path: str) -> bool:
+        """The Node is read before: an earlier process may have written the same status, which then keeps its time."""
+        found, now = _find_condition(await server.read("GET", path)), timestamp(self.wall())
+        if self.value is not None:
+            status = "True" if self.value.trouble else "False"
+            fields = {"status": status, "reason": self.value.reason, "message": self.value.message, "lastHeartbeatTime": now}
+            if found is None or found.get("status") != status:
+                fields["lastTransitionTime"] = now
+        elif found is not None:
+            fields = {"$patch": "delete"}
+        else:
+            return False
+        # A strategic merge patch: conditions are merged by their type, and `$patch: delete` removes one (source: the Kubernetes
+        # documentation, "Update API Objects in Place Using kubectl patch", and apimachinery's strategicpatch).
+        conditions = {"conditions": [{"type": CONDITION_TYPE, **fields}]}
+        return await server.send("PATCH", f"{path}/status", {"status": conditions}, patch="strategic")
 
 
 def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -3,25 +3,25 @@
 Invariants:
 1. No caller waits: a call changes the desired state of an object and queues it. The number of objects
    bounds the queue, and a capacity bounds the events in it; dropped events are counted.
-2. The latest desired state of an object is written before any event.
-3. Outages and errors of the API server are retried with growing, jittered pauses, or after its Retry-After. If a retry can't help,
-   the publisher logs the answer with its remedy and drops the write (except the deletion of a pod, which it retries). It writes again
-   when the desired state changes, or when a caller sets it again after the resync interval.
+2. The latest desired state of an object is written before any event, unless its write has failed.
+3. After an outage or error of the API server all writes wait, in growing, jittered pauses, or for its Retry-After; then the write with the
+   fewest failures is next. If a retry can't help, the publisher logs the answer with its remedy and drops the write (except the deletion
+   of a pod, which it retries). It writes again when the desired state changes, or when a caller sets it again after the resync interval.
 """
 
 import asyncio
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, NoReturn
 
-import aiohttp
 import structlog
 
 from gpumgr.agent.node_report import ApiQueueState
 from gpumgr.agent.ports import Eviction
+from gpumgr.common.aio import LogPace
 from gpumgr.kube.client import API_FAILURES, MAX_RETRY_AFTER_SECONDS, AnswerError, ApiServer, failure_text
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired, TokenBucket, WorkQueue
 from gpumgr.kube.publisher.events import Event, EventRecorder
@@ -42,21 +42,15 @@ _log = structlog.get_logger(__name__)
 CAPACITY: Final = 512
 #: The limit of requests, and half of the largest burst: the kubelet's own defaults (kubeAPIQPS 50, kubeAPIBurst 100).
 _REQUESTS_PER_SECOND: Final = 50.0
-#: The first and the longest pause after failures.
+#: The first and the longest pause after failures of the API server, and of a write that it refuses while it works.
 _PAUSES_SECONDS: Final = (0.5, 30.0)
+_WRITE_PAUSES_SECONDS: Final = (2.0, 60.0)
 #: Statuses below 500 after which a retry may succeed. 401: the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another pod has the name now.
 _MAX_CONFLICTS: Final = 5
-#: The first pause of a failed write is this many times the first pause of the queue, so that the other writes are sent first.
-_FAILED_FACTOR: Final = 4.0
-#: After these errors no write reaches the API server, so the failed write is retried first. After any other error all other writes are sent
-#: before the failed one, since a webhook that hangs may delay only that write.
-_UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 #: How often the queue is checked for new writes while failed writes wait for a retry.
 _POLL_SECONDS: Final = 0.25
-#: Refusals of the same kind, and dropped events, are logged once in this time.
-_LOG_AGAIN_SECONDS: Final = 3600.0
 #: The API server's words for a write to a namespace that is being deleted, with status 403: no right is missing.
 _TERMINATING: Final = "because it is being terminated"
 #: The writes to the Node, which are counted as "node".
@@ -71,17 +65,17 @@ class _DeliveryLog:
     """
 
     def __init__(self, node: str, clock: Callable[[], float]) -> None:
-        self._node, self._clock = node, clock
-        self._logged: dict[tuple[str, int], float] = {}
+        self._node = node
+        self._paces: defaultdict[tuple[str, int], LogPace] = defaultdict(lambda: LogPace(clock))
         self.written: Counter[tuple[str, str]] = Counter()
         self.dropped = 0
         self.away = False
 
-    def failed(self, error: str) -> None:
+    def failed(self, error: Exception) -> None:
         """The API server does not answer, or answers with an error of its own."""
         if not self.away:
             self.away = True
-            _log.warning("announcements_wait", error=error)
+            _log.warning("announcements_wait", error=failure_text(error))
 
     def answered(self, waiting: int) -> None:
         """The API server answers; `waiting` writes are left."""
@@ -93,31 +87,22 @@ class _DeliveryLog:
         self.written["node" if desired.what in _NODE else desired.what, outcome] += 1
 
     def refused(self, desired: Desired, error: AnswerError) -> str:
-        """Counts a refusal that a retry can't change, and logs it once an hour for each kind, unless the namespace is being deleted.
-        Returns the remedy."""
+        """Counts a refusal that a retry can't change, and logs it unless the namespace is being deleted. Returns the remedy."""
         remedy = "nothing; it is tried again" if desired.insists else "nothing; it is not tried again"
         if error.status == 403:
             remedy = f"allow it in the agent's ClusterRole: {desired.rights}"
         elif error.status == 404 and desired.what in _NODE:
             remedy = f"there is no node {self._node}: set node.name to the name that `kubectl get nodes` shows"
         self.count(desired, "refused")
-        if _TERMINATING not in str(error) and self._is_new(desired.rights, error.status):
+        if _TERMINATING not in str(error) and self._paces[desired.rights, error.status].due():
             _log.warning("announcement_refused", what=desired.what, error=str(error), remedy=remedy)
         return remedy
 
     def drop(self, waiting: int, because: str) -> None:
-        """An event is dropped; logged once an hour for each reason."""
+        """An event is dropped."""
         self.dropped += 1
-        if self._is_new(because, 0):
+        if self._paces[because, 0].due():
             _log.warning("announcements_dropped", waiting=waiting, because=because)
-
-    def _is_new(self, what: str, status: int) -> bool:
-        """False if the same was logged within the last hour."""
-        now, before = self._clock(), self._logged.get((what, status), -math.inf)
-        if now - before < _LOG_AGAIN_SECONDS:
-            return False
-        self._logged[what, status] = now
-        return True
 
 
 class Publisher:
@@ -163,7 +148,7 @@ class Publisher:
     def annotate(self, key: str, value: str) -> None:
         """Sets an annotation of the node. `annotate`, `label` and `set_condition` may be repeated: an unchanged state is written again only
         after the resync interval."""
-        if self._annotations.set(key, value, self._clock()):
+        if self._annotations.set({**(self._annotations.value or {}), key: value}, self._clock()):
             self._put(self._annotations)
 
     def label(self, labels: Mapping[str, str]) -> None:
@@ -178,7 +163,7 @@ class Publisher:
 
     def remove_annotation(self, key: str) -> None:
         """Removes an annotation of the node once. It is not removed again, because another program may set it repeatedly."""
-        self._annotations.unwritten[key] = None
+        self._annotations.removed.add(key)
         self._put(self._annotations)
 
     def record(self, event: Event) -> None:
@@ -271,54 +256,55 @@ class Publisher:
         desired.requests += 1
         try:
             await desired.write(self._server, self._node)
-            self._log.count(desired, "ok")
-        except AnswerError as error:
-            outage = error.status >= 500 and not desired.insists
-            if outage or (error.status in _RETRIED and (error.status != 409 or desired.attempts < _MAX_CONFLICTS - 1)):
-                return self._retry(desired, error)
-            remedy = self._log.refused(desired, error)
-            if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
-                why = f"{error}; {remedy}" if error.status == 403 else str(error)
-                self._refused_evictions[desired.uid] = desired.eviction, why
-            if desired.insists:
-                if error.status < 500:
-                    self._log.answered(len(self._queue))
-                self._try_later(desired)
-                return None
         except API_FAILURES as error:
-            self._log.failed(failure_text(error))
-            if desired.insists:
-                self._try_later(desired)
-                return None
-            if not isinstance(error, _UNREACHABLE):
-                self._queue.retry(desired, self._clock() + self._backoff(desired))
-            return 0.0
+            return self._failed(desired, error)
         except Exception:  # a bug, which the supervisor logs; the other writes continue
-            self._queue.retry(desired, self._clock() + self._backoff(desired))
+            self._try_later(desired)
             raise
+        self._log.count(desired, "ok")
         self._queue.done(desired)
         self._log.answered(len(self._queue))
         return None
 
-    def _retry(self, desired: Desired, error: AnswerError) -> float | None:
-        wanted = min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
-        budget = desired.what == "eviction" and error.status == 429
-        self._queue.retry(desired, self._clock() + max(wanted, self._backoff(desired)), held=budget)
-        if budget or error.status == 409:  # a PodDisruptionBudget, or another writer: the API server works
+    def _failed(self, desired: Desired, error: Exception) -> float | None:
+        """Decides whether a write that failed is retried, and when. Returns what `_attempt` returns."""
+        status, wanted = 0, 0.0
+        if isinstance(error, AnswerError):
+            status, wanted = error.status, min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
+            lasts = status == 409 and desired.attempts >= _MAX_CONFLICTS - 1
+            if desired.insists if status >= 500 else lasts or status not in _RETRIED:
+                self._refused(desired, error)
+                return None
+        # An admission webhook may refuse or delay only this write, or a PodDisruptionBudget or another writer may forbid it for now.
+        alone = desired.insists or status == 409 or (status == 429 and desired.what == "eviction")
+        if alone and status in (409, 429):
             self._log.answered(len(self._queue))
-            return None
-        self._log.failed(str(error))
-        return wanted
+        else:
+            self._log.failed(error)
+        if not alone:
+            desired.attempts += 1
+            return wanted
+        self._try_later(desired, wanted)
+        return None
 
-    def _try_later(self, desired: Desired) -> None:
-        """Retries the write later. The other writes continue, since an admission webhook may refuse or delay only this one."""
-        self._queue.retry(desired, self._clock() + self._backoff(desired), held=True)
+    def _refused(self, desired: Desired, error: AnswerError) -> None:
+        """The API server refuses the write, and a retry can't change that."""
+        remedy = self._log.refused(desired, error)
+        if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
+            why = f"{error}; {remedy}" if error.status == 403 else str(error)
+            self._refused_evictions[desired.uid] = desired.eviction, why
+        if desired.insists:
+            self._try_later(desired)
+        else:
+            self._queue.done(desired)
+        if error.status < 500:
+            self._log.answered(len(self._queue))
 
-    def _backoff(self, desired: Desired) -> float:
-        """Seconds until a write that failed is retried."""
-        shortest, longest = _PAUSES_SECONDS
-        doublings: int = min(desired.attempts, 16)
-        return min(_FAILED_FACTOR * shortest * float(2**doublings), 2 * longest) * self._spread()
+    def _try_later(self, desired: Desired, wanted: float = 0.0) -> None:
+        """Retries the write after its own pause, or after the `wanted` seconds. The other writes continue."""
+        shortest, longest = _WRITE_PAUSES_SECONDS
+        pause = min(shortest * 2.0 ** min(desired.attempts, 16), longest) * self._spread()
+        self._queue.retry(desired, self._clock() + max(wanted, pause))
 
     def _spread(self) -> float:
         return 0.8 + 0.4 * self._jitter()
