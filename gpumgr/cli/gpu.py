@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.agent.api import REASON_CHARACTERS, MaintenanceResult
-from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, converted, read_result, read_state, report_unavailable
+from gpumgr.agent.api import REASON_CHARACTERS, MaintenanceResult, NodeState
+from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, converted, decoded, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, Utf8, agent_options, output_option
 from gpumgr.common.errors import GpumgrError
@@ -84,7 +84,7 @@ def cordon(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
       gpumgr gpu cordon GPU-0fe1 --output json
     """
     document = asyncio.run(_send_request(location.socket, "cordon", gpu, reason=reason))
-    _print(document, output, _cordoned(read_result(document)))
+    _print(document, output, _cordoned(decoded(document, MaintenanceResult)))
 
 
 @command.command(cls=ExitingCommand, exit_codes={0: "the GPU is empty", 1: f"it is not empty, or {_REFUSED}", 2: _WRONG})
@@ -124,7 +124,7 @@ def drain(
         raise click.UsageError("--timeout needs --wait")
     wait_seconds = (WAIT_SECONDS if timeout is None else timeout) if wait else None
     document = asyncio.run(drain_gpu(location.socket, gpu, reason, evict=evict, wait_seconds=wait_seconds))
-    result = read_result(document)
+    result = decoded(document, MaintenanceResult)
     _print(document, output, _drained(result))
     sys.exit(0 if result.empty else 1)
 
@@ -141,7 +141,7 @@ def uncordon(gpu: str, location: AgentLocation, output: str) -> None:
       gpumgr gpu uncordon 3
     """
     document = asyncio.run(_send_request(location.socket, "uncordon", gpu))
-    result = read_result(document)
+    result = decoded(document, MaintenanceResult)
     state = "is back in service as soon as its health checks succeed" if result.changed else "was not cordoned"
     _print(document, output, [f"{result.gpu.label} {state}"])
 
@@ -161,7 +161,7 @@ def reset(gpu: str, location: AgentLocation, output: str) -> None:
       gpumgr gpu drain 3 --evict --wait && gpumgr gpu reset 3 && gpumgr gpu uncordon 3
     """
     document = asyncio.run(_send_request(location.socket, "reset", gpu))
-    done = f"{read_result(document).gpu.label} was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service"
+    done = f"{decoded(document, MaintenanceResult).gpu.label} was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service"
     _print(document, output, [*map(printable, str(document.get("said", "")).splitlines()), done])
 
 
@@ -180,7 +180,7 @@ def forget(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
       gpumgr gpu forget GPU-0fe1 --reason 'sent back to the vendor'
     """
     document = asyncio.run(_send_request(location.socket, "forget", gpu, reason=reason))
-    _print(document, output, [f"{read_result(document).gpu.label} is forgotten"])
+    _print(document, output, [f"{decoded(document, MaintenanceResult).gpu.label} is forgotten"])
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------------
@@ -214,11 +214,11 @@ async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_se
 async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Returns the last response. Reads the state until the GPU seems to be empty, and requests the drain again only then, since a drain
     cordons a GPU that was uncordoned in the meantime. Reports each change on stderr."""
-    gpu, reported, available, first_at = read_result(document).gpu, "", True, None
-    while not read_result(document).empty and (remaining := deadline - time.monotonic()) > 0:
+    gpu, reported, available, first_at = decoded(document, MaintenanceResult).gpu, "", True, None
+    while not decoded(document, MaintenanceResult).empty and (remaining := deadline - time.monotonic()) > 0:
         await asyncio.sleep(min(POLL_SECONDS, remaining))
         try:
-            state, available = read_state(await agent.get(STATE)), True
+            state, available = decoded(await agent.get(STATE), NodeState), True
             # The agent may have made the first state before the drain, without the cordon. States with another time are newer.
             first_at = first_at or state.at
             row = next((row for row in state.gpus if row.uuid == gpu.uuid), None)
@@ -239,7 +239,7 @@ async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: f
             if available:
                 report_unavailable(str(error))
             available = False
-    if not read_result(document).empty and available:
+    if not decoded(document, MaintenanceResult).empty and available:
         with contextlib.suppress(AgentUnavailable):
             return await request_maintenance(agent, "drain", gpu.uuid)
     return document

@@ -10,10 +10,10 @@ from typing import Final, Literal
 
 import click
 
-from gpumgr.cli.agent_client import STATE, AgentClient, read_entries, read_state, report_unavailable
+from gpumgr.agent.api import NodeState
+from gpumgr.cli.agent_client import STATE, AgentClient, Document, decoded, read_entries_of, read_node, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, printable
 from gpumgr.cli.gpu_labels import GpuLabels, gpus_of
-from gpumgr.cli.node_data import Document, read_entries_of, read_node
 from gpumgr.cli.options import AgentLocation, ExitingCommand, PodName, agent_options
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import count_text
@@ -100,10 +100,10 @@ def command(
 
     def lines(documents: list[Document], state: Document, after: int = 0) -> list[str]:
         """The lines of the matching entries with higher numbers than `after`."""
-        gpus = gpus_of(read_state(state).gpus)
+        gpus = gpus_of(decoded(state, NodeState).gpus)
         return [
             json_line(document) if output == "json" else history_line(entry, gpus)
-            for document, entry in zip(documents, read_entries(documents), strict=True)
+            for document, entry in zip(documents, decoded(documents, list[HistoryEntry]), strict=True)
             if entry.number > after and entry.at >= oldest and (not refused or entry.what == "refused")
         ]
 
@@ -137,7 +137,7 @@ async def _follow(socket: Path, pod: PodKey | None, limit: int, lines: Callable[
             for line in shown:
                 click.echo(line)
             # The highest number falls if the agent was killed before it saved the last entries.
-            last = max((entry.number for entry in read_entries(documents)), default=0 if available else last)
+            last = max((entry.number for entry in decoded(documents, list[HistoryEntry])), default=0 if available else last)
             await asyncio.sleep(_POLL_SECONDS)
             try:
                 documents = await read_entries_of(agent, pod, _NEWEST)

@@ -19,12 +19,11 @@ import click
 import msgspec
 
 import gpumgr
-from gpumgr.cli.options import ExitingCommand
+from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, effective_settings
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity, replace_file, sync_folder, temporary_of
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
-from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.profile import LIBRARY, VERSION
 
 _EXIT_CODES: Final = {
@@ -38,30 +37,12 @@ _WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
 _MOST_VERSION_CHARACTERS: Final = 200
 
 
-class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of gpumgr on a host. `environment`: the unit's EnvironmentFile=. `program`: the program that the unit runs."""
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of the service on a host. `program`: the program that the unit runs."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")
-    config: Path = Path("/etc/gpumgr/gpumgr.yaml")
-    environment: Path = Path("/etc/default/gpumgr")
+    config: Path = DEFAULT_CONFIG
     program: Path = Path("/opt/gpumgr/bin/gpumgr")
-
-    def settings(self) -> Settings:
-        """The agent's settings, from the existing file (else the shipped one) and the unit's environment. Raises InvalidSettingsError."""
-        text = self.environment.read_text(errors="replace") if self.environment.exists() else ""
-        file = self.config if self.config.exists() else SHIPPED / "gpumgr.yaml"
-        return load_settings(file, environ=environment(text), overrides={})
-
-
-def environment(text: str) -> dict[str, str]:
-    """The variables of the unit's EnvironmentFile=. Source: systemd.exec(5)."""
-    lines = (line.strip() for line in text.splitlines())
-    pairs = (line.partition("=")[::2] for line in lines if line and not line.startswith(("#", ";")))
-    return {name.strip(): _unquoted(value.strip()) for name, value in pairs}
-
-
-def _unquoted(value: str) -> str:
-    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -105,9 +86,9 @@ def command() -> None:
 # -- the service ---------------------------------------------------------------------------------------------------------------
 
 
-def install_service(place: Installation) -> list[str]:
-    """Writes unit and settings; returns the next steps for the user. Raises GpumgrError, or InputError for invalid settings, before
-    anything is written."""
+def install_service(place: Service) -> list[str]:
+    """Writes the unit, and the settings if there are none; returns the next steps for the user. Raises GpumgrError before anything is
+    written."""
     if not place.program.exists():
         raise GpumgrError(
             f"{place.program}, which the unit runs, does not exist: install the wheel there first (in the source tree, `make wheel` "
@@ -117,20 +98,20 @@ def install_service(place: Installation) -> list[str]:
         raise GpumgrError(
             f"{place.unit} is a symbolic link, so the unit is probably masked; unmask it first: systemctl unmask {place.unit.name}"
         )
-    kubernetes, steps = place.settings().kubernetes, list[str]()
-    if kubernetes.enabled and kubernetes.kubeconfig is None:
-        steps.append(f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server")
     _write(place.unit, (SHIPPED / "gpumgr.service").read_bytes())
+    steps = [f"{place.program} doctor"]
     if place.config.exists():
         click.echo(f"unchanged  {place.config}")
     else:
         _write(place.config, (SHIPPED / "gpumgr.yaml").read_bytes())
+        steps.insert(
+            0, f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server"
+        )
     # `restart` does not wait, since the unit is READY only after the registration with the kubelet.
-    start = "systemctl daemon-reload && systemctl enable gpumgr && systemctl restart --no-block gpumgr"
-    return [*steps, f"{place.program} doctor", start]
+    return [*steps, "systemctl daemon-reload && systemctl enable gpumgr && systemctl restart --no-block gpumgr"]
 
 
-def uninstall_service(place: Installation) -> list[str]:
+def uninstall_service(place: Service) -> list[str]:
     """Stops the service and removes the unit; returns the next step for the user. Raises GpumgrError."""
     for words in (("disable", "--now", place.unit.name), ("daemon-reload",)):
         click.echo(f"run        systemctl {' '.join(words)}")
@@ -158,22 +139,19 @@ def systemd(uninstall: bool) -> None:
       gpumgr install systemd --uninstall
     """
     with installing():
-        _print_next(uninstall_service(Installation()) if uninstall else install_service(Installation()))
+        _print_next(uninstall_service(Service()) if uninstall else install_service(Service()))
 
 
 # -- HAMi-core's library -------------------------------------------------------------------------------------------------------
 
 
-def install_library(place: Installation, source: Path, *, sha256: str | None, version: str) -> list[str]:
-    """Checks, installs and selects the library; returns the next steps for the user. If it raises GpumgrError or OSError, the former
-    selection stays."""
-    settings = place.settings()
+def install_library(folder: Path, source: Path, *, sha256: str | None, version: str) -> None:
+    """Checks, installs and selects the library. If it raises GpumgrError or OSError, the former selection stays."""
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
         raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
     checked = check(source, sha256, exports=EXPORTS)
     if (reason := refusal(checked)) is not None:
         raise LibraryError(reason)
-    folder = settings.checkpoint.library_dir
     installed = installed_path(folder, checked.sha256, LIBRARY)
     with _locked(folder):
         before = FileIdentity.at(installed)
@@ -181,7 +159,6 @@ def install_library(place: Installation, source: Path, *, sha256: str | None, ve
         click.echo(f"{'unchanged ' if before == after else 'write     '} {installed}")
         _write(installed.with_name(VERSION), f"{version}\n".encode())
         _select(folder / LIBRARY, f"{checked.sha256}/{LIBRARY}")
-    return [*_settings_steps(settings, place.config), "gpumgr doctor"]
 
 
 def _select(link: Path, target: str) -> None:
@@ -197,14 +174,6 @@ def _select(link: Path, target: str) -> None:
     new.replace(link)
     sync_folder(link.parent)
     click.echo(f"link       {link} -> {target}")
-
-
-def _settings_steps(settings: Settings, config: Path) -> Iterator[str]:
-    """The steps for settings that prevent the use of the installed library."""
-    if settings.hami_core.library_path is not None or settings.hami_core.library_sha256 is not None:
-        yield f"remove hami_core.library_path and hami_core.library_sha256 from {config}: they take precedence over what is installed"
-    if settings.enforcement.backend not in ("auto", "hami-core"):
-        yield f"set enforcement.backend in {config} to hami-core or auto: it is {settings.enforcement.backend}"
 
 
 @contextmanager
@@ -235,4 +204,5 @@ def library(file: Path, sha256: str | None, version: str) -> None:
       gpumgr install library libvgpu.so --sha256 18f884bf... --version 5091a2f
     """
     with installing():
-        _print_next(install_library(Installation(), file, sha256=sha256, version=version))
+        install_library(effective_settings(None).checkpoint.library_dir, file, sha256=sha256, version=version)
+        _print_next(["gpumgr doctor"])

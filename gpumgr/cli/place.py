@@ -7,10 +7,10 @@ from typing import Annotated, Any, Final
 import click
 import msgspec
 
-from gpumgr.cli.node_source import FILE, NodeSource, content, source_options
 from gpumgr.cli.options import ExitingCommand
+from gpumgr.cli.topology import FILE, NodeSource, content, source_options
 from gpumgr.common.errors import InputError, Refusal
-from gpumgr.common.foreign_text import UnreadableText, WrongStructure, decode_json
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.placement.evaluators.capacity import GpuCapacity
 from gpumgr.placement.evaluators.select import Policy, check_request, evaluator_for, place
@@ -36,12 +36,6 @@ class StateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A state file: GPUs that are not listed are free."""
 
     gpus: list[GpuState]
-
-
-_STATE_KEYS: Final = (
-    f"; allowed keys: {', '.join(StateFile.__struct_fields__)}; "
-    f"a GPU of the state may have: {', '.join(GpuState.__struct_fields__)}"
-)
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -102,11 +96,7 @@ def read_state(path: str) -> StateFile:
     """Reads a state file; `-` is stdin. Raises InputError, which begins with the file's name."""
     try:
         return decode_json(content(path), StateFile)
-    except WrongStructure as error:
-        raise InputError(f"{path}: {error}{_STATE_KEYS if 'field' in str(error) else ''}") from error
-    except UnreadableText as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-    except OSError as error:
+    except (UnreadableText, OSError) as error:
         raise InputError(f"{path}: {error}") from error
 
 

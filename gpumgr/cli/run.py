@@ -10,8 +10,8 @@ import click
 import structlog
 
 from gpumgr.cli.daemon import run_until_signalled
-from gpumgr.cli.node_source import hardware_of
 from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, config_option, effective_settings, set_option
+from gpumgr.cli.topology import hardware_of
 from gpumgr.common.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.common.log import configure_log
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags

@@ -1,14 +1,128 @@
-"""`gpumgr topology`: the node's GPUs as cost tree and matrix, from the driver, a simulated node, or the text of nvidia-smi."""
+"""`gpumgr topology`: the node's GPUs as cost tree and matrix. Also the source of a node for other commands: a topology in the text of
+nvidia-smi, a simulated node, or this machine's driver and hardware.
+"""
 
-from typing import Any, Final
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
 
 import click
 import msgspec
 
-from gpumgr.cli.node_source import NodeSource, ShownNode, source_options
-from gpumgr.cli.options import ExitingCommand, output_option
-from gpumgr.placement.topology.devices import MigInstance
+from gpumgr.cli.options import ExitingCommand, output_option, sim_option
+from gpumgr.common.errors import InputError
+from gpumgr.driver import Hardware
+from gpumgr.placement.topology.devices import Gpu, MigInstance, NodeSnapshot, Topology
+from gpumgr.placement.topology.matrix import Nic, ParsedTopology, parse_topology
 from gpumgr.placement.topology.tree import matrix_cells, render_matrix, render_tree, tree_data
+
+
+@contextmanager
+def hardware_of(sim: str | None, library_path: Path | None = None, folder: Path | None = None) -> Iterator[Hardware]:
+    """`sim`: name or file of a simulated node. Its files stay in `folder`; without `folder` they are in a temporary one. None: this
+    machine, with the driver's library at `library_path` if that is set.
+
+    Raises SettingsError if the node's description is wrong, InputError without a C compiler.
+    """
+    if sim is None:
+        yield Hardware(library_path=str(library_path) if library_path else None)
+        return
+    from gpumgr.sim.library import prepare  # imported here, since a real node does not need it
+
+    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as place:
+        node = prepare(sim, Path(place))
+        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
+
+
+#: The type of a file option: click checks the path, and the command opens the file; - is stdin.
+FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command shows of a node, in the order of the topology's rows. The text of nvidia-smi has no `gpus`, a driver no `nics`."""
+
+    topology: Topology
+    labels: tuple[str, ...]
+    numa_nodes: tuple[int | None, ...]
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+class NodeSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The values of --topology and --sim; at most one is given."""
+
+    topology_file: str | None
+    sim: str | None
+
+    def read(self) -> ShownNode:
+        """Without a file and a name: this machine's driver is asked. Raises what `read_topology` and `read_snapshot` raise."""
+        if self.topology_file is not None:
+            parsed = read_topology(self.topology_file)
+            return ShownNode(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
+        snapshot = read_snapshot(self.sim)
+        return ShownNode(
+            topology=snapshot.topology,
+            labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
+            numa_nodes=tuple(gpu.numa_node for gpu in snapshot.gpus),
+            gpus=snapshot.gpus,
+            failures=tuple(f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures),
+        )
+
+
+def source_options(command: _F) -> _F:
+    """Adds --topology and --sim; the command gets the `source` that they name."""
+
+    @wraps(command)
+    def located(*arguments: Any, topology_file: str | None, sim: str | None, **others: Any) -> Any:
+        if topology_file is not None and sim is not None:
+            raise click.UsageError("--topology and --sim exclude each other")
+        return command(*arguments, source=NodeSource(topology_file=topology_file, sim=sim), **others)
+
+    topology_option = click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
+    return cast("_F", topology_option(sim_option(located)))
+
+
+def content(path: str) -> bytes:
+    """The content of a file, or of stdin for -. Raises OSError."""
+    with click.open_file(path, "rb") as file:
+        read: bytes = file.read()
+        return read
+
+
+def read_topology(path: str) -> ParsedTopology:
+    """Reads the text of topo -m from a file, or from stdin for -. Raises InputError, which begins with the file's name."""
+    try:
+        return parse_topology(content(path).decode())
+    except (OSError, UnicodeDecodeError, InputError) as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def read_snapshot(sim: str | None) -> NodeSnapshot:
+    """The GPUs of the simulated node `sim`, or of this machine if it is None. Both are read through the same library calls.
+
+    Raises NvmlAbsent without a driver, and NvmlError if the driver fails or hangs. For a simulated node it raises SettingsError if the
+    description is wrong, and InputError without a C compiler.
+    """
+    from gpumgr.driver.driver import Nvml  # imported here, since a topology file needs no library of a driver
+
+    async def read(nvml: Nvml) -> NodeSnapshot:
+        await nvml.open()
+        try:
+            return await nvml.snapshot()
+        finally:
+            await nvml.close()
+
+    with hardware_of(sim) as hardware:
+        return asyncio.run(read(Nvml(library_path=hardware.library_path, sysfs_root=hardware.sysfs_root)))
+
+
+# -- the command --------------------------------------------------------------------------------------------------------------
 
 _EXAMPLES = """
 \b

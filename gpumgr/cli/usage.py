@@ -1,6 +1,6 @@
 """`gpumgr usage`: what containers hold of this node's GPUs, and what they use, once or live, in tables for a terminal of any width.
 
-The texts of a `NodeState` have no control characters (see `agent_client`).
+The texts of a `NodeState` have no control characters (see `agent_client.decoded`).
 """
 
 import asyncio
@@ -19,10 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
-from gpumgr.cli.agent_client import STATE, AgentClient, read_state
+from gpumgr.cli.agent_client import STATE, AgentClient, decoded, read_node
 from gpumgr.cli.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, percent
 from gpumgr.cli.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
-from gpumgr.cli.node_data import read_node
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, output_option
 from gpumgr.cli.tables import open_table, show
 from gpumgr.common.errors import GpumgrError
@@ -204,13 +203,13 @@ class Screen(Live):
 async def _watch(socket: Path) -> None:
     """Shows each new state, without end. Raises GpumgrError if the first request fails."""
     async with AgentClient(socket) as agent:
-        state = read_state(await agent.get(STATE))
+        state = decoded(await agent.get(STATE), NodeState)
         with Screen(Console(highlight=False)) as screen:
             screen.show(state)
             while True:
                 await asyncio.sleep(POLL_SECONDS)
                 try:
-                    screen.show(state := read_state(await agent.get(STATE)))
+                    screen.show(state := decoded(await agent.get(STATE), NodeState))
                 except GpumgrError as error:
                     screen.show(state, Text(f"The agent is unavailable, trying again: {error}", style="red"))
 
@@ -255,7 +254,7 @@ def command(watch: bool, location: AgentLocation, output: Literal["text", "json"
             asyncio.run(_watch(location.socket))
         return
     data = asyncio.run(read_node(location))
-    state = read_state(data.state)
+    state = decoded(data.state, NodeState)
     if output == "json":
         shown = {key: data.state.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
         click.echo(json_line({"live": data.live, **shown}))

@@ -5,7 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from gpumgr.cli.agent_client import STATE, AgentClient, read_state
+from gpumgr.agent.api import NodeState
+from gpumgr.cli.agent_client import STATE, AgentClient, decoded
 from gpumgr.cli.examination import PEER_SECONDS, CheckResult, aside, error, ok, skipped, warning
 from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
@@ -87,7 +88,7 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SE
         return skipped("not used: enforcement.memory_burst is off")
     try:
         async with AgentClient(settings.http.socket) as agent:
-            state = read_state(await agent.get(STATE, timeout_seconds=timeout_seconds))
+            state = decoded(await agent.get(STATE, timeout_seconds=timeout_seconds), NodeState)
     except GpumgrError as exception:
         return skipped(str(exception))
     gpus = gpus_of(state.gpus)

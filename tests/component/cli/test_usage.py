@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.agent.api import Cordon
-from gpumgr.cli.agent_client import read_state
+from gpumgr.agent.api import Cordon, NodeState
+from gpumgr.cli.agent_client import decoded
 from tests.unit.cli.node_story import state, usage_text
 
 from .conftest import Gpumgr
@@ -18,7 +18,7 @@ from .remembered import AT, remember
 async def test_prints_the_tables_plainly_where_there_is_no_terminal(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("usage", "--socket", agent.socket)
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out == usage_text(read_state(state()), width=None) + "\n"
+    assert ended.out == usage_text(decoded(state(), NodeState), width=None) + "\n"
 
 
 async def test_json_has_gpus_containers_and_troubles_as_the_agent_gave_them(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.node_source import read_snapshot
+from gpumgr.cli.topology import read_snapshot
 from gpumgr.common.errors import InputError, SettingsError
 from gpumgr.sim import library
 from gpumgr.sim.control import SimProcess

@@ -25,13 +25,12 @@ LIBRARY: Final = "libvgpu.so"
 #: HAMi-core's own library, where the lab has one.
 LAB: Final = os.environ.get("GPUMGR_LAB")
 VERSION: Final = "5091a2fbe1816df1265490f771346730f29e2c8d"
-#: `gpumgr install library` with another settings file.
+#: `gpumgr install library` into another folder.
 OWN: Final = """
 import sys
 from pathlib import Path
 from gpumgr.cli.install import install_library
-from gpumgr.cli.install import Installation
-install_library(Installation(config=Path(sys.argv[1])), Path(sys.argv[2]), sha256=None, version=sys.argv[3])
+install_library(Path(sys.argv[1]), Path(sys.argv[2]), sha256=None, version=sys.argv[3])
 """
 Done = subprocess.CompletedProcess[str]
 
@@ -228,8 +227,7 @@ def test_a_link_that_leads_elsewhere_is_replaced(image: Image, node: Path, tmp_p
 def test_many_runs_at_once(image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path) -> None:
     """Scripts of two libraries, and this program's own command, run together. All of them take the same lock."""
     other = Image(tmp_path / "other", libraries[1])
-    (tmp_path / "gpumgr.yaml").write_text(f"checkpoint: {{dir: {node.parent}}}\n")
-    own: list[str | Path] = [sys.executable, "-c", OWN, tmp_path / "gpumgr.yaml", other.folder / LIBRARY, VERSION]
+    own: list[str | Path] = [sys.executable, "-c", OWN, node, other.folder / LIBRARY, VERSION]
     commands = [*[each.command(node) for each in (image, other) for _ in range(4)], own]
     running = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands]
     ended = [(each.communicate()[1], each.returncode) for each in running]

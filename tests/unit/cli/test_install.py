@@ -4,21 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.install import Installation, environment, install_service, uninstall_service
+from gpumgr.cli.install import Service, install_service, uninstall_service
 from gpumgr.common.errors import GpumgrError
-from gpumgr.settings import InvalidSettingsError
 from tools import PROJECT
-
-STANDALONE = b"kubernetes: {enabled: false}\n"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Installation:
+def place(tmp_path: Path) -> Service:
     """A host with gpumgr's program."""
-    place = Installation(
+    place = Service(
         unit=tmp_path / "system/gpumgr.service",
         config=tmp_path / "etc/gpumgr.yaml",
-        environment=tmp_path / "default",
         program=tmp_path / "opt/bin/gpumgr",
     )
     for file in (place.program, place.config, place.unit):
@@ -28,35 +24,28 @@ def place(tmp_path: Path) -> Installation:
 
 
 def test_unit_and_settings_are_written_once_and_the_next_commands_are_named(
-    place: Installation, capsys: pytest.CaptureFixture[str]
+    place: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     following = [
         f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server",
         f"{place.program} doctor",
         "systemctl daemon-reload && systemctl enable gpumgr && systemctl restart --no-block gpumgr",
     ]
-    for done in ("write    ", "unchanged"):
-        assert install_service(place) == following
+    for done, steps in (("write    ", following), ("unchanged", following[1:])):
+        assert install_service(place) == steps
         assert capsys.readouterr().out == f"{done}  {place.unit}\n{done}  {place.config}\n"
         assert place.config.read_bytes() == (PROJECT / "config/gpumgr.yaml").read_bytes()
         assert place.unit.read_bytes() == (PROJECT / "systemd/gpumgr.service").read_bytes()
 
 
-def test_settings_of_the_operator_stay(place: Installation) -> None:
+def test_settings_of_the_operator_stay(place: Service) -> None:
     settings = "# é\nkubernetes: {enabled: false}\n".encode("utf-16")
     place.config.write_bytes(settings)
     assert install_service(place)[0] == f"{place.program} doctor"
     assert place.config.read_bytes() == settings
 
 
-def test_wrong_settings_stop_an_installation_before_anything_is_written(place: Installation) -> None:
-    place.config.write_text("http: {port: many}\n")
-    with pytest.raises(InvalidSettingsError, match=r"gpumgr.yaml:1: http.port"):
-        install_service(place)
-    assert not place.unit.exists()
-
-
-def test_a_host_without_the_units_program_is_refused_before_anything_is_written(place: Installation, tmp_path: Path) -> None:
+def test_a_host_without_the_units_program_is_refused_before_anything_is_written(place: Service, tmp_path: Path) -> None:
     place.program.unlink()
     advice = rf"does not exist: .*: python3 -m venv {tmp_path}/opt && {tmp_path}/opt/bin/pip install dist/gpumgr-[0-9.]+-py3-none-any\.whl$"
     with pytest.raises(GpumgrError, match=advice):
@@ -64,13 +53,7 @@ def test_a_host_without_the_units_program_is_refused_before_anything_is_written(
     assert not place.unit.exists()
 
 
-def test_the_settings_of_the_units_environment_count(place: Installation) -> None:
-    place.environment.write_text('# ours\nGPUMGR_KUBERNETES_ENABLED="false"\n')
-    assert install_service(place)[0] == f"{place.program} doctor"
-    assert environment("A=b c\n; no\nB='d'\n\nC=\n") == {"A": "b c", "B": "d", "C": ""}
-
-
-def test_an_uninstall_removes_the_unit_alone(place: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uninstall_removes_the_unit_alone(place: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_service(place)
     systemctl = tmp_path / "systemctl"
     systemctl.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ntest ! -e {tmp_path}/broken\n')
@@ -90,7 +73,7 @@ def test_an_uninstall_removes_the_unit_alone(place: Installation, tmp_path: Path
     assert (tmp_path / "asked").read_text().splitlines()[-2:] == [f"disable --now {place.unit.name}", "daemon-reload"]
 
 
-def test_a_masked_unit_stays_masked(place: Installation) -> None:
+def test_a_masked_unit_stays_masked(place: Service) -> None:
     place.unit.symlink_to("/dev/null")
     with pytest.raises(GpumgrError, match=r"unmask it first: systemctl unmask gpumgr\.service"):
         install_service(place)

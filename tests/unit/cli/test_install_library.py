@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpumgr.cli.install import Installation, command, install_library, installing
+from gpumgr.cli.install import command, install_library, installing
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity
 from gpumgr.enforcement.operator_library import LibraryError
@@ -40,9 +40,8 @@ def image(tmp_path: Path) -> Path:
     return tmp_path / "host"
 
 
-def install(library: Path, image: Path, *, sha256: str | None = None, version: str = "unknown", settings: str = "") -> list[str]:
-    (image / "gpumgr.yaml").write_text(f"checkpoint: {{dir: {image}/state}}\n{settings}")
-    return install_library(Installation(config=image / "gpumgr.yaml"), library, sha256=sha256, version=version)
+def install(library: Path, image: Path, *, sha256: str | None = None, version: str = "unknown") -> None:
+    install_library(image / LIB, library, sha256=sha256, version=version)
 
 
 def selected(image: Path) -> tuple[Path | None, str | None]:
@@ -55,7 +54,7 @@ def digest(path: Path) -> str:
 
 def test_the_library_is_installed_and_selected(library: Path, image: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sha256, folder = digest(library), image / LIB
-    assert install(library, image, sha256=sha256.upper(), version="5091a2f") == ["gpumgr doctor"]
+    install(library, image, sha256=sha256.upper(), version="5091a2f")
     assert capsys.readouterr().out.splitlines() == [
         f"write      {folder}/{sha256}/{NAME}",
         f"write      {folder}/{sha256}/version",
@@ -117,16 +116,6 @@ def test_a_folder_that_cannot_be_written_is_named(library: Path, image: Path) ->
     (image / LIB).touch()
     with pytest.raises(GpumgrError, match="lib can't be written: "), installing():
         install(library, image)
-
-
-def test_settings_that_prevent_its_use_are_named(library: Path, image: Path) -> None:
-    settings = "hami_core: {library_path: /opt/l/libvgpu.so}\nenforcement: {backend: mps}\n"
-    first, second, _ = install(library, image, settings=settings)
-    config = image / "gpumgr.yaml"
-    assert first.startswith(f"remove hami_core.library_path and hami_core.library_sha256 from {config}")
-    assert second == f"set enforcement.backend in {config} to hami-core or auto: it is mps"
-    with pytest.raises(InputError):
-        install(library, image, settings="http: {port: many}\n")
 
 
 @pytest.mark.parametrize("version", ["a\nb", "\x1b[31m", "v" * 201])

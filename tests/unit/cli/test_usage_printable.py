@@ -1,19 +1,20 @@
 """Texts from pods and users never reach the terminal raw: neither in tables, nor in sentences, nor in JSON."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.cli.agent_client import read_entries, read_pod, read_state
+from gpumgr.agent.api import NodeState, PodDetails
+from gpumgr.cli.agent_client import decoded
 from gpumgr.cli.formats import cleaned, json_line, printable
 from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.history import history_line
-from gpumgr.cli.pod_text import pod_text
+from gpumgr.cli.why import pod_text
 from gpumgr.common.errors import GpumgrError
+from gpumgr.ledger.history import HistoryEntry
 from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story, usage_text
 
 #: Escape sequence that sets the window's title, one that clears the screen, a line end, a mark that turns the direction of writing,
@@ -61,7 +62,7 @@ def test_the_tables_show_hostile_names_as_text() -> None:
     rows = [container("a", HOSTILE, NAMES[0], namespace=HOSTILE, container=HOSTILE, mechanisms=[HOSTILE])]
     document = {**state(), "node": HOSTILE, "not_ready": [HOSTILE], "gpus": [gpu(0, NAMES[0], cordon=cordon, **facts)]}
     for width in (80, None):
-        text = usage_text(read_state({**document, "containers": rows}), width=width)
+        text = usage_text(decoded({**document, "containers": rows}, NodeState), width=width)
         harmless(text.replace("\n", "") if width else text)
 
 
@@ -70,25 +71,25 @@ def test_the_story_and_the_history_show_hostile_names_as_text() -> None:
     document = {**story(), "pod": HOSTILE, "uid": HOSTILE, "phase": HOSTILE, "history": [told]}
     document["request"] = [{"container": HOSTILE, "kind": HOSTILE, "cores": 1, "memory_blocks": 1}]
     document["allocations"] = [container("a", HOSTILE, NAMES[0], container=HOSTILE, mechanisms=[HOSTILE])]
-    read = read_pod(document)
+    read = decoded(document, PodDetails)
     harmless(pod_text(read, gpus_of(()), live=True))
-    (line,) = (history_line(entry, gpus_of(())) for entry in read_entries([told]))
+    (line,) = (history_line(entry, gpus_of(())) for entry in decoded([told], list[HistoryEntry]))
     harmless(line.replace("\x1b[33m", "").replace("\x1b[0m", ""))
     assert "\n" not in line
 
 
 @pytest.mark.parametrize(
-    ("read", "document"),
+    ("kind", "document"),
     [
-        (read_state, None),
-        (read_state, []),
-        (read_state, {}),
-        (read_state, {"gpus": 3, "containers": []}),
-        (read_state, {"gpus": [{"name": "x"}], "containers": []}),
-        (read_pod, {**story(), "history": [entry(1, "levitated")]}),
-        (read_entries, [entry(1, "levitated")]),
+        (NodeState, None),
+        (NodeState, []),
+        (NodeState, {}),
+        (NodeState, {"gpus": 3, "containers": []}),
+        (NodeState, {"gpus": [{"name": "x"}], "containers": []}),
+        (PodDetails, {**story(), "history": [entry(1, "levitated")]}),
+        (list[HistoryEntry], [entry(1, "levitated")]),
     ],
 )
-def test_an_answer_of_another_version_is_called_one(read: Callable[[Any], object], document: object) -> None:
+def test_an_answer_of_another_version_is_called_one(kind: Any, document: object) -> None:
     with pytest.raises(GpumgrError, match="may be of another version"):
-        read(document)
+        decoded(document, kind)

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from click import BadParameter
 
-from gpumgr.cli.agent_client import read_pod, read_state
+from gpumgr.agent.api import NodeState, PodDetails
+from gpumgr.cli.agent_client import decoded
 from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.options import PodName
-from gpumgr.cli.pod_text import pod_text
+from gpumgr.cli.why import pod_text
 from tests.unit.cli.node_story import AT, GIB, NAMES, candidate, container, entries, entry, gpu, state, story
 
 GRANTED = """\
@@ -53,7 +54,7 @@ It held no GPU of this node when the checkpoint was written."""
 
 
 def told(document: dict[str, Any], *, live: bool = True) -> str:
-    return pod_text(read_pod(document), gpus_of(read_state(state()).gpus), live=live)
+    return pod_text(decoded(document, PodDetails), gpus_of(decoded(state(), NodeState).gpus), live=live)
 
 
 def of(pod: str, *history: dict[str, Any], **facts: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gpumgr.agent.api import CORDONS_NOTE, decode_cordons
+from gpumgr.agent.api import CORDONS_NOTE, NodeState, decode_cordons
 from gpumgr.cli import agent_client as schema
 from gpumgr.cli import live_objects
 from gpumgr.cli.examination.cluster_config import parse_config
@@ -34,6 +34,7 @@ from gpumgr.kubelet.dra.claim_reader import allocated_claim
 from gpumgr.ledger.answer import GRANTED_ANNOTATION
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.tables import CorruptError, checksum, decode_allocation, decode_entry
+from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.runtime.cri import parse_status
 from gpumgr.settings.tree import compose
@@ -181,8 +182,8 @@ CASES: Final[dict[str, tuple[Callable[[str], object], tuple[type[Exception], ...
         parsed(lambda item: live_objects.live_cluster({"nodes": [item, {}], "pods": [item]}, "spread")),
         (),
     ),
-    "agent's state": (parsed(schema.read_state), (GpumgrError,)),
-    "agent's history": (parsed(lambda item: schema.read_entries([item])), (GpumgrError,)),
+    "agent's state": (parsed(lambda item: schema.decoded(item, NodeState)), (GpumgrError,)),
+    "agent's history": (parsed(lambda item: schema.decoded([item], list[HistoryEntry])), (GpumgrError,)),
 }
 
 
