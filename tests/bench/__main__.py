@@ -21,7 +21,7 @@ RESULTS = PROJECT / "build" / "bench.json"
 #: NAME for the module tests.bench.bench_NAME; each prints one JSON object.
 BENCHMARKS = (
     *("agent", "evaluators", "metrics", "prestart", "registrations", "usage", "regions", "launches", "pages", "paint", "writer"),
-    *("dra", "replicas", "replica_filter", "quotas", "bodies", "requests", "waiting", "imports", "scheduler"),
+    *("dra", "replicas", "replica_filter", "quotas", "bodies", "requests", "waiting", "scheduler"),
 )
 #: A load above this is that of other programs, which then determine p99.
 QUIET_LOAD = 0.5

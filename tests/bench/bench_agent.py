@@ -45,9 +45,7 @@ IDLE_PODS, IDLE_SECONDS = 40, 15.0
 CACHE_SECONDS, END_SECONDS = 0.5, 0.02
 REPORTED = {
     "allocate_1": ("allocate", 1),
-    "allocate_800": ("allocate", 800),
     "allocate_4512": ("allocate", 4512),
-    "prefer_of_800": ("prefer", 800),
     "prefer_of_4512": ("prefer", 4512),
     "first_list_4512": ("list", 4512),
 }
@@ -287,7 +285,7 @@ async def compare(bench: Bench, folder: Path, rounds: int) -> dict[str, object]:
 
 def _beside(ours: list[Times], floors: list[Times], key: tuple[str, int]) -> dict[str, object]:
     mine, floor = spread([times[key] for times in ours]), spread([times[key] for times in floors])
-    return {"gpumgr": mine, "floor": floor, "ratio_of_p50": round(mine["p50_ms"] / floor["p50_ms"], 2)}
+    return {"gpumgr": mine, "floor": floor}
 
 
 @asynccontextmanager

@@ -1,10 +1,10 @@
 """What the limiter adds to a launch, on the fake GPU: `python -m tests.bench.bench_launches [--rounds N]` prints one JSON object.
 
-Four processes take turns in one run: two with the bare driver, one with the library and no limit, and one with a limit, within a turn.
-A fifth waits for its turn nearly all the time.
+Three processes take turns in one run: one with the bare driver, one with the library and no limit, and one with a limit, within a turn.
+A fourth waits for its turn nearly all the time.
 
 Other programs of the machine take the CPU during more than one launch in a hundred, so a p99 of whole launches says little about the
-library, and the two bare processes differ, too. So the time outside of the driver's own launch function is measured, too, for each launch.
+library. So the time outside of the driver's own launch function is measured, too, for each launch.
 """
 
 import tempfile
@@ -41,7 +41,6 @@ def measure(rounds: int) -> dict[str, Any]:
 def _launches(programs: Path, folder: Path, rounds: int) -> dict[str, Any]:
     containers = {
         _BARE: None,
-        "again": None,
         "unlimited": Container(folder / "unlimited", share_percent=100),
         "limited": Container(folder / "limited", share_percent=50),
     }
@@ -62,12 +61,10 @@ def _launches(programs: Path, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _beyond(bare: _Batches, others: _Batches) -> dict[str, float]:
-    """What is beyond the bare driver's batch that ran next to it. `added`: outside of the driver's function; `worst`: the ninth decile
-    over the batches of the p99."""
+    """What is beyond the bare driver's batch that ran next to it. `added`: outside of the driver's function."""
     beyond = [[each - own for each, own in zip(other, base, strict=True)] for base, other in zip(bare, others, strict=True)]
     names = ("beyond_p50_us", "beyond_p99_us", "added_p50_us", "added_p99_us")
-    medians = {name: _median_us(column) for name, column in zip(names, zip(*beyond, strict=True), strict=True)}
-    return {**medians, "added_p99_worst_us": round(figures.quantile([each[3] for each in beyond], 0.9) / 1000, 3)}
+    return {name: _median_us(column) for name, column in zip(names, zip(*beyond, strict=True), strict=True)}
 
 
 def _median_us(nanoseconds: Sequence[int]) -> float:

@@ -1,8 +1,7 @@
 """What open pages cost the agent: 50 streams with a state of 8 GPUs and 104 containers, one a second; and how big the page is.
 
-`python -m tests.bench.bench_pages [--seconds N]` prints one JSON object. `core_percent` is CPU time of the server's process by the clock,
-its readers being another process: `idle` without a client, `unread` while a state is made once a second without a reader, `streams`
-with all readers. `turn` is the time for which the loop is held at once in a second with all readers.
+`python -m tests.bench.bench_pages [--seconds N]` prints one JSON object. `core_percent` is CPU time of the server's process by the clock;
+its readers are another process.
 """
 
 import asyncio
@@ -28,8 +27,6 @@ from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.bench import figures
 from tests.bench.bench_metrics import picture_of
 from tests.bench.children import child
-from tests.bench.figures import spread
-from tests.bench.held import HeldTimes, run_held
 from tests.component.web.scene import Scene
 
 CONTAINERS_PER_GPU: Final = 13
@@ -76,32 +73,25 @@ async def publish(sources: Node, seconds: float) -> None:
         await asyncio.sleep(PERIOD_SECONDS)
 
 
-async def core_percent(work: Any) -> float:
-    began, spent = time.perf_counter(), time.process_time()
-    await work
-    return round(100 * (time.process_time() - spent) / (time.perf_counter() - began), 2)
-
-
-async def measure_pages(held: HeldTimes, seconds: float) -> Mapping[str, object]:
+async def measure(seconds: float) -> Mapping[str, object]:
     sources, front = node(), IndexPage()
     server = PageServer(partial(make_app, cast("Any", sources)), HttpSettings(port=0))
     await server.start()
-    sizes: dict[str, object] = {
+    with ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, child("tests.bench.bench_pages", "--read", server.address[1]))
+        began, spent = time.perf_counter(), time.process_time()
+        await publish(sources, seconds)
+        percent = 100 * (time.process_time() - spent) / (time.perf_counter() - began)
+        if sources.states.readers != STREAMS:
+            raise RuntimeError(f"{sources.states.readers} of {STREAMS} streams are left")
+    await server.stop()
+    return {
         "page_bytes": len(front.plain),
         "page_bytes_gzip": len(front.packed),
         "state_bytes": len(await sources.state()),
         "streams": STREAMS,
+        "core_percent": round(percent, 2),
     }
-    percents = {"idle": await core_percent(asyncio.sleep(seconds)), "unread": await core_percent(publish(sources, seconds))}
-    with ExitStack() as stack:
-        await asyncio.to_thread(stack.enter_context, child("tests.bench.bench_pages", "--read", server.address[1]))
-        held.take()
-        percents["streams"] = await core_percent(publish(sources, seconds))
-        turns = held.take()
-        if sources.states.readers != STREAMS:
-            raise RuntimeError(f"{sources.states.readers} of {STREAMS} streams are left")
-    await server.stop()
-    return {"pages": {**sizes, "core_percent": percents, "turn": spread([turns])}}
 
 
 def read(port: int) -> None:
@@ -118,10 +108,6 @@ def read(port: int) -> None:
         for each in ready:
             assert isinstance(each, socket.socket)
             each.recv(1 << 20)
-
-
-def measure(seconds: float) -> Mapping[str, object]:
-    return run_held(partial(measure_pages, seconds=seconds))
 
 
 if __name__ == "__main__":

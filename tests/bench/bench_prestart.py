@@ -1,11 +1,10 @@
 """PreStartContainer on a node with 100 shared containers: the real agent in its own process, one mechanism after another.
 
-`python -m tests.bench.bench_prestart [--rounds N] [--only NAME]` prints one JSON object. Each round admits 100 pods, starts each
-container (`first`), and starts it `again`, as after a crash. The call for the cores does the work; `memory` is the other one. Mechanism
-"none" and the floor (floor.py) show what the call costs by itself.
+`python -m tests.bench.bench_prestart [--rounds N]` prints one JSON object. Each round admits 100 pods, starts each container (`first`), and
+starts it `again`, as after a crash. The call for the cores does the work, and is timed. The floor (floor.py) shows what a call costs.
 
-MPS: the daemon is the tests' fake one, its control program one in C (tests/data/mps). Beside stand how many commands the daemons got for a
-start, and what a run of that program costs. The first start on a GPU, which starts its daemon, is apart.
+MPS: the daemon is the tests' fake one, its control program one in C (tests/data/mps). The first start on a GPU, which starts its daemon, is
+timed apart.
 """
 
 import asyncio
@@ -52,7 +51,6 @@ class Starts:
     first_of_gpu: list[float] = field(default_factory=list)
     first: list[list[float]] = field(default_factory=list)
     again: list[list[float]] = field(default_factory=list)
-    memory: list[list[float]] = field(default_factory=list)
 
 
 def mechanisms(folder: Path) -> Mapping[str, Changes]:
@@ -66,7 +64,6 @@ def mechanisms(folder: Path) -> Mapping[str, Changes]:
     control = mps_control.build()
     mps = {version: {"control_program": str(control), "protocol": version} for version in ("2", "3")}
     return {
-        "none": {"enforcement": {"backend": "none"}},
         "hami_core": {"enforcement": {"backend": "hami-core"}, "hami_core": supplied},
         "vcuda": {"enforcement": {"backend": "vcuda"}, "vcuda": {**supplied, **files}},
         "mps_2": {"enforcement": {"backend": "mps"}, "mps": mps["2"]},
@@ -82,8 +79,6 @@ class Node:
         self._run_dir, self._allocation_dir = folder / "run", folder / "vm"
         self._gpus: set[str] = set()
         self._pods: list[PodKey] = []
-        #: The last round, for each start on average: commands that MPS daemons got.
-        self.commands: dict[str, float] = {}
 
     async def round(self, starts: Starts, attached: ExitStack) -> None:
         """The last round's pods end; new ones come, start, and start again."""
@@ -94,16 +89,9 @@ class Node:
         await asyncio.sleep(CACHE_SECONDS)
         for pod, (cores, blocks) in zip(pods, sizes, strict=True):
             await asyncio.to_thread(self._kubelet.admit, pod, {CORE_RESOURCE: cores, MEMORY_RESOURCE: blocks})
-        await self._pass(pods, starts, "first")
+        starts.first.append(await asyncio.to_thread(self._start_all, pods, starts))
         self._run(pods, attached)
-        await self._pass(pods, starts, "again")
-
-    async def _pass(self, pods: list[PodKey], starts: Starts, name: str) -> None:
-        before = self._asked()
-        cores, memory = await asyncio.to_thread(self._start_all, pods, starts)
-        getattr(starts, name).append(cores)
-        starts.memory.append(memory)
-        self.commands[name] = round((self._asked() - before) / len(pods), 1)
+        starts.again.append(await asyncio.to_thread(self._start_all, pods, starts))
 
     def _run(self, pods: list[PodKey], attached: ExitStack) -> None:
         """The containers run, and one on each GPU uses MPS, if that is there."""
@@ -113,16 +101,14 @@ class Node:
         if sockets := list(mps_sockets(self._run_dir / "mps")):
             attached.enter_context(child("tests.bench.sleepers", len(sockets), *sockets))
 
-    def _start_all(self, pods: list[PodKey], starts: Starts) -> tuple[list[float], list[float]]:
-        cores: list[float] = []
-        memory: list[float] = []
+    def _start_all(self, pods: list[PodKey], starts: Starts) -> list[float]:
+        seconds: list[float] = []
         for pod in pods:
             took = self._kubelet.pre_start(pod)
             gpu = self._kubelet.pods[pod][CORE_RESOURCE][0].partition("-")[0]
-            (cores if gpu in self._gpus else starts.first_of_gpu).append(took[CORE_RESOURCE])
+            (seconds if gpu in self._gpus else starts.first_of_gpu).append(took[CORE_RESOURCE])
             self._gpus.add(gpu)
-            memory.append(took[MEMORY_RESOURCE])
-        return cores, memory
+        return seconds
 
     def _end_all(self) -> None:
         """Returns when nothing is kept for them any more."""
@@ -141,12 +127,6 @@ class Node:
     def _kept(self) -> Iterator[Path]:
         for root in (self._run_dir, self._allocation_dir):
             yield from (path for path in root.rglob("*") if re.fullmatch("[0-9a-f]{16}", path.name) and any(_files(path)))
-
-    def _asked(self) -> int:
-        """Commands that MPS daemons got so far."""
-        return sum(
-            len(re.findall(r"\] (?:Cmd:|Received)", log.read_text())) for log in self._run_dir.glob("mps/*/log/control.log")
-        )
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -188,10 +168,7 @@ async def measure_one(changes: Changes, rounds: int) -> dict[str, object]:
         finally:
             end_daemons(memory / "mps")
             unmount_below(memory)
-    result: dict[str, object] = {name: spread(getattr(starts, name)) for name in ("first", "again", "memory")}
-    if any(node.commands.values()):
-        result |= {"first_of_gpu": spread([starts.first_of_gpu]), "commands_to_daemons": node.commands}
-    return result
+    return {"first": spread(starts.first), "again": spread(starts.again), "first_of_gpu": spread([starts.first_of_gpu])}
 
 
 def floor(folder: Path) -> dict[str, object]:
@@ -206,16 +183,6 @@ def floor(folder: Path) -> dict[str, object]:
     return {"first": spread(rounds)}
 
 
-def control_program_alone(program: Path) -> dict[str, float | int]:
-    """One run of the control program by a plain subprocess, without a daemon to talk to."""
-    took = []
-    for _ in range(100):
-        began = time.perf_counter()
-        subprocess.run([program, "-q"], stdout=subprocess.DEVNULL, check=False)
-        took.append(time.perf_counter() - began)
-    return spread([took])
-
-
 @contextmanager
 def scratch(below: Path | None = None) -> Iterator[Path]:
     """A folder with a short name: sockets' paths are short."""
@@ -223,16 +190,14 @@ def scratch(below: Path | None = None) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def measure(rounds: int, only: str = "") -> dict[str, object]:
+async def measure(rounds: int) -> dict[str, object]:
     with scratch() as folder:
-        chosen = {name: changes for name, changes in mechanisms(folder).items() if only in ("", name)}
         result: dict[str, object] = {"containers": CONTAINERS, "floor": await asyncio.to_thread(floor, folder)}
-        result["control_program_alone"] = control_program_alone(mps_control.build())
-        for name, changes in chosen.items():
+        for name, changes in mechanisms(folder).items():
             print(f"prestart: {name}", file=sys.stderr)
             result[name] = await measure_one(changes, rounds)
     return result
 
 
 if __name__ == "__main__":
-    figures.main(measure, __doc__, rounds=3, only="")
+    figures.main(measure, __doc__, rounds=3)

@@ -1,11 +1,10 @@
 """What one pass of the HAMi-core backend costs: a look at every region, and the check whether it needs a repair.
 
-`python -m tests.bench.bench_regions [--regions N] [--processes N]` prints JSON; `bench_limits` has the same figures.
+`python -m tests.bench.bench_regions [--regions N] [--processes N]` prints one JSON object.
 """
 
 import os
 import tempfile
-import time
 from pathlib import Path
 
 from gpumgr.agent.ports import RunningContainer
@@ -14,16 +13,15 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME
 from gpumgr.ledger.usage.node_use import Container
 from tests.bench import figures
-from tests.bench.figures import spread
+from tests.bench.figures import Stopwatch, spread
 from tests.libvgpu import build
 from tests.shares import gpu_share
 
 ROUNDS = 300
-REGIONS, PROCESSES = 200, 2
 
 
-async def measure(regions: int = REGIONS, processes: int = PROCESSES) -> dict[str, object]:
-    """`observe`, `adjust` and both (the pass) with so many processes in each region, on a tmpfs."""
+async def measure(regions: int, processes: int) -> dict[str, object]:
+    """`processes`: in each region; the regions are on a tmpfs."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="gb-") as folder:
         return await measure_in(Path(folder), regions, processes)
 
@@ -35,20 +33,16 @@ async def measure_in(folder: Path, regions: int, processes: int) -> dict[str, ob
         for each in running:
             await backend.start(each.tenant)
             fill(folder / "run" / "hami-core" / each.tenant.allocation / FILE_NAME, each.pids)
-        took: dict[str, list[float]] = {"pass": [], "observe": [], "adjust": []}
+        took: list[float] = []
         for _ in range(ROUNDS):
-            started = time.perf_counter()
-            findings = await backend.observe(running)
-            looked = time.perf_counter()
-            await backend.adjust(running)
-            ended = time.perf_counter()
-            took["pass"].append(ended - started)
-            took["observe"].append(looked - started)
-            took["adjust"].append(ended - looked)
+            with Stopwatch() as watch:
+                findings = await backend.observe(running)
+                await backend.adjust(running)
+            took.append(watch.seconds)
             assert not findings
     finally:
         await backend.close()
-    return {"regions": regions, "processes": processes, **{name: spread([seconds]) for name, seconds in took.items()}}
+    return {"regions": regions, "pass": spread([took])}
 
 
 def fill(path: Path, pids: tuple[int, ...]) -> None:
@@ -80,4 +74,4 @@ def _running(n: int, processes: int) -> RunningContainer:
 
 
 if __name__ == "__main__":
-    figures.main(measure, __doc__, regions=REGIONS, processes=PROCESSES)
+    figures.main(measure, __doc__, regions=200, processes=2)

@@ -1,8 +1,7 @@
 """The scheduler's choice for pods with HAMi's resources beside vcuda pods, without HTTP: 5,000 nodes with 8 GPUs and 20,000 pods of both.
 
-`python -m tests.bench.bench_replica_filter [--nodes N] [--pods N]` prints one JSON object. `<kind>` is the choice among all nodes with the
-assumption of the pod there, as in filter; `<kind>_new` the first choice for a request that was not asked before. The kinds are measured
-alternately.
+`python -m tests.bench.bench_replica_filter [--nodes N] [--pods N]` prints one JSON object: the choice among all nodes with the assumption
+of the pod there, as in filter.
 """
 
 import time
@@ -50,18 +49,14 @@ class Bench:
 
 
 def measure(*, nodes: int, pods: int) -> Mapping[str, Any]:
-    bench, taken, fresh = Bench(nodes), dict[str, list[list[float]]](), dict[str, list[float]]()
+    bench, wanted = Bench(nodes), KINDS["hami_two_gpus"]
     for number in range(pods):
         bench.place([*KINDS.values()][number % len(KINDS)](0))
+    taken: list[list[float]] = []
     for number in range(1, ROUNDS + 1):
-        for kind, request in KINDS.items():
-            fresh.setdefault(kind, []).append(bench.place(request(number)))
-        for kind, request in KINDS.items():
-            taken.setdefault(kind, []).append([bench.place(request(number)) for _ in range(CALLS)])
-    return {
-        **{kind: spread(rounds) for kind, rounds in taken.items()},
-        **{f"{kind}_new": spread([seconds]) for kind, seconds in fresh.items()},
-    }
+        bench.place(wanted(number))
+        taken.append([bench.place(wanted(number)) for _ in range(CALLS)])
+    return {"hami_two_gpus": spread(taken)}
 
 
 if __name__ == "__main__":

@@ -117,7 +117,6 @@ class Bench:
         cases: dict[str, list[Json]] = {
             "share": [pod(number, (20 + number, 7)) for number in range(40)],
             "whole": [pod(number, (100 * (1 + number % 8), 10 + number)) for number in range(10)],
-            "two_containers": [pod(number, (40 + number, 8), (30, 8)) for number in range(5)],
             "init_containers_64": [pod(0, *[(1 + number, 1 + number) for number in range(63)], (1, 1), init=63)],
             "rejected_64": [pod(1, *[(1 + number, 1 + number) for number in range(63)], (900, 0), init=63)],
         }

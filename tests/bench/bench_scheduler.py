@@ -155,13 +155,6 @@ def rejections(ours: Client, floor: Client, nodes: int) -> dict[str, object]:
     for names in sorted({min(1000, nodes), nodes}):
         ours.calls(1, names, NOWHERE)
         found[str(names)] = {"gpumgr_cpu_ms": ours.cpu_ms(300, names, NOWHERE), "floor_cpu_ms": floor.cpu_ms(300, names)}
-    many = [(1600 + 100 * number, 0) for number in range(50)]
-    for shape in many:
-        ours.calls(1, nodes, shape)
-    before = ours.cpu_seconds()
-    for shape in many:
-        ours.calls(1, nodes, shape)
-    found[f"{len(many)}_shapes_cpu_ms"] = round(1000 * (ours.cpu_seconds() - before) / len(many), 3)
     return found
 
 
@@ -221,14 +214,11 @@ def measure(nodes: int, pods: int, cpu_pods: int) -> dict[str, object]:
         started: dict[str, object] = {}
         with scheduler(stub, program, folder, nodes, started) as ours:
             still = quiet(ours)
-            fresh = [ours.calls(1, nodes, (11 + number, 5))["filter"][0] for number in range(20)]
             found = {
                 "cluster": {"nodes": nodes, "pods": pods, "cpu_pods": cpu_pods},
                 "start": started,
                 "quiet": still,
-                "new_shape": spread([fresh]),
                 "filter": filters(ours, floor, nodes),
-                "filter_cpu_ms": {"gpumgr": ours.cpu_ms(200, nodes), "floor": floor.cpu_ms(200, nodes)},
                 "pods": whole_pods(ours, stub, nodes),
                 "rejections": rejections(ours, floor, nodes),
                 "joins": joins(ours, stub, nodes),

@@ -1,16 +1,15 @@
 """What the second's truth pass costs the event loop: 8 GPUs, 400 processes, 200 shares (shared_node.py).
 
-`python -m tests.bench.bench_usage [--rounds N] [--only MIX]` prints one JSON object. From the driver's sample to the end of all that
+`python -m tests.bench.bench_usage [--rounds N]` prints one JSON object. From the driver's sample to the end of all that
 follows from it: start times out of /proc, the ledger, cgroups, the runtime's list, the join, and each mechanism's look and repair.
-`loop` is the time during which the loop is held in one sample, `longest_turn` the longest piece of it, `whole` from begin to end;
-`loop_lag` is how late the loop's timers are while samples follow on one another.
+`loop` is the time during which the loop is held in one sample, `loop_lag` is how late the loop's timers are while samples follow on one
+another.
 """
 
 import asyncio
 import gc
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,21 +28,14 @@ WARM_UP = 20
 LAG_TICK_SECONDS = 0.001
 
 
-async def hold(node: SharedNode, sample: NodeSample, held: HeldTimes, rounds: int) -> dict[str, object]:
-    turns: list[Sequence[float]] = []
-    whole: list[float] = []
+async def hold(node: SharedNode, sample: NodeSample, held: HeldTimes, rounds: int) -> dict[str, float | int]:
+    taken: list[float] = []
     for _ in range(rounds):
         held.take()
-        began = time.perf_counter()
         await node.sampled(sample)
-        whole.append(time.perf_counter() - began)
-        turns.append(held.take())
+        taken.append(sum(held.take()))
         await asyncio.sleep(0)
-    return {
-        "loop": spread([list(map(sum, turns))]),
-        "longest_turn": spread([list(map(max, turns))]),
-        "whole": spread([whole]),
-    }
+    return spread([taken])
 
 
 async def lag(node: SharedNode, sample: NodeSample, rounds: int) -> dict[str, float | int]:
@@ -54,7 +46,7 @@ async def lag(node: SharedNode, sample: NodeSample, rounds: int) -> dict[str, fl
     return spread([late])
 
 
-async def measure_mix(folder: Path, mechanism_of: MechanismOf, rounds: int, held: HeldTimes) -> dict[str, object]:
+async def measure_mix(folder: Path, mechanism_of: MechanismOf, rounds: int, held: HeldTimes) -> Mapping[str, object]:
     places = Places.lay_out(folder / "places")
     node = SharedNode(folder, places, mechanism_of)
     try:
@@ -70,23 +62,20 @@ async def measure_mix(folder: Path, mechanism_of: MechanismOf, rounds: int, held
             assert not use.unattributed
             gc.collect()
             gc.freeze()  # as the agent does when it is up
-            found = await hold(node, sample, held, rounds)
-            found["loop_lag"] = await lag(node, sample, rounds)
+            found = {"loop": await hold(node, sample, held, rounds), "loop_lag": await lag(node, sample, rounds)}
     finally:
         await node.close()
         end_daemons(folder / "run" / "mps")
     return found
 
 
-def measure(rounds: int, only: str = "") -> dict[str, object]:
+def measure(rounds: int) -> dict[str, object]:
     result: dict[str, object] = {"shares": SHARES, "processes": SHARES * PROCESSES_OF_SHARE}
     for name, mechanism_of in MIXES.items():
-        if only not in ("", name):
-            continue
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="gb-") as folder:
             result[name] = run_held(partial(measure_mix, Path(folder), mechanism_of, rounds))
     return result
 
 
 if __name__ == "__main__":
-    figures.main(measure, __doc__, rounds=200, only="")
+    figures.main(measure, __doc__, rounds=200)

@@ -47,7 +47,14 @@ class Places:
         container_id = f"{number:064x}"
         cgroup = f"/kubepods/burstable/pod{uid}/{container_id}"
         (self._cgroup_root / cgroup.lstrip("/")).mkdir(parents=True)
-        self.run(cgroup, pids)
+        for pid in pids:
+            mine = self.proc / str(pid)
+            shutil.rmtree(mine, ignore_errors=True)  # the number's former owner
+            mine.mkdir()
+            (mine / "cgroup").write_text(f"0::{cgroup}\n")
+            for file in ("stat", "status"):
+                (mine / file).symlink_to(f"/proc/{pid}/{file}")
+        (self._cgroup_root / cgroup.lstrip("/") / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
         container = Container(
             id=container_id,
             pod=pod,
@@ -59,17 +66,6 @@ class Places:
         )
         self._listed.append(container)
         return container
-
-    def run(self, cgroup: str, pids: Sequence[int]) -> None:
-        """These processes are in the cgroup, and no others."""
-        for pid in pids:
-            mine = self.proc / str(pid)
-            shutil.rmtree(mine, ignore_errors=True)  # the number's former owner
-            mine.mkdir()
-            (mine / "cgroup").write_text(f"0::{cgroup}\n")
-            for name in ("stat", "status"):
-                (mine / name).symlink_to(f"/proc/{pid}/{name}")
-        (self._cgroup_root / cgroup.lstrip("/") / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
 
     def clear(self) -> None:
         """The runtime lists nothing."""

@@ -14,7 +14,6 @@ from .places import PROJECT
 
 SMALL: Final[Mapping[str, Sequence[str]]] = {
     "dra": ["--rounds=1"],
-    "imports": ["--rounds=1"],
     "quotas": [],
     "regions": ["--regions=2"],
     "replica_filter": ["--nodes=300", "--pods=40"],
