@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.pods import PodEnds
+from gpumgr.agent.ports import PodResources
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import CheckpointError, CriError
-from gpumgr.common.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.common.units import ALL_RESOURCES, BLOCK_BYTES, RESOURCE_NAMES, RESOURCES, Process, Resource
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.hami_formats import replica_request
@@ -31,7 +31,7 @@ from gpumgr.kubelet.deviceplugin.registration import KubeletLink, encode_node_de
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
-from gpumgr.ledger.ledger import Allocation, Change, Ledger
+from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.placement.pods import ContainerSpec, PodKey, PodSandbox, PodView
 from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
@@ -170,23 +170,107 @@ def init(cores: int, blocks: int = 0, name: str = "prepare") -> SimContainer:
     return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind="init")
 
 
-@dataclass
-class Stage:
-    """The parts of the node that a test uses."""
+class MemoryAgent:
+    """The agent; its durable side, the API server and the container runtime are plain memory. Its parts call the methods."""
 
-    kubelet: SimKubelet
-    agent: Agent
-    pods: MemoryPods
-    checkpoint: MemoryCheckpoint
-    clock: Clock
-    devices: dict[Resource, LatestValue[bytes]]
-    hami: ReplicaResources
-    _uids: Iterable[int] = field(default_factory=lambda: count(1))
-    _annotations: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    def __init__(
+        self, pods: MemoryPods, checkpoint: MemoryCheckpoint, runtime: MemoryRuntime, *, clock: Clock, limits: Enforcer | None
+    ) -> None:
+        self.pods, self.checkpoint, self.runtime, self.clock = pods, checkpoint, runtime, clock
+        self.limits, self.drift, self.share_mode = limits or unlimited(), Drift(), True
+        self.wall_clock: Callable[[], float] = time.time
+        ids = count(1)
+        self.new_id = lambda: f"{next(ids):016x}"
+
+    def build(
+        self,
+        ledger: Ledger,
+        pod_resources: PodResources,
+        host: HostPaths,
+        *,
+        mig: MemoryMig | None = None,
+        inventory: Inventory | None = None,
+    ) -> None:
+        """Makes the agent, or the next one after a restart."""
+        self.device_lists = DeviceListPublisher(self.publish, clock=self.clock)
+        self.agent_state = AgentState(
+            ledger,
+            checkpoint=self.checkpoint,
+            device_lists=self.device_lists,
+            runs=self.runs,
+            clock=self.clock,
+            inventory=inventory,
+        )
+        pod_ends = PodEnds(self.pods, self.runtime, node="node-1", clock=self.clock)
+        self.admission = Admission(self.pods, pod_resources, pod_ends, pod_wait_seconds=lambda: 0.01, clock=self.clock)
+        self.reconciler = Reconciler(
+            agent_state=self.agent_state,
+            admission=self.admission,
+            pods=self.pods,
+            pod_ends=pod_ends,
+            meter=self.drift,
+            new_id=self.new_id,
+            clock=self.clock,
+            wall_clock=self.wall_clock,
+        )
+        self.agent = Agent(
+            agent_state=self.agent_state,
+            mig_driver=mig or MemoryMig(),
+            admission=self.admission,
+            reconciler=self.reconciler,
+            starts=ContainerStarts(
+                agent_state=self.agent_state,
+                pods=self.pods,
+                enforcement=self.limits,
+                host=host,
+                make_dir=self.make_dir,
+                make_room=self.make_room,
+                stored_nodes=self.stored_nodes,
+            ),
+            share_mode=lambda: self.share_mode,
+            new_id=self.new_id,
+            wall_clock=self.wall_clock,
+        )
 
     @property
     def ledger(self) -> Ledger:
-        return self.agent.agent_state.ledger.check()
+        return self.agent_state.ledger.check()
+
+    def publish(self, node_devices: NodeDevices) -> None:
+        """The devices for the kubelet."""
+
+    def runs(self, _process: Process) -> bool:
+        return True
+
+    def make_dir(self, path: str) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+    async def make_room(self, allocation: Allocation) -> None:
+        """No container bursts."""
+
+    async def stored_nodes(self, _allocation: AllocationId) -> Collection[str]:
+        return ()
+
+
+class Stage(MemoryAgent):
+    """`devices`: what our servers offer of each resource."""
+
+    def __init__(self, kubelet: SimKubelet, kinds: Sequence[Resource], hami: ReplicaResources, **parts: Any) -> None:
+        super().__init__(checkpoint=MemoryCheckpoint(), clock=Clock(running=True), runtime=MemoryRuntime(self._running), **parts)
+        self.kubelet, self.hami = kubelet, hami
+        self.devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
+        self._uids = count(1)
+        self._annotations: dict[str, Mapping[str, str]] = {}
+
+    def _running(self) -> list[SimPod]:
+        return [pod for pod in self.kubelet.pods() if self.kubelet.statuses[pod.uid].phase == "Running"]
+
+    def publish(self, node_devices: NodeDevices) -> None:
+        for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices, [*self.devices]).items():
+            self.devices[kind].set(message)
+
+    async def stored_nodes(self, allocation: AllocationId) -> Collection[str]:
+        return await stored_nodes(self.kubelet.plugin_folder, allocation)
 
     def pod(
         self,
@@ -197,7 +281,7 @@ class Stage:
         annotations: Mapping[str, str] | None = None,
     ) -> SimPod:
         """A pod bound to this node; `known`: the API server's cache has it."""
-        number = next(iter(self._uids))
+        number = next(self._uids)
         pod = SimPod(namespace="team", name=name, uid=f"uid-{number}", containers=containers)
         self._annotations[pod.uid] = annotations or {}
         if known:
@@ -279,57 +363,19 @@ async def stage(
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
     async with SimKubelet(folder, **kubelet_options) as kubelet:
-        clock, checkpoint, pods = Clock(running=True), MemoryCheckpoint(), MemoryPods(synced=known)
-        devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
-        ids = (f"{n:016x}" for n in count(1))
         client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=30)
-
-        def publish(node_devices: NodeDevices) -> None:
-            for kind, message in encode_node_devices(agent_state.ledger.gpu_registry, node_devices, kinds).items():
-                devices[kind].set(message)
-
-        device_lists = DeviceListPublisher(publish, clock=clock)
-        agent_state = AgentState(
+        made = Stage(kubelet, kinds, hami, pods=MemoryPods(synced=known), limits=enforcement)
+        made.build(
             Ledger(),
-            checkpoint=checkpoint,
-            device_lists=device_lists,
-            runs=lambda _process: True,
-            clock=clock,
+            client,
+            host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
+            mig=mig,
             inventory=Inventory(replicas=10 if "replica" in kinds else 0, mig_on_demand=mig_profiles if mig else None),
         )
-        runtime = MemoryRuntime(lambda: [pod for pod in kubelet.pods() if kubelet.statuses[pod.uid].phase == "Running"])
-        pod_ends = PodEnds(pods, runtime, node="node-1", clock=clock)
-        admission = Admission(pods, client, pod_ends, pod_wait_seconds=lambda: 0.01, clock=clock)
-        reconciler = Reconciler(
-            agent_state=agent_state,
-            admission=admission,
-            pods=pods,
-            pod_ends=pod_ends,
-            meter=Drift(),
-            new_id=lambda: next(ids),
-            clock=clock,
-        )
-        agent = Agent(
-            agent_state=agent_state,
-            mig_driver=mig or MemoryMig(),
-            admission=admission,
-            reconciler=reconciler,
-            starts=ContainerStarts(
-                agent_state=agent_state,
-                pods=pods,
-                enforcement=enforcement or unlimited(),
-                host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
-                make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
-                make_room=no_bursts,
-                stored_nodes=partial(stored_nodes, kubelet.plugin_folder),
-            ),
-            share_mode=lambda: True,
-            new_id=lambda: next(ids),
-        )
-        await agent_state.set_snapshot(mig.snapshot if mig else node or snapshot())
-        await agent_state.set_health(HardwareHealth(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig)))
-        device_lists.start()
-        link = KubeletLink(kubelet.plugin_folder, agent, devices)
+        await made.agent_state.set_snapshot(mig.snapshot if mig else node or snapshot())
+        await made.agent_state.set_health(HardwareHealth(failed={}, cordoned=mig_mode(mig), in_mig_mode=mig_mode(mig)))
+        made.device_lists.start()
+        link = KubeletLink(kubelet.plugin_folder, made.agent, made.devices)
         task = asyncio.create_task(link.run())
         try:
             for kind in kinds:
@@ -337,9 +383,9 @@ async def stage(
                     await kubelet.until(lambda name=RESOURCE_NAMES[kind]: name in kubelet.node_status())  # type: ignore[misc]
                 else:
                     await kubelet.until_allocatable(RESOURCE_NAMES[kind])
-            yield Stage(kubelet, agent, pods, checkpoint, clock, devices, hami)
+            yield made
         finally:
             await link.stop(1.0)
             await asyncio.gather(task, return_exceptions=True)
-            device_lists.close()
+            made.device_lists.close()
             client.close()

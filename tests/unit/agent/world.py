@@ -13,19 +13,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gpumgr.agent.admission import Admission
-from gpumgr.agent.container_starts import ContainerStarts
-from gpumgr.agent.device_lists import DeviceListPublisher
-from gpumgr.agent.pods import PodEnds
-from gpumgr.agent.reconciler import Reconciler
-from gpumgr.agent.state import AgentState
-from gpumgr.agent.writer import Agent
 from gpumgr.common.errors import CheckpointError, KubeletError, Refusal
 from gpumgr.common.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Process, Resource
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse, HostPaths
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
+from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
 from gpumgr.placement.pods import ContainerSpec, Listing, PodKey, PodView
@@ -33,8 +26,7 @@ from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
-from tests.component.stage.mig import MemoryMig
-from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot, unlimited
+from tests.component.stage.stage import Clock, MemoryAgent, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
 from tests.listings import listing_from
 
 
@@ -145,9 +137,12 @@ class _PodResources:
         return self._world.listing()
 
 
-class World:
+class World(MemoryAgent):
     """The agent, its kubelet and its pods. `known`: the cache has each pod before its admission ("late": only when waited for; False:
     never)."""
+
+    pods: LatePods
+    checkpoint: NotedCheckpoint
 
     def __init__(
         self,
@@ -166,11 +161,14 @@ class World:
         self.random = Random(seed)
         self.kubelet = DeviceManager(self.random, **kubelet)
         self.kubelet.clients = {RESOURCE_NAMES[kind]: Plugin(self, kind) for kind in RESOURCES}  # type: ignore[misc]
-        self.clock, self.drift, self.checkpoint, self.pods = (
-            Clock(),
-            Drift(),
-            NotedCheckpoint(),
+        #: The pods with a sandbox. These pods were admitted.
+        self.sandboxes: dict[str, SimPod] = {}
+        super().__init__(
             LatePods(synced=known is not False),
+            NotedCheckpoint(),
+            MemoryRuntime(self.sandboxes.values),
+            clock=Clock(),
+            limits=limits,
         )
         self.wall = 1_000_000.0
         self.active: dict[str, SimPod] = {}
@@ -178,9 +176,6 @@ class World:
         self.forgotten: dict[str, dict[str, dict[str, frozenset[str]]]] = {}
         #: The API server shows the end of a pod only when the agent waits for it.
         self.late_ends = False
-        #: The pods with a sandbox. These pods were admitted.
-        self.sandboxes: dict[str, SimPod] = {}
-        self.runtime = MemoryRuntime(self.sandboxes.values)
         self.folders: list[str] = []
         self.host_error: OSError | None = None
         self.no_room: Refusal | None = None
@@ -195,54 +190,10 @@ class World:
         self.failing_lists = 0
         self.sources_ready = True
         self.lists = 0
-        self._folder, self._share_mode = folder, share_mode
-        self.limits = limits or unlimited()
+        self._host = HostPaths(exists=lambda _path: True, allocation_dir=str(folder))
+        self.share_mode, self.wall_clock = share_mode, lambda: self.wall
         self._numbers = count(1)
-        self._ids = (f"{n:016x}" for n in count(1))
-        self._build(ledger or Ledger())
-
-    def _build(self, ledger: Ledger) -> None:
-        self.device_lists = DeviceListPublisher(self._publish, clock=self.clock)
-        self.agent_state = AgentState(
-            ledger,
-            checkpoint=self.checkpoint,
-            device_lists=self.device_lists,
-            runs=self.runs,
-            clock=self.clock,
-        )
-        pod_ends = PodEnds(self.pods, self.runtime, node="node-1", clock=self.clock)
-        self.admission = Admission(self.pods, _PodResources(self), pod_ends, pod_wait_seconds=lambda: 0.01, clock=self.clock)
-        self.reconciler = Reconciler(
-            agent_state=self.agent_state,
-            admission=self.admission,
-            pods=self.pods,
-            pod_ends=pod_ends,
-            meter=self.drift,
-            new_id=lambda: next(self._ids),
-            clock=self.clock,
-            wall_clock=lambda: self.wall,
-        )
-        self.agent = Agent(
-            mig_driver=MemoryMig(),
-            agent_state=self.agent_state,
-            admission=self.admission,
-            reconciler=self.reconciler,
-            starts=ContainerStarts(
-                agent_state=self.agent_state,
-                pods=self.pods,
-                enforcement=self.limits,
-                host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
-                make_dir=self.make_dir,
-                make_room=self.make_room,
-                stored_nodes=self.stored_nodes,
-            ),
-            new_id=lambda: next(self._ids),
-            share_mode=lambda: self._share_mode,
-            wall_clock=lambda: self.wall,
-        )
-
-    async def stored_nodes(self, _allocation: AllocationId) -> Collection[str]:
-        return ()
+        self.build(ledger or Ledger(), _PodResources(self), self._host)
 
     async def make_room(self, allocation: Allocation) -> None:
         self.room_for.append(allocation.id)
@@ -260,7 +211,8 @@ class World:
     async def restart(self, *, lost: bool = False) -> Rebuilt:
         """The agent dies and starts again from its checkpoint, or without one, and asks the kubelet what it knows."""
         self.device_lists.close()
-        self._build(Ledger() if lost else Ledger(self.checkpoint.gpu_registry, dict(self.checkpoint.allocations)))
+        ledger = Ledger() if lost else Ledger(self.checkpoint.gpu_registry, dict(self.checkpoint.allocations))
+        self.build(ledger, _PodResources(self), self._host)
         if lost:
             self.checkpoint.allocations.clear()
         await self.agent_state.set_snapshot(self.node)
@@ -281,13 +233,9 @@ class World:
         world.device_lists.start()
         return world
 
-    @property
-    def ledger(self) -> Ledger:
-        return self.agent_state.ledger.check()
-
     # -- the kubelet's side ------------------------------------------------------------------------------------------------
 
-    def _publish(self, node_devices: NodeDevices) -> None:
+    def publish(self, node_devices: NodeDevices) -> None:
         gpu_registry = self.agent_state.ledger.gpu_registry
         for kind in RESOURCES:
             devices: DeviceList = {
